@@ -1,0 +1,1 @@
+"""Pure tensor mathematics of RL post-training."""

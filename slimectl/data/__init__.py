@@ -1,0 +1,1 @@
+"""Records, prompts, chats and run directories on disk."""

@@ -1,0 +1,1 @@
+"""Hugging Face modules, one process or FSDP2."""

@@ -1,0 +1,144 @@
+"""The seams: what a stage asks of the parts that it is given. One contract suite per port runs against every adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from slimectl.types import Completion, Metrics, Prompt, Row, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Engine(Protocol):
+    """Samples text; many requests in flight at once."""
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        """Continue `tokens`. Raises SettingsError if they leave no room in the context."""
+        ...
+
+    async def abort(self) -> None:
+        """End every request in flight; each returns what it has, with finish "abort"."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """An engine that takes new weights while it lives."""
+
+    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor."""
+        ...
+
+
+class Loss(Protocol):
+    """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
+
+    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up.
+    """
+
+    needs_entropy: bool
+
+    def __call__(self, pack: TokenPack) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+class TokenPack(Protocol):
+    """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
+
+    `logprobs_T` (and `entropy_T`, where the loss asked for it) carry gradients; all else is constant. `row_T` [T] int64
+    says which row of the pack a token belongs to, `rows` how many there are.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    weights_T: Tensor
+    advantages_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    rollout_logprobs_T: Tensor | None
+    row_T: Tensor
+    rows: int
+
+
+class Policy(Protocol):
+    """Weights and their optimizer: one object whether it is one process or 512."""
+
+    @property
+    def weight_version(self) -> str:
+        """ "0" before the first optimizer step, then the number of steps taken, resumes included."""
+        ...
+
+    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+        """log p(token) of every response token at the rollout temperature, without gradients; R floats a row."""
+        ...
+
+    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+        """Accumulate the gradient of `loss` over all rows (the whole global batch); the summed metrics, with "loss"."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Clip, step, advance the schedule, zero the gradients; "grad_norm" (before clipping) and "lr"."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write weights (a loadable HF directory), optimizer, schedule and RNG into the existing empty folder `path`."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Take all of it back, bit for bit, whatever number of ranks wrote it. Raises CheckpointError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Where work runs."""
+
+    def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
+        """Carry an iterator, at most `ahead` items made before they are asked for (0: none)."""
+        ...
+
+    def map(
+        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+    ) -> Iterator[Result | BaseException]:
+        """Apply `fn` in parallel, results in order; an exception or an overrun time limit comes back as the result."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CheckpointFormat(Protocol):
+    """A layout of weights on disk."""
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]: ...
+
+    def write(self, path: Path, tensors: NamedTensors) -> None: ...
+
+
+RewardFn = Callable[[Sample], "float | dict[str, Any]"]
+"""Grades one sample; never raises on what a model wrote."""
+
+Agent = Callable[..., Any]
+"""`async (prompt, sample, generate, …) -> Sample`: how one attempt unfolds; called by parameter name."""
+
+Keep = Callable[[list[Sample]], "bool | tuple[bool, str]"]
+"""Whether a finished group goes on to training, and why not."""
+
+PromptSource = Callable[[], Iterator[Prompt]]

@@ -1,0 +1,1 @@
+"""Named runs that ship with slimectl."""

@@ -1,0 +1,1 @@
+"""Settings: one section per stage, layered with provenance."""

@@ -1,0 +1,1 @@
+"""One verb, one file: convert, rollout, score, train, evaluate, run."""

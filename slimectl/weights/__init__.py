@@ -1,0 +1,1 @@
+"""Names and shapes of weights, one file per family."""

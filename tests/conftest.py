@@ -1,0 +1,53 @@
+"""Small real models for every test: two layers, random weights, one token a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.checkpoints.create import create_model
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama_untied": {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4},
+    "llama3_rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`model_dir("qwen3")` is the folder of a small random model of that family; one per session."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama") -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            create_model(SHAPE | FAMILIES[family], made[family], seed=7)
+        return made[family]
+
+    return make
