@@ -1,0 +1,141 @@
+"""Losses of whole packs: surrogate, divergence, entropy and correction put together and reduced.
+
+T tokens. A loss is a frozen picklable value, so that it travels to every rank. All that it returns is a sum over the
+pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum to 1 (a
+mean) unless samples were masked whole or the reduction is by a fixed length (see reductions.py): metrics then carry
+that factor too, as the loss does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.algorithms.corrections import mismatch, truncated_fraction, truncated_importance
+from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
+from slimectl.algorithms.surrogates import clip_fraction, ppo_clip, ratio
+from slimectl.errors import SettingsError
+
+
+class Pack(Protocol):
+    """What a loss reads of ports.TokenPack: response tokens, flat, each tensor [T]; absent ones None."""
+
+    @property
+    def logprobs_T(self) -> Tensor: ...
+    @property
+    def entropy_T(self) -> Tensor | None: ...
+    @property
+    def weights_T(self) -> Tensor: ...
+    @property
+    def advantages_T(self) -> Tensor | None: ...
+    @property
+    def old_logprobs_T(self) -> Tensor | None: ...
+    @property
+    def ref_logprobs_T(self) -> Tensor | None: ...
+    @property
+    def rollout_logprobs_T(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss, the clipped surrogate of PPO and GRPO.
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. Where the pack has no
+    `old_logprobs_T`, the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
+
+    Metrics: pg_loss (after the correction), pg_clipfrac, ppo_kl (old - logp), ois (ratio); with a reference kl_loss;
+    with entropy entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied) and
+    those of `mismatch`. The loss itself is the first of the pair and not repeated among them.
+
+    Raises SettingsError if the pack lacks what a coefficient asks for.
+    """
+
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    eps_clip_c: float | None = None
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k1"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    use_tis: bool = False
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    report_entropy: bool = False
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0 or self.report_entropy
+
+    def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        weights_T = pack.weights_T
+        loss_T, values_T = self._surrogate(pack)
+        values_T["pg_loss"] = loss_T
+        if (kl_T := self._divergence(pack)) is not None:
+            values_T["kl_loss"] = kl_T
+            if self.kl_loss_coef:
+                loss_T = loss_T + self.kl_loss_coef * kl_T
+        if (entropy_T := self._entropy(pack)) is not None:
+            values_T["entropy_loss"] = entropy_T
+            if self.entropy_coef:
+                loss_T = loss_T - self.entropy_coef * entropy_T
+        metrics = {name: (weights_T * value_T.detach()).sum() for name, value_T in values_T.items()}
+        return (weights_T * loss_T).sum(), metrics
+
+    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        """The corrected surrogate of each token, and what to report of it."""
+        if pack.advantages_T is None:
+            raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
+        old_T = _old(pack)
+        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        logprobs_T, advantages_T = pack.logprobs_T, pack.advantages_T
+        loss_T = ppo_clip(logprobs_T, old_T, advantages_T, low=self.eps_clip, high=high, dual=self.eps_clip_c)
+        values_T = {
+            "pg_clipfrac": clip_fraction(logprobs_T, old_T, advantages_T, low=self.eps_clip, high=high),
+            "ppo_kl": old_T - logprobs_T,
+            "ois": ratio(logprobs_T.detach(), old_T),
+        }
+        rollout_T, bounds = pack.rollout_logprobs_T, {"low": self.tis_clip_low, "high": self.tis_clip}
+        if rollout_T is not None:
+            values_T |= mismatch(old_T, rollout_T)
+            values_T["tis_clipfrac"] = truncated_fraction(old_T, rollout_T, **bounds)
+        if self.use_tis:
+            if rollout_T is None:
+                raise SettingsError("algorithm.use_tis needs rollout_log_probs, which these samples lack; turn it off")
+            loss_T = loss_T * truncated_importance(old_T, rollout_T, **bounds)
+        return loss_T, values_T
+
+    def _divergence(self, pack: Pack) -> Tensor | None:
+        """The estimate of each token where there is a reference; its graph is built only where it is trained on."""
+        if pack.ref_logprobs_T is None:
+            if self.kl_loss_coef:
+                raise SettingsError("algorithm.kl_loss_coef needs ref_log_probs, which these samples lack; set it to 0")
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.kl_loss_coef != 0):
+            if self.use_unbiased_kl:
+                return unbiased_kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, _old(pack), self.kl_loss_type)
+            return kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, self.kl_loss_type)
+
+    def _entropy(self, pack: Pack) -> Tensor | None:
+        if pack.entropy_T is None and self.needs_entropy:
+            raise ValueError("the pack has no entropy_T although needs_entropy is true")
+        return pack.entropy_T
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """Mean negative log-probability of the tokens that the mask keeps; no metrics beside the loss."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(pack.weights_T * pack.logprobs_T).sum(), {}
+
+
+def _old(pack: Pack) -> Tensor:
+    """Log-probabilities of the policy that sampled, constant: this very policy where none were recorded."""
+    return (pack.logprobs_T if pack.old_logprobs_T is None else pack.old_logprobs_T).detach()

@@ -1,0 +1,52 @@
+"""How much every token counts: the whole reduction of a step, as one weight per token.
+
+With these as `Row.weights` the loss of a step is sum(weights * loss), so nobody downstream knows a denominator and the
+gradient cannot depend on ranks, packs or micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
+
+
+def token_weights(
+    masks: Sequence[Sequence[int]], executions: Sequence[int], *, kind: Reduction, fixed_length: int | None = None
+) -> list[list[float]]:
+    """One weight per response token, shaped as `masks`: one mask (0 or 1 a token) and one execution a sample.
+
+    >>> token_weights([[1, 1], [1, 0]], executions=[0, 1], kind="rollout_mean")
+    [[0.25, 0.25], [0.5, 0.0]]
+
+    With N executions in the step and M unmasked tokens in this one (all its samples together):
+    rollout_mean  1 / (N M)              mean over executions of each one's token mean (GRPO, arXiv:2402.03300, eq. 3)
+    per_token     1 / (sum of all M)     mean over tokens (DAPO, arXiv:2503.14476, eq. 12)
+    fixed_length  1 / (N fixed_length)   blind to lengths (Dr. GRPO, arXiv:2503.20783)
+    The first two sum to 1 over a step unless something is masked whole, the third to (sum of all M) / (N fixed_length).
+    A wholly masked execution has zero weights and still counts in N: removing samples makes a step smaller and leaves
+    the weight of the others alone.
+
+    Raises ValueError on unequal lengths, an unknown kind, or a `fixed_length` missing where it is needed.
+    """
+    if len(masks) != len(executions):
+        raise ValueError(f"{len(masks)} masks for {len(executions)} executions")
+    counts: dict[int, int] = defaultdict(int)
+    for mask, execution in zip(masks, executions, strict=True):
+        counts[execution] += sum(mask)
+    if kind == "rollout_mean":
+        denominators = {execution: len(counts) * count for execution, count in counts.items()}
+    elif kind == "per_token":
+        denominators = dict.fromkeys(counts, sum(counts.values()))
+    elif kind == "fixed_length":
+        if fixed_length is None or fixed_length < 1:
+            raise ValueError(f"fixed_length is {fixed_length}, must be a positive number of tokens")
+        denominators = dict.fromkeys(counts, len(counts) * fixed_length)
+    else:
+        raise ValueError(f"no reduction {kind!r}; there are rollout_mean, per_token, fixed_length")
+    return [
+        [kept / denominators[execution] if kept else 0.0 for kept in mask]
+        for mask, execution in zip(masks, executions, strict=True)
+    ]

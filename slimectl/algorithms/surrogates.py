@@ -1,0 +1,69 @@
+"""What is minimised so that good tokens grow likelier: one value per token, before any reduction.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """exp(logp - old), the probability ratio of each token; [T].
+
+    The log-ratio is held within ±20: an infinite ratio times a zero weight would be NaN for the whole step.
+    """
+    return torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def ppo_clip(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Tensor:
+    """Clipped surrogate, to minimise; one value per token, [T].
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7: max(-ratio A, -clip(ratio, 1 - low, 1 + high) A). `low` and `high`
+    may differ (DAPO, arXiv:2503.14476, eq. 10): a wider upper bound lets rare tokens grow and slows entropy collapse.
+    `dual` c bounds the loss of bad tokens whose ratio exploded (Ye et al. 2020, arXiv:1912.09729): where A < 0,
+    min(that, -c A). Gradients flow through `logprobs_T` only, and not where the clipped branch is the larger.
+
+    Raises ValueError if `low` is not in (0, 1], `high` not positive, or `dual` not above 1.
+    """
+    unclipped_T, clipped_T = _branches(logprobs_T, old_logprobs_T, advantages_T, low=low, high=high)
+    loss_T = torch.maximum(unclipped_T, clipped_T)
+    if dual is None:
+        return loss_T
+    if dual <= 1:
+        raise ValueError(f"dual is {dual}, must be above 1")
+    return torch.where(advantages_T < 0, torch.minimum(loss_T, -dual * advantages_T), loss_T)
+
+
+def clip_fraction(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """1.0 for tokens where `ppo_clip` clips (its clipped branch strictly the larger), else 0.0; [T], no gradient.
+
+    The dual clip does not count: it bounds a loss, it is not the trust region.
+    """
+    with torch.no_grad():
+        unclipped_T, clipped_T = _branches(logprobs_T, old_logprobs_T, advantages_T, low=low, high=high)
+        return (clipped_T > unclipped_T).to(logprobs_T.dtype)
+
+
+def _branches(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    if not 0 < low <= 1:
+        raise ValueError(f"low is {low}, must be in (0, 1]")
+    if high <= 0:
+        raise ValueError(f"high is {high}, must be positive")
+    ratio_T = ratio(logprobs_T, old_logprobs_T.detach())
+    return -ratio_T * advantages_T, -ratio_T.clamp(1 - low, 1 + high) * advantages_T

@@ -1,0 +1,195 @@
+"""Losses on packs made by hand. T tokens."""
+
+import math
+import pickle
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimectl.algorithms.losses import PolicyLoss, SftLoss
+from slimectl.errors import SettingsError
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass
+class HandMadePack:
+    """Three tokens with ratios 1.5, 1 and 1/2 to the policy that sampled, every one weighing 1/4, 1/4 and 1/2."""
+
+    logprobs_T: torch.Tensor
+    weights_T: torch.Tensor
+    advantages_T: torch.Tensor | None = None
+    old_logprobs_T: torch.Tensor | None = None
+    ref_logprobs_T: torch.Tensor | None = None
+    rollout_logprobs_T: torch.Tensor | None = None
+    entropy_T: torch.Tensor | None = None
+
+    def part(self, keep_T):
+        taken = {f.name: getattr(self, f.name) for f in fields(self)}
+        return HandMadePack(**{name: None if value is None else value[keep_T] for name, value in taken.items()})
+
+
+def pack(**given_T):
+    defaults = {
+        "logprobs_T": tensor(1.5, 1.0, 0.5).log().requires_grad_(),
+        "weights_T": tensor(0.25, 0.25, 0.5),
+        "advantages_T": tensor(1.0, 1.0, -1.0),
+        "old_logprobs_T": tensor(0.0, 0.0, 0.0),
+    }
+    return HandMadePack(**(defaults | given_T))
+
+
+def numbers(metrics):
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def test_policy_loss_is_the_weighted_sum_of_the_clipped_surrogate():
+    loss, metrics = PolicyLoss()(pack())
+    # tokens: -1.2, -1.0, 0.8; weighted: -0.3 - 0.25 + 0.4
+    assert loss.item() == pytest.approx(-0.15)
+    assert numbers(metrics) == pytest.approx(
+        {
+            "pg_loss": -0.15,
+            "pg_clipfrac": 0.75,  # first and last token: 1/4 + 1/2
+            "ppo_kl": -0.25 * math.log(1.5) + 0.5 * math.log(2),  # old - logp
+            "ois": 0.25 * 1.5 + 0.25 * 1 + 0.5 * 0.5,
+        }
+    )
+
+
+def test_upper_bound_of_its_own_and_dual_clip_are_passed_on():
+    assert PolicyLoss(eps_clip_high=0.28)(pack())[0].item() == pytest.approx(-0.25 * 1.28 - 0.25 + 0.4)
+    bad = pack(logprobs_T=tensor(5.0).log(), weights_T=tensor(1.0), advantages_T=tensor(-1.0), old_logprobs_T=tensor(0))
+    assert PolicyLoss(eps_clip_c=3.0)(bad)[0].item() == pytest.approx(3.0)
+
+
+def test_without_old_logprobs_the_gradient_is_advantage_times_weight():
+    on_policy = pack(old_logprobs_T=None)
+    loss, metrics = PolicyLoss()(on_policy)
+    loss.backward()
+    assert on_policy.logprobs_T.grad.tolist() == pytest.approx([-0.25, -0.25, 0.5])  # -A w, ratio 1
+    assert loss.item() == pytest.approx(-0.25 - 0.25 + 0.5)
+    assert numbers(metrics) == pytest.approx({"pg_loss": 0.0, "pg_clipfrac": 0.0, "ppo_kl": 0.0, "ois": 1.0})
+
+
+def test_divergence_enters_the_loss_with_its_coefficient():
+    with_reference = pack(ref_logprobs_T=tensor(1.5, 0.5, 0.5).log())
+    loss, metrics = PolicyLoss(kl_loss_coef=0.1, kl_loss_type="k2")(with_reference)
+    kl = 0.25 * math.log(2) ** 2 / 2  # only the middle token differs, r = log 2
+    assert metrics["kl_loss"].item() == pytest.approx(kl)
+    assert loss.item() == pytest.approx(-0.15 + 0.1 * kl)
+
+
+def test_unbiased_divergence_weighs_by_the_ratio():
+    with_reference = pack(ref_logprobs_T=tensor(3.0, 1.0, 0.5).log())
+    _, metrics = PolicyLoss(kl_loss_coef=1.0, use_unbiased_kl=True)(with_reference)
+    assert metrics["kl_loss"].item() == pytest.approx(0.25 * 1.5 * -math.log(2))  # first token: ratio 1.5, r = -log 2
+
+
+def test_with_coefficient_zero_the_divergence_is_reported_and_leaves_the_gradient_alone():
+    plain, with_reference = pack(), pack(ref_logprobs_T=tensor(-9.0, -9.0, -9.0))
+    for each in (plain, with_reference):
+        PolicyLoss()(each)[0].backward()
+    assert with_reference.logprobs_T.grad.tolist() == plain.logprobs_T.grad.tolist()
+    assert PolicyLoss()(with_reference)[1]["kl_loss"].item() == pytest.approx(
+        9 + 0.25 * math.log(1.5) - 0.5 * math.log(2)
+    )
+
+
+def test_entropy_bonus_lowers_the_loss():
+    with_entropy = pack(entropy_T=tensor(1.0, 2.0, 0.5).requires_grad_())
+    loss, metrics = PolicyLoss(entropy_coef=0.01)(with_entropy)
+    assert metrics["entropy_loss"].item() == pytest.approx(1.0)  # 0.25 + 0.5 + 0.25
+    assert loss.item() == pytest.approx(-0.15 - 0.01)
+    loss.backward()
+    assert with_entropy.entropy_T.grad.tolist() == pytest.approx([-0.0025, -0.0025, -0.005])
+
+
+def test_entropy_is_asked_for_only_where_it_is_used_or_reported():
+    assert [loss.needs_entropy for loss in (PolicyLoss(), SftLoss())] == [False, False]
+    assert [PolicyLoss(entropy_coef=0.1).needs_entropy, PolicyLoss(report_entropy=True).needs_entropy] == [True, True]
+    reported = pack(entropy_T=tensor(1.0, 2.0, 0.5))
+    loss, metrics = PolicyLoss(report_entropy=True)(reported)
+    assert (loss.item(), metrics["entropy_loss"].item()) == (pytest.approx(-0.15), pytest.approx(1.0))
+
+
+def test_mismatch_is_reported_whenever_the_engine_gave_log_probabilities():
+    loss, metrics = PolicyLoss()(pack(rollout_logprobs_T=tensor(1 / 4, 1.0, 2.0).log()))
+    assert loss.item() == pytest.approx(-0.15)  # reported, not applied
+    got = numbers(metrics)
+    assert got["tis"] == pytest.approx(0.25 * 4 + 0.25 * 1 + 0.5 * 0.5)
+    assert got["tis_clipfrac"] == pytest.approx(0.25)
+    assert got["train_rollout_logprob_abs_diff"] == pytest.approx(0.25 * math.log(4) + 0.5 * math.log(2))
+    assert got["train_rollout_k1"] == pytest.approx(-0.25 * math.log(4) + 0.5 * math.log(2))
+    assert got["train_rollout_k3"] == pytest.approx(0.25 * (3 - math.log(4)) + 0.5 * (-0.5 + math.log(2)))
+
+
+def test_truncated_importance_multiplies_the_surrogate():
+    loss, metrics = PolicyLoss(use_tis=True)(pack(rollout_logprobs_T=tensor(1 / 4, 1.0, 2.0).log()))
+    # weights min(4, 2), 1, 1/2 on tokens -1.2, -1.0, 0.8: -0.3 * 2 - 0.25 + 0.4 / 2
+    assert loss.item() == pytest.approx(-0.65)
+    assert metrics["pg_loss"].item() == pytest.approx(-0.65)
+
+
+def test_sft_is_the_weighted_negative_log_likelihood():
+    loss, metrics = SftLoss()(pack())
+    assert loss.item() == pytest.approx(-0.25 * math.log(1.5) + 0.5 * math.log(2))
+    assert metrics == {}
+
+
+def test_what_a_coefficient_asks_for_must_be_there():
+    with pytest.raises(SettingsError, match=r"use_tis needs rollout_log_probs"):
+        PolicyLoss(use_tis=True)(pack())
+    with pytest.raises(SettingsError, match=r"kl_loss_coef needs ref_log_probs"):
+        PolicyLoss(kl_loss_coef=0.1)(pack())
+    with pytest.raises(SettingsError, match="advantages"):
+        PolicyLoss()(pack(advantages_T=None))
+
+
+def test_losses_travel_and_compare_as_values():
+    for loss in (PolicyLoss(eps_clip_high=0.28, use_tis=True), SftLoss()):
+        assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_zero_weight_silences_a_token_whatever_its_numbers():
+    wild = pack(
+        logprobs_T=tensor(1.5, -1e4, 0.5).requires_grad_(),
+        weights_T=tensor(0.5, 0.0, 0.5),
+        ref_logprobs_T=tensor(0, 0, 0),
+        rollout_logprobs_T=tensor(0, -1e4, 0),
+    )
+    loss, metrics = PolicyLoss(use_tis=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", use_unbiased_kl=True)(wild)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert wild.logprobs_T.grad[1].item() == 0.0
+    assert all(math.isfinite(value) for value in numbers(metrics).values())
+
+
+values = st.floats(-3, 3)
+
+
+@given(st.lists(st.tuples(*[values] * 6), min_size=2, max_size=8), st.data())
+def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens, data):
+    logprobs_T, old_T, ref_T, rollout_T, advantages_T, weights_T = torch.tensor(tokens, dtype=torch.float64).unbind(1)
+    whole = HandMadePack(
+        logprobs_T.clone().requires_grad_(), weights_T, advantages_T, old_T, ref_T, rollout_T, entropy_T=old_T.abs()
+    )
+    parted = replace(whole, logprobs_T=logprobs_T.clone().requires_grad_())
+    loss = PolicyLoss(kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01, use_tis=True)
+    first_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
+    value, metrics = loss(whole)
+    value.backward()
+    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
+    for keep_T in (first_T, ~first_T):
+        part, part_metrics = loss(parted.part(keep_T))
+        part.backward()
+        total += part.item()
+        sums = {name: sums[name] + part_metrics[name].item() for name in sums}
+    assert total == pytest.approx(value.item(), abs=1e-9)
+    assert sums == pytest.approx(numbers(metrics), abs=1e-9)
+    assert parted.logprobs_T.grad.tolist() == pytest.approx(whole.logprobs_T.grad.tolist(), abs=1e-9)
