@@ -64,3 +64,11 @@ class MissingExtraError(BackendError):
 
     def __init__(self, package: str, *, extra: str, wanted_by: str) -> None:
         super().__init__(f"{wanted_by} needs {package}, which is not installed; run: pip install 'slimectl[{extra}]'")
+        self._made_of = (package, extra, wanted_by)
+
+    def __reduce__(self) -> tuple[object, tuple[str, str, str]]:
+        return _missing_extra, self._made_of  # worker processes hand their errors back pickled
+
+
+def _missing_extra(package: str, extra: str, wanted_by: str) -> MissingExtraError:
+    return MissingExtraError(package, extra=extra, wanted_by=wanted_by)

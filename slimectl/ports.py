@@ -1,4 +1,4 @@
-"""The seams: what a stage asks of the parts that it is given. One contract suite per port runs against every adapter."""
+"""The seams: what a stage asks of its parts. One contract suite per port runs against every adapter."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Policy(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write weights (a loadable HF directory), optimizer, schedule and RNG into the existing empty folder `path`."""
+        """Write weights (a loadable HF directory), optimizer, schedule and RNG into the empty folder `path`."""
         ...
 
     def load(self, path: Path) -> None:

@@ -201,6 +201,9 @@ class StepReport:
     perf: Metrics = field(default_factory=dict)
     """What depends on the clock; goes to perf.jsonl."""
 
+    ends_round: bool = True
+    """Whether the round has no further step: new samples will be drawn from these weights."""
+
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,

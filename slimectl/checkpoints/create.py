@@ -25,9 +25,9 @@ def create_model(config: dict[str, Any], path: Path, *, seed: int, tokenizer: st
     if tokenizer != "byte":
         raise SettingsError(f"tokenizer {tokenizer!r}: a new model can be given the tokenizer 'byte' only")
     text = byte_tokenizer()
+    defaults = {"vocab_size": len(text), "eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
     try:
-        hf_config = AutoConfig.for_model(**{"vocab_size": len(text), "eos_token_id": text.eos_token_id,
-                                            "bos_token_id": None, "pad_token_id": text.pad_token_id, **config})  # fmt: skip
+        hf_config = AutoConfig.for_model(**{**defaults, "bos_token_id": None, **config})
     except Exception as error:
         raise SettingsError(f"model config: {error}") from error
     with torch.random.fork_rng():

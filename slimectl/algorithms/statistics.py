@@ -1,0 +1,47 @@
+"""What a round of samples looks like, in numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from slimectl.types import Metrics, Sample, Status
+
+
+def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
+    """Rewards, lengths, truncation, failures and prefix reuse of one round; `rewards` of the samples that have one."""
+    lengths = [sample.response_length for sample in samples]
+    metrics = {
+        "rollout/response_len/mean": statistics.fmean(lengths),
+        "rollout/response_len/median": float(statistics.median(lengths)),
+        "rollout/response_len/max": float(max(lengths)),
+        "rollout/response_len/min": float(min(lengths)),
+        "rollout/truncation_rate": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
+    }
+    if rewards:
+        metrics["rollout/raw_reward"] = statistics.fmean(rewards)
+        metrics["rollout/max_reward"] = max(rewards)
+        metrics["rollout/min_reward"] = min(rewards)
+    written = [
+        p for s in samples if s.rollout_log_probs for p, m in zip(s.rollout_log_probs, s.mask(), strict=True) if m
+    ]
+    if written:
+        metrics["rollout/rollout_log_probs"] = statistics.fmean(written)
+    failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
+    metrics |= {f"rollout/error/{name}": float(count) for name, count in sorted(failures.items())}
+    prompts = sum(info["total_prompt_tokens"] for s in samples if (info := s.prefix_cache_info))
+    if prompts:
+        cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))
+        metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
+    return metrics
+
+
+def count_groups(rewards: Sequence[Sequence[float]]) -> Metrics:
+    """How many groups of answers are all alike, by the reward that they share."""
+    alike = Counter(group[0] for group in rewards if len(group) > 1 and min(group) == max(group))
+    return {f"rollout/zero_std/count_{value:g}": float(count) for value, count in sorted(alike.items())}
+
+
+def _category(sample: Sample) -> str:
+    return str(sample.metadata.get("error", "unknown")).partition(":")[0]

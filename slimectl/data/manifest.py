@@ -1,0 +1,57 @@
+"""What made a file or a folder: stage, settings, inputs, counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slimectl import __version__
+from slimectl.data.rundir import MANIFEST, write_text
+
+
+def manifest_path(out: Path) -> Path:
+    """`OUT.manifest.json` beside a file, `manifest.json` inside a folder."""
+    return out / MANIFEST if out.is_dir() else out.with_name(out.name + f".{MANIFEST}")
+
+
+def settings_hash(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Manifest:
+    """Collects the facts of one stage's work, then writes them beside its output."""
+
+    def __init__(self, stage: str, settings: dict[str, Any], inputs: dict[str, str]) -> None:
+        self.facts: dict[str, Any] = {
+            "slimectl": __version__,
+            "stage": stage,
+            "settings": settings,
+            "settings_sha256": settings_hash(settings),
+            "inputs": inputs,
+            "host": socket.gethostname(),
+            "started": _now(),
+        }
+
+    def unchanged(self, out: Path) -> bool:
+        """Whether `out` was made by the same stage from the same settings and inputs."""
+        try:
+            old = json.loads(manifest_path(out).read_text())
+        except (OSError, ValueError):
+            return False
+        same = ("stage", "settings_sha256", "inputs")
+        return out.exists() and all(old.get(key) == self.facts[key] for key in same)
+
+    def write(self, out: Path, *, counts: dict[str, int], parents: Iterable[Path] = ()) -> None:
+        """Write the manifest of the finished `out`; `parents` are the inputs, whose manifests are named if present."""
+        known = [str(manifest_path(parent)) for parent in parents if manifest_path(parent).exists()]
+        facts = {**self.facts, "finished": _now(), "counts": counts, "parents": known}
+        write_text(manifest_path(out), json.dumps(facts, indent=2, default=str) + "\n")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

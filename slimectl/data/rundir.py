@@ -1,0 +1,186 @@
+"""A run on disk: metrics, checkpoints that are whole or absent, and where to go on from.
+
+runs/NAME/  run.toml  manifest.json  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
+            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl (if kept)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import CheckpointError, SettingsError, StorageError
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step_(\d{6,})$")
+
+
+@contextmanager
+def explained_storage(path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that names the path and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
+    )
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file at once: readers see the old or the new text, never a part."""
+    staged = path.with_name(f".tmp-{path.name}")
+    try:
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise storage_error(path, error) from error
+
+
+def write_folder(target: Path, fill: Callable[[Path], None], *, about: dict[str, Any] | None = None) -> None:
+    """Make the folder `target` whole or not at all.
+
+    `fill` writes into a staging folder beside it; its files are fsynced, a manifest with sizes and SHA-256 is added
+    (and `about`), the folder renamed, the parent fsynced. An older `target` stays until the new one is whole.
+    """
+    staged = target.with_name(f".tmp-{target.name}")
+    with explained_storage(target):
+        try:
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+            fill(staged)
+            files = {}
+            for file in sorted(path for path in staged.rglob("*") if path.is_file()):
+                with file.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+                files[str(file.relative_to(staged))] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            write_text(staged / MANIFEST, json.dumps({**(about or {}), "files": files}, indent=2) + "\n")
+            for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
+                sync_folder(folder)
+            _replace_folder(staged, target)
+        except BaseException as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            if not isinstance(error, OSError) and isinstance(error.__cause__ or error.__context__, OSError):
+                raise (error.__cause__ or error.__context__) from error  # type: ignore[misc]
+            raise
+
+
+def _replace_folder(staged: Path, target: Path) -> None:
+    old = target.with_name(f".old-{target.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(staged, target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `write_folder` made; None if it is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"no readable {MANIFEST} ({error})"
+    for name, facts in files.items():
+        file = folder / name
+        if not file.exists():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
+        if sha256(file) != facts["sha256"]:
+            return f"{name} does not match its SHA-256"
+    return None
+
+
+class RunDir:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def step(self, number: int) -> Path:
+        return self.path / f"step_{number:06d}"
+
+    def steps(self) -> list[int]:
+        """The numbers of all checkpoints that bear a final name, oldest first."""
+        if not self.path.is_dir():
+            return []
+        matches = [STEP.fullmatch(child.name) for child in self.path.iterdir()]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def start(self, settings_toml: str, *, force: bool = False) -> None:
+        """Make the folder and write run.toml. Raises SettingsError if a run is already there."""
+        if (self.path / "run.toml").exists():
+            if not force:
+                raise SettingsError(
+                    f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
+                    f"or -s run.name=ANOTHER"
+                )
+            shutil.rmtree(self.path)
+        with explained_storage(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / "run.toml", settings_toml)
+
+    def save(self, number: int, fill: Callable[[Path], None]) -> None:
+        """A checkpoint under step `number`, then `latest` on it."""
+        write_folder(self.step(number), fill)
+        with explained_storage(self.path / "latest"):
+            staged = self.path / ".tmp-latest"
+            staged.unlink(missing_ok=True)
+            staged.symlink_to(self.step(number).name)
+            os.replace(staged, self.path / "latest")
+            sync_folder(self.path)
+
+    def prune(self, keep: int | None) -> None:
+        """Drop the oldest checkpoints beyond the newest `keep`; what is kept of their samples stays."""
+        for number in self.steps()[: -keep if keep else 0]:
+            shutil.rmtree(self.step(number) / "policy", ignore_errors=True)
+            if not (self.step(number) / "samples.jsonl").exists():
+                shutil.rmtree(self.step(number), ignore_errors=True)
+
+    def newest(self, warn: Callable[[str], None]) -> tuple[int, Path]:
+        """The newest whole checkpoint; each damaged one on the way is reported. Raises CheckpointError if none is."""
+        for number in reversed([n for n in self.steps() if (self.step(n) / "policy").is_dir()]):
+            wrong = damage(self.step(number))
+            if wrong is None:
+                return number, self.step(number)
+            warn(f"{self.step(number)}: {wrong}; falling back to the checkpoint before it")
+        raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each growing file now: a checkpoint records them, a resume cuts back to them."""
+        return {file.name: file.stat().st_size for file in self.path.glob("*.jsonl")}
+
+    def cut_back(self, sizes: dict[str, int]) -> None:
+        """Forget what was written after a checkpoint, so that the continued files equal those of an undisturbed run."""
+        for file in self.path.glob("*.jsonl"):
+            with file.open("rb+") as handle:
+                handle.truncate(sizes.get(file.name, 0))

@@ -1,0 +1,24 @@
+"""What every section of the settings shares."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""A list of strings; one string alone stands for a list of one."""
+
+
+class Section(BaseModel):
+    """Immutable, refuses unknown keys; the docstring under each field is its manual."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )

@@ -1,0 +1,78 @@
+"""How answers are sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from slimectl.settings.base import Section, Texts
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class RolloutSettings(Section):
+    """Prompts in, samples out."""
+
+    data: Texts = []
+    """Prompt sources: files, globs, path@[a:b] slices, -, reasoning_gym:TASK?key=value, module:function?key=value."""
+
+    input_key: str = "prompt"
+    """Key of the prompt in a row: a string, or a chat list of {role, content}."""
+
+    label_key: str = "label"
+    """Key of the ground truth in a row."""
+
+    metadata_key: str = "metadata"
+    """Key of the metadata in a row."""
+
+    tool_key: str = "tools"
+    """Key of the tool schemas in a row."""
+
+    apply_chat_template: bool = False
+    """Wrap string prompts as one user message in the model's chat template; chat lists always are."""
+
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """Extra arguments for the chat template, e.g. {enable_thinking = false}."""
+
+    shuffle: bool = False
+    """Shuffle the prompts anew in every epoch, by `rollout.seed`."""
+
+    seed: int = 42
+    """Seed of sampling and shuffling: the same seed draws the same answers."""
+
+    n_samples_per_prompt: PositiveInt = 8
+    """Answers for each prompt; GRPO compares them with one another."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Softmax temperature; positive, because greedy decoding is not a policy."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus: sample among the most likely tokens of this total probability."""
+
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among this many most likely tokens; -1 for all."""
+
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample among tokens at least this fraction as likely as the likeliest."""
+
+    max_response_len: PositiveInt = 256
+    """Tokens an answer may have."""
+
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens an answer has at least before it may end."""
+
+    max_context_len: PositiveInt | None = None
+    """Tokens of prompt and answer together; the model's own limit where not given."""
+
+    stop: Texts = []
+    """Strings that end an answer (cut from its text)."""
+
+    stop_token_ids: list[int] = []
+    """Token ids that end an answer, besides the model's end token."""
+
+    ignore_eos: bool = False
+    """Go on past the model's end token."""
+
+    custom_generate_function_path: str | None = None
+    """Your own async function for one attempt (multi-turn, tools), by path."""

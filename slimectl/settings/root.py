@@ -1,0 +1,96 @@
+"""All sections together, and every relation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from slimectl.settings.algorithm import AlgorithmSettings, Grpo
+from slimectl.settings.base import Section
+from slimectl.settings.evaluate import EvalSettings
+from slimectl.settings.model import EngineSettings, ModelSettings
+from slimectl.settings.rollout import RolloutSettings
+from slimectl.settings.run import ClusterSettings, RunSettings, TrackSettings, WarmupSettings
+from slimectl.settings.score import ScoreSettings
+from slimectl.settings.train import TrainSettings
+
+
+class Settings(Section):
+    """Everything that drives a stage or a run."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    score: ScoreSettings = ScoreSettings()
+    algorithm: AlgorithmSettings = Field(default=Grpo())
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()
+    warmup: WarmupSettings = WarmupSettings()
+    run: RunSettings = RunSettings()
+    track: TrackSettings = TrackSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @property
+    def rollouts_per_round(self) -> int:
+        """How many attempts one round samples."""
+        return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """How many of them one optimizer step takes."""
+        if self.train.global_batch_size is not None:
+            return self.train.global_batch_size
+        return self.rollouts_per_round // (self.train.num_steps_per_rollout or 1)
+
+    @property
+    def steps_per_round(self) -> int:
+        return -(-self.rollouts_per_round // self.rollouts_per_step)
+
+    @property
+    def reference_path(self) -> str | None:
+        """The frozen reference model, where the algorithm measures a divergence from one."""
+        if isinstance(self.algorithm, Grpo) and self.algorithm.kl_loss_coef > 0:
+            return self.algorithm.ref_load or self.model.path
+        return None
+
+
+def contradictions(settings: Settings) -> Iterator[str]:
+    """Each contradiction between sections, as a line that names both keys and the way out."""
+    run, train, rollout, algorithm = settings.run, settings.train, settings.rollout, settings.algorithm
+    steps = train.num_steps_per_rollout
+    if steps and settings.rollouts_per_round % steps:
+        yield (
+            f"train.num_steps_per_rollout: {steps} does not divide the {settings.rollouts_per_round} rollouts of a "
+            f"round (run.rollout_batch_size x rollout.n_samples_per_prompt); change one of the three"
+        )
+    elif steps and train.global_batch_size and train.global_batch_size * steps != settings.rollouts_per_round:
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} and train.num_steps_per_rollout: {steps} disagree "
+            f"about a round of {settings.rollouts_per_round} rollouts; give one of them"
+        )
+    if run.num_rollout and run.num_epoch:
+        yield "run.num_rollout and run.num_epoch exclude each other; give one of them"
+    if rollout.min_new_tokens > rollout.max_response_len:
+        yield (
+            f"rollout.min_new_tokens: {rollout.min_new_tokens} is above rollout.max_response_len: "
+            f"{rollout.max_response_len}; lower it or raise the latter"
+        )
+    if settings.eval.interval and not settings.eval.data:
+        yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
+    if train.min_lr > train.lr:
+        yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
+    if run.max_staleness is not None and run.ahead == 0 and run.max_staleness > 0:
+        yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
+    if isinstance(algorithm, Grpo):
+        yield from _grpo_contradictions(algorithm)
+
+
+def _grpo_contradictions(algorithm: Grpo) -> Iterator[str]:
+    if algorithm.use_rollout_logprobs and algorithm.use_tis:
+        yield (
+            "algorithm.use_rollout_logprobs and algorithm.use_tis exclude each other: with the engine's own "
+            "log-probabilities there is nothing to correct; drop one"
+        )
+    if algorithm.calculate_per_token_loss and algorithm.fixed_length:
+        yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"

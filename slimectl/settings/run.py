@@ -1,0 +1,101 @@
+"""The loop, its warm-up, its trackers, its ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from slimectl.settings.base import Section, Texts
+
+PositiveInt = Annotated[int, Field(ge=1)]
+TrackerName = Literal["stdout", "jsonl", "tensorboard"]
+
+
+class RunSettings(Section):
+    """Rounds of rollout, score and train, and what is kept of them."""
+
+    name: str | None = None
+    """Folder of the run under run.dir; the recipe's name where not given."""
+
+    dir: str = "runs"
+    """Folder of all runs."""
+
+    num_rollout: PositiveInt | None = None
+    """Rounds to run."""
+
+    num_epoch: PositiveInt | None = None
+    """Passes over the prompts, instead of num_rollout."""
+
+    rollout_batch_size: PositiveInt = 32
+    """Prompts per round."""
+
+    ahead: Annotated[int, Field(ge=0)] = 0
+    """Rounds that may be sampled before their turn; 0 is strictly on-policy."""
+
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Drop samples older than this many weight versions; none are dropped where not given."""
+
+    seed: int = 1234
+    """Seed of new weights and of training."""
+
+    save_interval: PositiveInt | None = None
+    """Rounds between checkpoints; only the last is saved where not given."""
+
+    keep_checkpoints: PositiveInt | None = 2
+    """Newest checkpoints to keep; all with null in a file or `none` on the command line."""
+
+    keep_samples: bool = False
+    """Keep the scored samples of every round, so that any step can be replayed."""
+
+
+class WarmupSettings(Section):
+    """Supervised steps on the labels before the first round, until the model gets some answers right."""
+
+    data: Texts = []
+    """Prompt sources whose labels are the demonstrations; no warm-up where empty."""
+
+    until_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Stop when this share of answers to warm-up prompts is right: RL needs some successes to learn from."""
+
+    check_interval: PositiveInt = 10
+    """Steps between two looks at the accuracy."""
+
+    max_steps: Annotated[int, Field(ge=0)] = 300
+    """Stop here in any case."""
+
+    batch_size: PositiveInt = 64
+    """Demonstrations per step."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    """Learning rate, constant."""
+
+
+class TrackSettings(Section):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    with_: Annotated[list[TrackerName], Field(alias="with")] = ["stdout"]
+    """Trackers: stdout, tensorboard, jsonl."""
+
+    kwargs: dict[str, dict[str, Any]] = {}
+    """Arguments for a tracker's own constructor, by its name."""
+
+    always_use_train_step: bool = False
+    """Put every metric on the axis of train steps."""
+
+    plot: bool = True
+    """Draw the reward curve at the end."""
+
+
+class ClusterSettings(Section):
+    """How many processes train."""
+
+    actor_num_nodes: PositiveInt = 1
+    """Machines."""
+
+    actor_num_gpus_per_node: PositiveInt = 1
+    """Training ranks on each; on a CPU, processes."""
+
+    @property
+    def ranks(self) -> int:
+        return self.actor_num_nodes * self.actor_num_gpus_per_node

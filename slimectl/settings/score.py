@@ -1,0 +1,31 @@
+"""How answers are graded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from slimectl.settings.base import Section
+
+
+class ScoreSettings(Section):
+    """Samples in, rewarded samples out."""
+
+    rm_type: str | None = None
+    """Verifier: math, exact, contains, numeric, regex, reasoning_gym, …; a prompt's metadata.rm_type goes first."""
+
+    rm_options: dict[str, Any] = {}
+    """Options of the verifier, e.g. {pattern = "Answer: (.*)"} for regex."""
+
+    custom_rm_path: str | None = None
+    """Your own reward function, by path; it goes before rm_type."""
+
+    reward_key: str | None = None
+    """Which number of a dict reward is trained on."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds one sample may take; past it the sample gets reward 0 and metadata.reward_error."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Worker processes; 0 grades in this process, without the time limit (enough for string comparisons)."""

@@ -1,0 +1,69 @@
+"""How weights move."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slimectl.settings.base import Section
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class TrainSettings(Section):
+    """Scored samples in, new weights out."""
+
+    policy: Literal["fsdp"] = "fsdp"
+    """Which trainer; fsdp is the Hugging Face module, in one process or sharded over ranks."""
+
+    lr: NonNegative = 1e-6
+    """Learning rate at its peak."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from lr to min_lr."""
+
+    lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up from 0."""
+
+    lr_decay_iters: Annotated[int, Field(ge=1)] | None = None
+    """Step at which min_lr is reached; the run's last step where not given."""
+
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the first moment."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    """AdamW's decay of the second moment."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Rollouts per optimizer step; all of a round in one step where not given."""
+
+    num_steps_per_rollout: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps per round, instead of global_batch_size."""
+
+    max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
+    """Tokens that one forward pass takes; more samples make more micro-batches, never another result."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision; master weights and optimizer are always float32."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it runs; auto takes the GPU if there is one."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its answers."""

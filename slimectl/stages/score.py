@@ -1,0 +1,141 @@
+"""Samples in, rewarded samples out."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from slimectl.errors import HookError, SettingsError, SlimectlError
+from slimectl.hooks import Args, Hook
+from slimectl.ports import Executor, Policy, RewardFn
+from slimectl.rewards import known_types, verifier
+from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
+from slimectl.streams import batched
+from slimectl.types import Row, Sample, Status
+
+REFERENCE_BATCH = 64
+"""Samples whose reference log-probabilities are computed together."""
+
+
+class Grader:
+    """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
+
+    Pickles by its settings, so that worker processes make verifiers of their own. Raises SettingsError or HookError
+    at once if what the settings name does not exist.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._args = Args(settings)
+        self._hooks: dict[str, Hook] = {}
+        self._verifiers: dict[str, RewardFn] = {}
+        if settings.score.custom_rm_path:
+            self._hook(settings.score.custom_rm_path)
+        elif settings.score.rm_type:
+            self._verifier(settings.score.rm_type)
+
+    def __reduce__(self) -> tuple[type[Grader], tuple[Settings]]:
+        return Grader, (self.settings,)
+
+    def __call__(self, sample: Sample) -> Any:
+        given = self.settings.score
+        path = sample.custom_rm_path or given.custom_rm_path
+        if path:
+            result = self._hook(path)({"args": self._args, "settings": self._args, "sample": sample})
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
+        rm_type = sample.metadata.get("rm_type") or given.rm_type
+        if not rm_type:
+            raise SettingsError(
+                f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}) "
+                f"or score.custom_rm_path"
+            )
+        return self._verifier(str(rm_type))(sample)
+
+    def _hook(self, path: str) -> Hook:
+        if path not in self._hooks:
+            self._hooks[path] = Hook(path, setting="score.custom_rm_path", offers=("args", "settings", "sample"))
+        return self._hooks[path]
+
+    def _verifier(self, rm_type: str) -> RewardFn:
+        if rm_type not in self._verifiers:
+            own = rm_type == self.settings.score.rm_type
+            self._verifiers[rm_type] = verifier(rm_type, **(self.settings.score.rm_options if own else {}))
+        return self._verifiers[rm_type]
+
+
+def score(
+    samples: Iterable[Sample],
+    reward: RewardFn,
+    settings: ScoreSettings,
+    *,
+    executor: Executor,
+    reference: Policy | None = None,
+) -> Iterator[Sample]:
+    """Grade every sample, in order; with a `reference` its log-probabilities are attached too.
+
+    A sample that overran the time limit gets reward 0 and the reason in metadata.reward_error; so does one whose
+    attempt failed. Raises HookError if the reward is no finite number, or no dict that has one under
+    `settings.reward_key`.
+    """
+    graded = _graded(samples, reward, settings, executor)
+    if reference is None:
+        yield from graded
+        return
+    for batch in batched(graded, REFERENCE_BATCH):
+        rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in batch]
+        for sample, log_probs in zip(batch, reference.log_probs(rows), strict=True):
+            sample.ref_log_probs = log_probs
+        yield from batch
+
+
+def _graded(
+    samples: Iterable[Sample], reward: RewardFn, settings: ScoreSettings, executor: Executor
+) -> Iterator[Sample]:
+    waiting: deque[Sample] = deque()
+
+    def handed_out() -> Iterator[Sample]:
+        for sample in samples:
+            waiting.append(sample)
+            yield sample
+
+    timeout_s = settings.timeout_s if settings.workers else None
+    for result in executor.map(reward, handed_out(), workers=settings.workers, timeout_s=timeout_s):
+        sample = waiting.popleft()
+        if sample.status is Status.FAILED:
+            sample.reward = 0.0
+        elif isinstance(result, TimeoutError):
+            sample.reward = 0.0
+            sample.metadata["reward_error"] = str(result)
+        elif isinstance(result, SlimectlError):
+            raise result
+        elif isinstance(result, BaseException):
+            raise HookError(f"reward of sample {sample.index}: {type(result).__name__}: {result}") from result
+        else:
+            sample.reward = result
+            reward_number(sample, settings.reward_key)
+        yield sample
+
+
+def reward_number(sample: Sample, reward_key: str | None) -> float:
+    """The number that is trained on. Raises HookError, naming the sample and what came instead."""
+    value: Any = sample.reward
+    if isinstance(value, dict):
+        if reward_key is None:
+            reward_key = "score" if "score" in value else None
+        if reward_key not in value:
+            known = ", ".join(map(str, value)) or "nothing"
+            raise HookError(f"score.reward_key: {reward_key!r} is not in the reward of sample {sample.index} ({known})")
+        value = value[reward_key]
+    if isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise HookError(
+            f"reward of sample {sample.index} is {value!r}, not a finite number; mend the reward function"
+            + ("" if not isinstance(sample.reward, dict) else f" (key {reward_key!r})")
+        )
+    return float(value)
