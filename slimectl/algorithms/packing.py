@@ -1,0 +1,146 @@
+"""How rows become packs: which rows share a prompt, which travel together, which rank takes which pack.
+
+Plain lists, no tensors. Everything is deterministic: equal rows give equal packs on every rank.
+P prompt tokens · R response tokens · a bundle is one prompt with the answers to it · a pack is one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slimectl.errors import RecordError
+from slimectl.types import Row
+
+LONG_ANSWER = 4
+"""Answers longer than this many times their prompt travel alone: sharing would save less than its masks cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Rows, by their position in the batch, that travel with one copy of their prompt.
+
+    >>> Bundle(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
+    15
+
+    The last response token of a row predicts nothing, so it is not computed: 10 + (3 - 1) + (4 - 1).
+    """
+
+    rows: tuple[int, ...]
+    prompt_length: int
+    response_lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_length + sum(max(length - 1, 0) for length in self.response_lengths)
+
+    def part(self, members: Sequence[int]) -> Bundle:
+        """The bundle of some of the rows, given by their place in `rows`."""
+        return Bundle(
+            tuple(self.rows[i] for i in members), self.prompt_length, tuple(self.response_lengths[i] for i in members)
+        )
+
+
+Pack = list[Bundle]
+
+
+def tokens_of(pack: Pack) -> int:
+    return sum(bundle.tokens for bundle in pack)
+
+
+def bundled(rows: Sequence[Row], *, max_tokens: int, share: bool = True) -> list[Bundle]:
+    """Every row once; rows of one group with equal prompts together, as far as `max_tokens` allows.
+
+    Raises RecordError for a row without a prompt token: nothing predicts its first response token.
+    """
+    siblings: dict[object, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.prompt_length < 1:
+            raise RecordError(
+                f"row {i}: {len(row.tokens)} tokens with a response of {row.response_length}; a row needs at least one"
+                " prompt token, which predicts the first response token"
+            )
+        key = (row.group, tuple(row.tokens[: row.prompt_length])) if share else i
+        siblings.setdefault(key, []).append(i)
+    bundles = []
+    for members in siblings.values():
+        family = Bundle(tuple(members), rows[members[0]].prompt_length, tuple(rows[i].response_length for i in members))
+        bundles += _split_to_fit(family, max_tokens)
+    return bundles
+
+
+def _split_to_fit(family: Bundle, max_tokens: int) -> list[Bundle]:
+    """First-fit the answers into bundles under `max_tokens`, each with its copy of the prompt."""
+    if sum(family.response_lengths) > LONG_ANSWER * family.prompt_length * len(family.rows):
+        return [family.part([i]) for i in range(len(family.rows))]
+    room = max_tokens - family.prompt_length
+    costs = [max(length - 1, 0) for length in family.response_lengths]
+    return [family.part(members) for members in _first_fit(costs, room)]
+
+
+def _first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
+    """Positions by bin; each goes to the first bin with room, an oversize one alone."""
+    bins: list[list[int]] = []
+    left: list[int] = []
+    for i, cost in enumerate(costs):
+        for j, free in enumerate(left):
+            if cost <= free:
+                bins[j].append(i)
+                left[j] -= cost
+                break
+        else:
+            bins.append([i])
+            left.append(room - cost)
+    return bins
+
+
+def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
+    """First-fit by decreasing size; a bundle larger than `max_tokens` travels alone."""
+    by_size = sorted(bundles, key=lambda bundle: -bundle.tokens)
+    return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
+
+
+def dealt(packs: Sequence[Pack], *, ranks: int) -> list[list[Pack]]:
+    """As many packs for every rank, heaviest first, their tokens balanced.
+
+    The heaviest pack is split until the number is a multiple of `ranks`; where nothing is left to split, the rest are
+    empty packs, so that every rank makes the same number of collective calls.
+    """
+    packs = list(packs)
+    while len(packs) % ranks:
+        heaviest = max(range(len(packs)), key=lambda i: (_can_split(packs[i]), tokens_of(packs[i]), -i))
+        packs[heaviest : heaviest + 1] = (
+            _halves(packs[heaviest]) if _can_split(packs[heaviest]) else [packs[heaviest], []]
+        )
+    shares: list[list[Pack]] = [[] for _ in range(ranks)]
+    for pack in sorted(packs, key=tokens_of, reverse=True):
+        open_ranks = [i for i in range(ranks) if len(shares[i]) < len(packs) // ranks]
+        shares[min(open_ranks, key=lambda i: sum(map(tokens_of, shares[i])))].append(pack)
+    return shares
+
+
+def _can_split(pack: Pack) -> bool:
+    return len(pack) > 1 or (len(pack) == 1 and len(pack[0].rows) > 1)
+
+
+def _halves(pack: Pack) -> list[Pack]:
+    """Two packs of nearly equal size; a lone bundle is cut between its answers and its prompt copied."""
+    if len(pack) > 1:
+        return [[pack[i] for i in half] for half in _balanced([bundle.tokens for bundle in pack])]
+    return [[pack[0].part(half)] for half in _balanced(pack[0].response_lengths)]
+
+
+def _balanced(costs: Sequence[int]) -> list[list[int]]:
+    """Positions in two halves: each in turn, heaviest first, to the lighter half; order within a half is kept."""
+    halves: list[list[int]] = [[], []]
+    sums = [0, 0]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        lighter = 0 if (sums[0], len(halves[0])) <= (sums[1], len(halves[1])) else 1
+        halves[lighter].append(i)
+        sums[lighter] += costs[i]
+    return [sorted(half) for half in halves]
+
+
+def planned(rows: Sequence[Row], *, max_tokens: int, ranks: int = 1, share: bool = True) -> list[list[Pack]]:
+    """The packs of every rank; each row is in exactly one of them. Raises RecordError."""
+    return dealt(packed(bundled(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens), ranks=ranks)

@@ -1,0 +1,121 @@
+"""Attention over a pack: a few dense calls, one per bucket of similar lengths, whatever the number of sequences.
+
+T input tokens · N rows of the padded grid · B sequences of a bucket · L, S their padded length · P prompt tokens
+H query heads · K key-value heads · D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.fsdp.layout import Answers, Causal, PackLayout
+
+NAME = "slimectl_packed"
+UNSUPPORTED = ("softcap", "s_aux")
+"""What a layer may ask for that this attention does not compute."""
+
+
+class _ToGrid(torch.autograd.Function):
+    """Input order to grid order. Every input token stands in one row of the grid, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, source_TW: Tensor, order_N: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        return source_TW.index_select(0, order_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
+        return grad_NW.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _FromGrid(torch.autograd.Function):
+    """Grid order to input order; padding rows get a zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, grid_NW: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        ctx.rows = grid_NW.shape[0]
+        return grid_NW.index_select(0, place_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TW: Tensor) -> tuple[Tensor, None]:
+        grad_NW = grad_TW.new_zeros(ctx.rows, grad_TW.shape[1])
+        return grad_NW.index_copy_(0, ctx.saved_tensors[0], grad_TW), None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: PackLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
+    asked = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if asked or (sliding_window and sliding_window <= int(layout.positions_T.max())):
+        raise CheckpointError(
+            f"{type(module).__name__} asks for {asked[0] if asked else 'a sliding window shorter than the row'}, which"
+            " packed training does not compute; use a model with plain causal attention, or shorter rows"
+        )
+    layout.attention_calls += 1
+    query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
+    query_NHD, key_NKD, value_NKD = (_grid(states, layout) for states in (query_THD, key_TKD, value_TKD))
+    outputs = [_causal(query_NHD, key_NKD, value_NKD, bucket, scaling) for bucket in layout.causal]
+    for bucket in layout.answers:
+        outputs.append(_answers(query_NHD, key_NKD, value_NKD, key_TKD, value_TKD, bucket, scaling))
+    output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    output_TW = _FromGrid.apply(output_NW, layout.place_T)
+    return output_TW.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _grid(states_TXD: Tensor, layout: PackLayout) -> Tensor:
+    tokens, heads, width = states_TXD.shape
+    flat_TW = states_TXD.reshape(tokens, heads * width)
+    return _ToGrid.apply(flat_TW, layout.order_N, layout.place_T).view(-1, heads, width)
+
+
+def _bucket(states_NXD: Tensor, bucket: Causal | Answers) -> Tensor:
+    """The rows of a bucket as [B, X, S, D]."""
+    rows = states_NXD.narrow(0, bucket.start, bucket.count * bucket.length)
+    return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
+
+
+def _flat(output_BHSD: Tensor) -> Tensor:
+    batch, heads, length, width = output_BHSD.shape
+    return output_BHSD.transpose(1, 2).reshape(batch * length, heads * width)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: Causal, scaling: float | None) -> Tensor:
+    q, k, v = (_bucket(states, bucket) for states in (query, key, value))
+    # Padding stands behind its sequence, where causality hides it.
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return _flat(output)
+
+
+def _answers(
+    query: Tensor, key: Tensor, value: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Answers, scale: float | None
+) -> Tensor:
+    q = _bucket(query, bucket)
+    k, v = (
+        torch.cat([states_TKD[bucket.prompt_AP].transpose(1, 2), _bucket(states_NKD, bucket)], dim=2)
+        for states_TKD, states_NKD in ((key_TKD, key), (value_TKD, value))
+    )
+    gqa = q.shape[1] != k.shape[1]
+    return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask_ALK, scale=scale, enable_gqa=gqa))
+
+
+def register() -> None:
+    """Make the attention known to transformers under NAME."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,129 @@
+"""The float32 masters of a model: whole in one process, or this rank's shard of each under FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimectl.errors import SettingsError
+from slimectl.policies.fsdp.model import PackedModel, ParameterNames, decoder_layers
+from slimectl.ports import CheckpointFormat
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Masters:
+    """Float32 tensors that the optimizer updates, and the way between them and full tensors.
+
+    In float32, and under FSDP2, the masters are the model's own parameters. In bfloat16 on one process the model holds
+    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward.
+    """
+
+    def __init__(self, model: PackedModel, *, dtype: str, device: torch.device, mesh: Any | None) -> None:
+        if dtype not in DTYPES:
+            raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+        self.mesh = mesh
+        self.names = ParameterNames(model.hf)
+        self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
+        if mesh is not None:
+            _shard(model, mesh, DTYPES[dtype])
+        _materialise(model, device)
+        self.parameters: dict[str, nn.Parameter] = dict(model.hf.named_parameters())
+        self.copies = mesh is None and DTYPES[dtype] != torch.float32
+        if mesh is None:
+            self.tensors = {name: parameter.data for name, parameter in self.parameters.items()}
+        else:
+            self.tensors = {name: parameter.data.to_local() for name, parameter in self.parameters.items()}
+        if self.copies:
+            for parameter in self.parameters.values():
+                parameter.data = torch.empty_like(parameter, dtype=DTYPES[dtype])
+        self.in_checkpoint: list[tuple[str, str]] = []
+        """(checkpoint name, parameter name), in checkpoint order."""
+
+    def read(self, checkpoint: CheckpointFormat, path: Path) -> None:
+        """Fill the masters from a directory. Raises CheckpointError."""
+        order = []
+        for name, parameter, tensor in self.names.matched(checkpoint.read(path), path, self.shapes):
+            self.put(tensor, self.tensors[parameter])
+            order.append((name, parameter))
+        self.in_checkpoint = order
+        self.publish()
+
+    def put(self, full: Tensor, local: Tensor) -> None:
+        """Copy `full`, or this rank's part of it, into `local`."""
+        if self.mesh is not None:
+            parts = torch.chunk(full, self.mesh.size(), dim=0)
+            rank = self.mesh.get_local_rank()
+            full = parts[rank] if rank < len(parts) else full[:0]
+        with torch.no_grad():
+            local.copy_(full)
+
+    def full(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a tensor that is sharded like parameter `name`; every rank must ask for it."""
+        if self.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        sharded = self.parameters[name]
+        shape, stride = sharded.size(), sharded.stride()
+        return DTensor.from_local(local, self.mesh, sharded.placements, shape=shape, stride=stride).full_tensor()
+
+    def publish(self) -> None:
+        """Let the model compute with the present masters."""
+        if self.copies:
+            copies = [parameter.data for parameter in self.parameters.values()]
+            torch._foreach_copy_(copies, list(self.tensors.values()))
+
+    def collect(self) -> None:
+        """After each backward: bfloat16 gradients are summed over packs in float32."""
+        if not self.copies:
+            return
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                master = self.tensors[name]
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each master, set on it; zeros where nothing was trained."""
+        for name, master in self.tensors.items():
+            if not self.copies:
+                gradient = self.parameters[name].grad
+                master.grad = gradient.to_local() if self.mesh is not None and gradient is not None else gradient
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.tensors.values() if master.grad is not None]
+
+    def drop_gradients(self) -> None:
+        for name, master in self.tensors.items():
+            master.grad = self.parameters[name].grad = None
+
+
+def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype) -> None:
+    """FSDP2 over decoder layers and root; gradients are summed over ranks, because a loss here is a sum."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    modules = [*decoder_layers(model.hf), model]
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        # Without this the factor is applied by a pre-multiplied sum, which gloo does not know.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _materialise(model: PackedModel, device: torch.device) -> None:
+    """Storage for all parameters; `to_empty` alone would lose the buffers and untie tied parameters."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    ties = [(alias, first) for alias, first in ParameterNames(model.hf).of_parameter.items() if alias != first]
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = buffer.to(device)
+    for alias, first in ties:
+        owner, _, attribute = alias.rpartition(".")
+        model.hf.get_submodule(owner)._parameters[attribute] = model.hf.get_parameter(first)

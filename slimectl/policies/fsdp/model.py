@@ -1,0 +1,141 @@
+"""A Hugging Face model as a function from packs to log-probabilities, on one process or sharded by FSDP2.
+
+T input tokens · R response tokens · H hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.fsdp import attention
+from slimectl.policies.fsdp.head import linear_log_probs
+from slimectl.policies.fsdp.layout import PackLayout
+
+
+class PackedModel(nn.Module):
+    """The root module: hidden states and log-probabilities in one forward.
+
+    One forward, because under FSDP2 the embedding and the head, tied or not, are gathered for the root's forward only.
+    """
+
+    def __init__(self, hf: nn.Module) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, layout: PackLayout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [R] of the pack's response tokens, and their entropies if asked for."""
+        hidden_1TH = self.hf.base_model(
+            input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
+        ).last_hidden_state
+        hidden_RH = hidden_1TH[0].index_select(0, layout.sources_R)
+        weight_VH = self.hf.get_output_embeddings().weight
+        return linear_log_probs(hidden_RH, weight_VH, layout.targets_R, temperature=temperature, entropy=entropy)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside hold parameters without storage; their buffers are real."""
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        # A parameter that is on meta already is a tie to another module's: it must stay the same object.
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def empty_model(model_dir: Path) -> nn.Module:
+    """The model that config.json describes, without weights. Raises CheckpointError if it cannot be trained here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (model_dir / "config.json").is_file():
+        raise CheckpointError(f"{model_dir}: no config.json; give a Hugging Face checkpoint directory")
+    attention.register()
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config._attn_implementation = attention.NAME
+        with _parameters_on_meta():
+            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise CheckpointError(
+            f"{model_dir}: transformers cannot build this model ({str(error).splitlines()[0]}); upgrade transformers,"
+            " or give a checkpoint of a known architecture"
+        ) from error
+    reason = _unsupported(hf)
+    if reason:
+        raise CheckpointError(f"{model_dir}: {config.model_type} {reason}; train it with the megatron backend")
+    return hf
+
+
+def _unsupported(hf: Any) -> str:
+    """Why packed training would not compute what this model computes; empty if it would."""
+    config = hf.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    head = hf.get_output_embeddings()
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
+    if not getattr(hf, "_supports_attention_backend", False):
+        return "does not take another attention"
+    if head is None or getattr(head, "bias", None) is not None:
+        return "has no plain linear head"
+    altered = [
+        key for key in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, key, None)
+    ]
+    return f"changes its logits ({altered[0]})" if altered else ""
+
+
+def decoder_layers(hf: nn.Module) -> nn.ModuleList:
+    """The blocks that are sharded and recomputed one by one."""
+    return hf.base_model.layers
+
+
+class ParameterNames:
+    """Checkpoint names and the parameters behind them; tied parameters answer to several names."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        self.of_parameter: dict[str, str] = {}
+        """Every name, aliases too, to the first name of its parameter."""
+        first: dict[int, str] = {}
+        for name, parameter in hf.named_parameters(remove_duplicate=False):
+            self.of_parameter[name] = first.setdefault(id(parameter), name)
+        self.ignored = [re.compile(p) for p in getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or []]
+        self.ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
+
+    def matched(
+        self, tensors: Iterator[tuple[str, Tensor]], path: Path, shapes: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """(checkpoint name, parameter name, tensor) of the stream; complete once exhausted. Raises CheckpointError."""
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            if name not in self.of_parameter:
+                if any(pattern.search(name) for pattern in self.ignored):
+                    continue
+                raise CheckpointError(
+                    f"{path}: the model has no {name}; config.json and weights do not belong together, or the"
+                    " architecture stores fused tensors, which the megatron backend trains"
+                )
+            expected = shapes[self.of_parameter[name]]
+            if tensor.shape != expected:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; copy config"
+                    " and weights from the same checkpoint"
+                )
+            seen.add(self.of_parameter[name])
+            yield name, self.of_parameter[name], tensor
+        missing = [name for name in self.of_parameter.values() if name not in seen]
+        if missing:
+            raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")

@@ -1,0 +1,94 @@
+"""Optimizer state on disk: one safetensors file of full tensors, written and read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slimectl.errors import CheckpointError
+
+OPTIMIZER = "optimizer.safetensors"
+TRAINER = "trainer.json"
+FORMAT = 1
+COMPANIONS = (
+    "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
+    "vocab.*", "merges.txt", "added_tokens.json",
+)  # fmt: skip
+
+
+def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """A safetensors file of float32 tensors, streamed: `tensors` come in the order of `shapes`.
+
+    safetensors' own writer wants all tensors at once, which is twice the model.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * shape.numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for (name, tensor), expected in zip(tensors, shapes, strict=True):
+            assert name == expected
+            file.write(tensor.detach().to("cpu", torch.float32).contiguous().view(-1).numpy().data)
+
+
+def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors named in `shapes`, one at a time. Raises CheckpointError for a missing or misshapen one."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            present = set(file.keys())
+            for name, shape in shapes.items():
+                if name not in present:
+                    raise CheckpointError(f"{path}: no tensor for {name}; it was saved for another model")
+                tensor = file.get_tensor(name)
+                if tensor.shape != shape:
+                    raise CheckpointError(
+                        f"{path}: {name} has shape {list(tensor.shape)}, expected {list(shape)}; it was saved for"
+                        " another model"
+                    )
+                yield name, tensor
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+
+
+def write_trainer(path: Path, **state: Any) -> None:
+    (path / TRAINER).write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n")
+
+
+def read_trainer(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError if it is missing or damaged."""
+    try:
+        state = json.loads((path / TRAINER).read_text())
+        if state["format"] != FORMAT or int(state["step"]) < 0:
+            raise ValueError(f"format {state['format']}, step {state['step']}")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: no {TRAINER}; these are weights without trainer state: start from them as a model instead"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / TRAINER}: damaged ({error}); resume from another checkpoint") from error
+    return state
+
+
+def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Config and tokenizer of the model, with the dtype that its weights were written in."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,62 @@
+"""The response tokens of one pack, as a loss sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import RecordError
+from slimectl.policies.fsdp.layout import PackLayout
+from slimectl.types import Row
+
+CONSTANTS = {
+    "weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
+    "ref_log_probs": "ref_logprobs_T", "rollout_log_probs": "rollout_logprobs_T",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTokens:
+    """ports.TokenPack."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    row_T: Tensor
+    rows: int
+    weights_T: Tensor
+    advantages_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+
+
+def present(rows: Sequence[Row]) -> list[str]:
+    """The constants that the batch has; every row has them or none. Raises RecordError."""
+    names = []
+    for name in CONSTANTS:
+        lengths = [len(getattr(row, name) or ()) for row in rows]
+        if not any(lengths) and name != "weights":
+            continue
+        for i, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            if length != row.response_length:
+                raise RecordError(f"row {i}: Row.{name}: {length} values for {row.response_length} response tokens")
+        names.append(name)
+    return names
+
+
+def response_tokens(
+    rows: Sequence[Row], names: Sequence[str], layout: PackLayout, logprobs_R: Tensor, entropy_R: Tensor | None
+) -> ResponseTokens:
+    """The pack that `layout` describes, with the constants called `names`."""
+    columns = {
+        CONSTANTS[name]: torch.tensor(
+            [value for i in layout.rows for value in getattr(rows[i], name)],
+            dtype=torch.float32,
+            device=logprobs_R.device,
+        )
+        for name in names
+    }
+    return ResponseTokens(logprobs_R, entropy_R, layout.row_R, len(layout.rows), **columns)

@@ -1,0 +1,85 @@
+"""What the policy tests share: rows of random tokens, two small losses, the plain padded way to compare with.
+
+Importable by name, so that the processes of a group find the losses.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.policies.fsdp.optimizer import OptimizerOptions
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.types import Row
+
+FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class WeightedNegativeLogProb:
+    needs_entropy: bool = False
+
+    def __call__(self, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -(pack.weights_T * pack.logprobs_T).sum()
+        if self.needs_entropy:
+            loss = loss - 0.5 * (pack.weights_T * pack.entropy_T).sum()
+        return loss, {"weight": pack.weights_T.sum()}
+
+
+@dataclass(frozen=True)
+class Clipped:
+    needs_entropy: bool = False
+
+    def __call__(self, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio_T = torch.exp(pack.logprobs_T - pack.old_logprobs_T)
+        surrogate_T = torch.minimum(ratio_T * pack.advantages_T, ratio_T.clamp(0.8, 1.2) * pack.advantages_T)
+        return -(pack.weights_T * surrogate_T).sum(), {"ratio": (pack.weights_T * ratio_T).sum()}
+
+
+@dataclass(frozen=True)
+class Failing:
+    needs_entropy: bool = False
+
+    def __call__(self, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        raise ZeroDivisionError("a loss that fails")
+
+
+def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Row]:
+    """Answers of 1 to 12 tokens to prompts of 1 to 15, all tokens weighted 0.02, advantages ±1 a row."""
+    draw = random.Random(seed)
+    rows = []
+    for group in range(groups):
+        prompt = [draw.randrange(256) for _ in range(draw.randint(1, 15) if group else 12)]
+        for _ in range(answers):
+            length = draw.randint(1, 12)
+            rows.append(
+                Row(
+                    tokens=prompt + [draw.randrange(256) for _ in range(length)],
+                    response_length=length,
+                    weights=[0.02] * length,
+                    advantages=[draw.choice([-1.0, 1.0])] * length,
+                    old_log_probs=[-6 + draw.random() for _ in range(length)],
+                    group=group,
+                )
+            )
+    return rows
+
+
+def padded_log_probs(model: torch.nn.Module, rows: list[Row], temperature: float = 1.0) -> list[Tensor]:
+    """One padded batch, full logits, log_softmax; the R log-probabilities of each row."""
+    width = max(len(row.tokens) for row in rows)
+    ids = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows])
+    mask = torch.tensor([[1] * len(row.tokens) + [0] * (width - len(row.tokens)) for row in rows])
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float() / temperature
+    logprobs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+    return [logprobs[i, row.prompt_length - 1 : len(row.tokens) - 1] for i, row in enumerate(rows)]
+
+
+def new_policy(model_dir: Path, **options: Any) -> FsdpPolicy:
+    return FsdpPolicy(model_dir, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-3)} | options))

@@ -1,0 +1,51 @@
+"""Chunked log-probabilities against autograd's plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimectl.policies.fsdp import head
+from slimectl.policies.fsdp.head import linear_log_probs
+
+
+@pytest.mark.parametrize("kept_logits", [0, 40, 10**6])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_values_and_gradients_equal_the_plain_formulation(
+    monkeypatch: pytest.MonkeyPatch, kept_logits: int, entropy: bool
+):
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 40)
+    monkeypatch.setattr(head, "KEPT_LOGITS", kept_logits)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(13, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(13, (7,), generator=draw)
+    scale = torch.randn(2, 7, generator=draw, dtype=torch.float64)
+    plain = torch.log_softmax(hidden @ weight.t() / 0.7, dim=1)
+    plain_entropy = -(plain.exp() * plain).sum(1)
+    value = (scale[0] * plain[range(7), targets]).sum() + entropy * (scale[1] * plain_entropy).sum()
+    expected = torch.autograd.grad(value, [hidden, weight])
+    logprobs, entropies = linear_log_probs(hidden, weight, targets, temperature=0.7, entropy=entropy)
+    torch.testing.assert_close(logprobs, plain[range(7), targets])
+    loss = (scale[0] * logprobs).sum()
+    if entropy:
+        torch.testing.assert_close(entropies, plain_entropy)
+        loss = loss + (scale[1] * entropies).sum()
+    else:
+        assert entropies is None
+    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_log_probs_of_bfloat16_are_float32():
+    hidden, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16)
+    logprobs, entropy = linear_log_probs(hidden, weight, torch.tensor([0, 7]), temperature=1.0, entropy=True)
+    assert logprobs.tolist() == pytest.approx([-2.0794415] * 2)  # -ln 8
+    assert entropy.tolist() == pytest.approx([2.0794415] * 2)
+
+
+def test_no_targets_still_reach_the_weights():
+    weight = torch.ones(3, 2, requires_grad=True)
+    hidden = torch.ones(0, 2, requires_grad=True)
+    logprobs, _ = linear_log_probs(hidden, weight, torch.empty(0, dtype=torch.long), temperature=1.0, entropy=False)
+    logprobs.sum().backward()
+    assert weight.grad.tolist() == [[0.0, 0.0]] * 3
