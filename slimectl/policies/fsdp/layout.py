@@ -84,6 +84,9 @@ def laid_out(rows: Sequence[Row], pack: Pack, *, dtype: torch.dtype, device: tor
     members = [i for bundle in pack for i in bundle.rows]
     for bundle in pack:
         _append(rows, bundle, tokens, positions, spans, sources)
+    if not pack:
+        # A rank without rows computes one token that nothing is asked of: the others wait for its collective calls.
+        tokens, positions, spans = [0], [0], [_Span(0, 1)]
     targets = [token for i in members for token in rows[i].tokens[rows[i].prompt_length :]]
     row_R = [place for place, i in enumerate(members) for _ in range(rows[i].response_length)]
     order, causal, answers = _grid(spans, dtype=dtype, device=device)

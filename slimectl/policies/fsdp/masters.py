@@ -106,7 +106,8 @@ def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype) -> None:
     """FSDP2 over decoder layers and root; gradients are summed over ranks, because a loss here is a sum."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Casting inputs would rebuild the pack's layout in every layer; hidden states have the embedding's dtype already.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     modules = [*decoder_layers(model.hf), model]
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,140 @@
+"""Two ranks equal one; failures and deaths are reported; nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, random_rows
+
+from slimectl.errors import BackendError, CheckpointError
+from slimectl.policies.group import GroupPolicy
+
+ModelDir = Callable[..., Path]
+ROUNDING = 1e-6
+
+
+@pytest.fixture(scope="module")
+def two(model_dir: ModelDir) -> Iterator[GroupPolicy]:
+    group = GroupPolicy(partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
+    yield group
+    group.close()
+
+
+def test_two_ranks_equal_one(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+    one = new_policy(model_dir("qwen3"))
+    for seed in range(2):
+        rows = random_rows(groups=4, seed=seed)
+        for found, expected in zip(two.log_probs(rows), one.log_probs(rows), strict=True):
+            assert found == pytest.approx(expected, abs=2e-5)
+        assert two.forward_backward(rows, Clipped()) == pytest.approx(one.forward_backward(rows, Clipped()), rel=1e-5)
+        assert two.optim_step() == pytest.approx(one.optim_step(), rel=1e-5)
+    assert two.weight_version == one.weight_version == "2"
+    for (name, tensor), (expected_name, expected) in zip(two.weights(), one.weights(), strict=True):
+        assert name == expected_name
+        torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-4)
+    two.save(tmp_path)
+    one.load(tmp_path)
+    rows = random_rows(seed=5)
+    assert one.forward_backward(rows, Clipped()) == pytest.approx(two.forward_backward(rows, Clipped()), rel=1e-5)
+    assert one.optim_step() == pytest.approx(two.optim_step(), rel=1e-5)
+
+
+def test_what_one_rank_saved_two_load(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+    one = new_policy(model_dir("qwen3"))
+    one.forward_backward(random_rows(), Clipped())
+    one.optim_step()
+    one.save(tmp_path)
+    two.load(tmp_path)
+    assert two.weight_version == "1"
+    for (name, tensor), (expected_name, expected) in zip(two.weights(), one.weights(), strict=True):
+        assert name == expected_name
+        assert torch.equal(tensor, expected)
+    rows = random_rows(seed=3)
+    assert two.forward_backward(rows, Clipped()) == pytest.approx(one.forward_backward(rows, Clipped()), rel=ROUNDING)
+    assert two.optim_step() == pytest.approx(one.optim_step(), rel=ROUNDING)
+
+
+def test_a_rank_without_rows_takes_part(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+    two.save(tmp_path)
+    one = new_policy(model_dir("qwen3"))
+    one.load(tmp_path)
+    rows = random_rows()[:1]
+    loss = WeightedNegativeLogProb(needs_entropy=True)
+    assert two.forward_backward(rows, loss) == pytest.approx(one.forward_backward(rows, loss), rel=ROUNDING)
+    assert two.optim_step() == pytest.approx(one.optim_step(), rel=ROUNDING)
+    assert two.forward_backward([], loss) == {"loss": 0.0}
+    assert two.optim_step()["grad_norm"] == 0.0
+
+
+def test_leaving_the_weights_early_leaves_the_ranks_usable(two: GroupPolicy):
+    stream = two.weights()
+    next(stream)
+    with pytest.raises(RuntimeError, match="weights are still being read"):
+        two.optim_step()
+    stream.close()
+    assert len(two.log_probs(random_rows())) == 9
+
+
+def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: GroupPolicy):
+    with pytest.raises(ZeroDivisionError, match="a loss that fails") as caught:
+        two.forward_backward(random_rows(), Failing())
+    assert "policy_cases.py" in caught.value.__notes__[0]
+    assert len(two.log_probs(random_rows())) == 9
+
+
+def test_a_policy_that_cannot_be_built_leaves_no_process(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        GroupPolicy(partial(new_policy, tmp_path), ranks=2)
+
+
+def test_a_killed_rank_is_reported_and_the_others_end(model_dir: ModelDir):
+    group = GroupPolicy(partial(new_policy, model_dir()), ranks=2)
+    pids = [process.pid for process in group._ranks._processes]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"rank 1 of 2 died \(exit code -9; out of memory\?\)"):
+        group.log_probs(random_rows())
+    assert not any(is_alive(pid) for pid in pids)
+    with pytest.raises(BackendError, match="have ended"):
+        group.optim_step()
+
+
+def test_ranks_end_with_a_parent_that_was_killed(model_dir: ModelDir):
+    code = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+from functools import partial
+from pathlib import Path
+from policy_cases import new_policy
+from slimectl.policies.group import GroupPolicy
+group = GroupPolicy(partial(new_policy, Path({str(model_dir())!r})), ranks=2)
+print(*[process.pid for process in group._ranks._processes], flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(is_alive(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
