@@ -1,0 +1,169 @@
+"""Bytes behind a path: plain, .gz, .zst, stdin and stdout; a file appears only when it is whole."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
+
+CHUNK_BYTES = 1 << 16
+UTF8_BOM = b"\xef\xbb\xbf"
+
+
+def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """(line number, line with its end) of a file or stdin, decompressed. Raises RecordError, SettingsError."""
+    number = 0
+    name = "<stdin>" if str(path) == "-" else str(path)
+    try:
+        with _opened(path) as file:
+            lines = _zstd_lines(file) if name.endswith(".zst") else iter(file)
+            for number, line in enumerate(lines, start=1):
+                yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordError(f"{name}:{number + 1}: damaged or cut off ({error}); write or fetch it again") from None
+    except FileNotFoundError:
+        raise SettingsError(f"{name}: no such file") from None
+    except OSError as error:
+        raise RecordError(f"{name}: cannot be read: {error.strerror or error}") from error
+
+
+def _opened(path: str | Path) -> Any:
+    if str(path) == "-":
+        return nullcontext(sys.stdin.buffer)
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def _zstandard(wanted_by: str) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtraError("zstandard", extra="zstd", wanted_by=wanted_by) from None
+    return zstandard
+
+
+def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
+    # By hand: zstandard's own reader takes a file that was cut off for one that ended.
+    zstandard = _zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
+    frame = None
+    rest = b""
+    while chunk := file.read(CHUNK_BYTES):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+            for line in lines:
+                yield line + b"\n"
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("compressed data ended before its end marker")
+    if rest:
+        yield rest
+
+
+class Sink:
+    """Where bytes go: stdout, a device or pipe as it is, or a file that is renamed into place by `commit`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # Through a link to the file itself: renaming over the link would leave its target as it was.
+        self._final = None if path == "-" or _is_special(path) else Path(os.path.realpath(path))
+        self._staged = self._final and self._final.with_name(f".tmp-{self._final.name}")
+        self._file: Any = None
+        self._raw: IO[bytes] | None = None
+        self._flush_each = False
+
+    def open(self) -> None:
+        try:
+            if self.path == "-":
+                self._raw = sys.stdout.buffer
+            else:
+                self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
+            self._flush_each = self._final is None and not _is_regular(self._raw)
+            self._file = _compressed(self._raw, self.path)
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            if self._flush_each:
+                self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def commit(self) -> None:
+        """Everything is written: give the file its name. Raises StorageError, and leaves no file then."""
+        assert self._raw is not None
+        try:
+            if self._file is not self._raw:
+                self._file.close()
+            self._raw.flush()
+            if self._staged and self._final:
+                os.fsync(self._raw.fileno())
+                self._raw.close()
+                self._staged.replace(self._final)
+            elif self.path != "-":
+                self._raw.close()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.discard()
+            raise self._refusal(error) from error
+
+    def discard(self) -> None:
+        """Nothing of this is to be kept."""
+        # Closing flushes, and what could not be written a moment ago cannot be written now.
+        with suppress(OSError):
+            if self._file is not self._raw:
+                self._file.close()
+        with suppress(OSError):
+            if self._raw is not None and self.path != "-":
+                self._raw.close()
+        if self._staged:
+            self._staged.unlink(missing_ok=True)
+
+    def _refusal(self, error: OSError) -> StorageError:
+        what = error.strerror or str(error)
+        way_out = "free space or write elsewhere"
+        if isinstance(error, FileNotFoundError):
+            what, way_out = "no such directory", f"make it: mkdir -p {os.path.dirname(self.path) or '.'}"
+        elif isinstance(error, PermissionError | IsADirectoryError):
+            way_out = "name another file"
+        name = "<stdout>" if self.path == "-" else self.path
+        return StorageError(f"{name}: cannot be written: {what}; {way_out}")
+
+
+def _compressed(raw: IO[bytes], path: str) -> Any:
+    if path.endswith(".gz"):
+        # Neither name nor time: the same records give the same bytes.
+        return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
+    if path.endswith(".zst"):
+        return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
+    return raw
+
+
+def _is_special(path: str) -> bool:
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+    except OSError:
+        return False
+
+
+def _is_regular(file: IO[bytes]) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError:  # captured in memory
+        return True

@@ -1,0 +1,170 @@
+"""Checks of single values from JSON: each returns the value, or raises ValueError with what is wrong."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from slimectl.types import Status
+
+Check = Callable[[Any], Any]
+NUMBERS = frozenset({int, float})
+STATUSES = {status.value: status for status in Status}
+LARGEST_ID = 2**63 - 1
+
+_warned: set[str] = set()
+
+
+def optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def a_count(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"expected a whole number, got {shown(value)}")
+    if not 0 <= value <= LARGEST_ID:
+        raise ValueError(f"expected a number from 0 to 2^63, got {shown(value)}")
+    return value
+
+
+def a_number(value: Any) -> float:
+    if type(value) not in NUMBERS:
+        raise ValueError(f"expected a number, got {shown(value)}")
+    return finite(value)
+
+
+def finite(value: float) -> float:
+    """The number as a float. Raises ValueError if it is not finite, or too large to be one."""
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError("a number too large for a float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not a finite number")
+    return number
+
+
+def a_text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"expected a string, got {shown(value)}")
+    return value
+
+
+def a_bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, got {shown(value)}")
+    return value
+
+
+def a_mapping(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"expected an object, got {shown(value)}")
+    return value
+
+
+def a_label(value: Any) -> str | int | float:
+    if type(value) is int or type(value) is str:
+        return value
+    if type(value) is float:
+        return finite(value)
+    raise ValueError(f"expected a string or a number, got {shown(value)}; put anything else into metadata")
+
+
+def a_reward(value: Any) -> float | dict[str, Any]:
+    return value if type(value) is dict else a_number(value)
+
+
+def a_chat(value: Any) -> str | list[dict[str, Any]]:
+    """A string, or a list of messages that have a role."""
+    if type(value) is str:
+        return value
+    if type(value) is not list:
+        raise ValueError(f"expected a string or a chat list of {{role, content}}, got {shown(value)}")
+    for i, message in enumerate(value):
+        if type(message) is not dict or type(message.get("role")) is not str:
+            raise ValueError(f"message {i} of the chat: expected {{role, content}}, got {shown(message)}")
+        if type(message.get("content")) not in (str, list, type(None)):
+            raise ValueError(f"message {i} of the chat: content is {shown(message['content'])}, expected a string")
+    return value
+
+
+def a_status(value: Any) -> Status:
+    status = STATUSES.get(value) if type(value) is str else None
+    if status is None:
+        raise ValueError(f"{shown(value)} is none of {', '.join(STATUSES)}")
+    return status
+
+
+def texts(value: Any) -> list[str]:
+    return _all_of(value, frozenset({str}), "strings")
+
+
+def token_ids(value: Any) -> list[int]:
+    ids: list[int] = _all_of(value, frozenset({int}), "token ids")
+    if ids and (min(ids) < 0 or max(ids) > LARGEST_ID):
+        raise ValueError(f"{shown(min(ids) if min(ids) < 0 else max(ids))} is no token id")
+    return ids
+
+
+def mask_values(value: Any) -> list[int]:
+    mask: list[int] = _all_of(value, frozenset({int}), "0 and 1")
+    if not set(mask) <= {0, 1}:
+        raise ValueError(f"{shown(next(v for v in mask if v not in (0, 1)))} is neither 0 nor 1")
+    return mask
+
+
+def floats(value: Any) -> list[float]:
+    numbers = _all_of(value, NUMBERS, "numbers")
+    if set(map(type, numbers)) <= {float} and all(map(math.isfinite, numbers)):
+        return numbers
+    return [finite(number) for number in numbers]
+
+
+def _all_of(value: Any, types: frozenset[type], what: str) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"expected a list of {what}, got {shown(value)}")
+    if not types.issuperset(map(type, value)):
+        i = next(i for i, member in enumerate(value) if type(member) not in types)
+        raise ValueError(f"expected a list of {what}, got {shown(value[i])} at [{i}]")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, in JSON's words.
+
+    >>> shown(None), shown([1, 2]), shown("long " * 20)
+    ('null', 'a list', "'long long long long long long long lon…'")
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, int) and abs(value) > LARGEST_ID:
+        return "a number above 2^63"
+    text = repr(value)
+    return text if len(text) <= 42 else f"{text[:40]}…{text[-1]}"
+
+
+def warn_near_miss(record: str, key: str, known: Iterable[str]) -> None:
+    """Say once on stderr that `key` looks like a misspelling of a known one."""
+    name = f"{record}.{key}"
+    if name in _warned:
+        return
+    _warned.add(name)
+    for right in known:
+        if one_edit_apart(key, right):
+            print(f"{name}: unknown key, kept as it is; did you mean {right}?", file=sys.stderr)
+
+
+def one_edit_apart(a: str, b: str) -> bool:
+    """Whether one insertion, deletion, replacement or swap of neighbours makes `a` into `b`."""
+    if len(a) > len(b):
+        a, b = b, a
+    if len(b) - len(a) > 1 or a == b:
+        return False
+    i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    if len(a) < len(b):
+        return a[i:] == b[i + 1 :]
+    return a[i + 1 :] == b[i + 1 :] or (a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :])

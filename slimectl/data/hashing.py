@@ -1,0 +1,48 @@
+"""What an input is, as one hash for manifests: files by their bytes, weights by their headers and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from slimectl.errors import SettingsError
+
+WEIGHTS = (".safetensors", ".distcp", ".bin", ".pt", ".pth")
+
+
+def content_hash(path: str | Path, *, full: bool = False) -> str:
+    """The SHA-256 of a file's bytes, or of everything in a directory, as 64 hexadecimal digits.
+
+    In a directory a weight file counts by its size, and a safetensors file also by its header: two steps of one run
+    look alike there unless `full` reads every byte. Names of temporary files (`.tmp-…`) do not count. Raises
+    SettingsError if there is nothing at `path`.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _file_hash(path)
+    if not path.is_dir():
+        raise SettingsError(f"{path}: no such file or directory")
+    whole = hashlib.sha256()
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        name = file.relative_to(path)
+        if any(part.startswith(".tmp-") for part in name.parts):
+            continue
+        brief = file.suffix in WEIGHTS and not full
+        digest = _weights_hash(file) if brief else _file_hash(file)
+        whole.update(f"{name.as_posix()}\0{digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _weights_hash(file: Path) -> str:
+    digest = hashlib.sha256(str(file.stat().st_size).encode())
+    if file.suffix == ".safetensors":
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            # No more than there can be: a damaged length must not ask for all memory.
+            digest.update(stream.read(min(header_bytes, file.stat().st_size)))
+    return digest.hexdigest()

@@ -1,0 +1,163 @@
+"""JSON lines in and out, streaming: files, .gz, .zst, stdin and stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from slimectl.data.bytestreams import Sink, byte_lines
+from slimectl.data.records import sample_from_json, sample_to_json
+from slimectl.errors import RecordError
+from slimectl.types import Sample
+
+Report = Callable[[RecordError], None]
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank. Raises RecordError, `FILE:LINE: what`."""
+    for number, line in byte_lines(path):
+        if not line.isspace():
+            yield number, parse_line(line, where=f"{name_of(path)}:{number}")
+
+
+def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
+    """The JSON object on a line. Raises RecordError; NaN and Infinity are not JSON."""
+    try:
+        obj = _decode(line.rstrip(b"\r\n").decode())
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{where}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: not JSON that can be read: {error}") from None
+    if type(obj) is not dict:
+        raise RecordError(f"{where}: expected one JSON object a line, got {type(obj).__name__}")
+    return obj
+
+
+def _refuse_constant(token: str) -> float:
+    raise ValueError(f"{token} is not a JSON number")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_encode_ascii = json.JSONEncoder(allow_nan=False).encode
+
+
+def read_samples(
+    path: str | Path, *, on_error: Literal["stop", "skip"] = "stop", report: Report | None = None
+) -> Iterator[Sample]:
+    """The samples of a JSONL file, one at a time.
+
+    `on_error` "stop" raises RecordError at the first bad line. "skip" hands each to `report`, by default a line on
+    stderr with a total at the end, and goes on.
+    """
+    skipped = 0
+
+    def skip(error: RecordError) -> None:
+        nonlocal skipped
+        if on_error == "stop":
+            raise error
+        skipped += 1
+        if report is None:
+            print(f"skipped: {error}", file=sys.stderr)
+        else:
+            report(error)
+
+    lines = byte_lines(path)
+    position = 0
+    while True:
+        try:
+            number, line = next(lines)
+        except StopIteration:
+            break
+        except RecordError as error:  # cut off in the middle: nothing comes after it
+            skip(error)
+            break
+        if line.isspace():
+            continue
+        position += 1
+        try:
+            sample = read_sample(line, where=f"{name_of(path)}:{number}", position=position - 1)
+        except RecordError as error:
+            skip(error)
+        else:
+            yield sample
+    if skipped and report is None:
+        print(f"{name_of(path)}: {skipped} of {position} lines skipped", file=sys.stderr)
+
+
+def read_sample(line: bytes, *, where: str, position: int) -> Sample:
+    obj = parse_line(line, where=where)
+    try:
+        return sample_from_json(obj, position=position)
+    except RecordError as error:
+        raise RecordError(f"{where}: {error}") from None
+
+
+def name_of(path: str | Path) -> str:
+    return "<stdin>" if str(path) == "-" else str(path)
+
+
+class JsonlWriter:
+    """Writes records, one JSON object a line; `count` says how many.
+
+    >>> with JsonlWriter("samples.jsonl.gz") as out:  # doctest: +SKIP
+    ...     out.write(sample)
+
+    A file gets its name only when everything is in it: until then, and if anything raises, it is not there (a file of
+    that name from before stays). `-` is stdout; on pipes every record is flushed. Raises StorageError where the system
+    refuses, RecordError for a record that JSON cannot hold; BrokenPipeError passes through.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self.count = 0
+        self._sink = Sink(self.path)
+
+    def __enter__(self) -> JsonlWriter:
+        self._sink.open()
+        return self
+
+    def write(self, record: Sample | Mapping[str, Any]) -> None:
+        obj = sample_to_json(record) if isinstance(record, Sample) else record
+        self._sink.write(encode_line(obj, where=f"{self.path}: record {self.count + 1}"))
+        self.count += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._sink.commit()
+        else:
+            self._sink.discard()
+
+
+def encode_line(obj: Mapping[str, Any], *, where: str) -> bytes:
+    """The object as a line of UTF-8. Raises RecordError for NaN, infinity or what is not JSON."""
+    try:
+        try:
+            return (_encode(obj) + "\n").encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, cut by somebody: only an escape can carry it
+            return (_encode_ascii(obj) + "\n").encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        culprit = next((key for key, value in obj.items() if not _is_json(value)), "record")
+        raise RecordError(f"{where}: {culprit} cannot be written as JSON: {error}") from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _encode(value)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
+    """Write every sample as it comes; how many there were."""
+    with JsonlWriter(path) as out:
+        for sample in samples:
+            out.write(sample)
+    return out.count

@@ -1,0 +1,144 @@
+"""Prompts in a fixed order, from any source, from any position on."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from slimectl.data.checks import a_chat, a_label, a_mapping, shown
+from slimectl.data.sources import open_table
+from slimectl.data.tables import Row, Table
+from slimectl.errors import RecordError, SettingsError
+from slimectl.types import Prompt
+
+LABEL_KEY = "label"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the columns of a row are called."""
+
+    input: str
+    label: str
+    metadata: str
+    tool: str
+
+
+def open_prompts(
+    sources: Sequence[str],
+    *,
+    input_key: str = "prompt",
+    label_key: str = LABEL_KEY,
+    metadata_key: str = "metadata",
+    tool_key: str = "tools",
+    shuffle_seed: int | None = None,
+    epochs: int | None = 1,
+    start: int = 0,
+) -> Iterator[Prompt]:
+    """The prompts of all sources, `epochs` times over (None: for ever), numbered through from `start`.
+
+    A source is a file (JSONL, JSON array, CSV, Parquet; .gz, .zst), a glob, `path@[a:b]`, `-`,
+    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files stream; with a
+    `shuffle_seed` each epoch has an order of its own, and only positions are held in memory. The prompt at occurrence
+    `i` is the same wherever the reading starts.
+
+    Raises SettingsError for a source that is not there, RecordError for a row that is not a prompt.
+    """
+    keys = Keys(input_key, label_key, metadata_key, tool_key)
+    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None)
+    ordered = _in_order(table, epochs, start) if shuffle_seed is None else _shuffled(table, epochs, start, shuffle_seed)
+    return (_prompt(row, index, keys) for index, row in enumerate(ordered, start=start))
+
+
+def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
+    if epochs == 1:
+        yield from table.scan(start)
+        return
+    # Without a position to find, nothing has to be counted: the first prompt comes at once.
+    epoch, skipped = divmod(start, _size(table)) if start else (0, 0)
+    for _ in count() if epochs is None else range(epoch, epochs):
+        yield from table.scan(skipped)
+        skipped = 0
+
+
+def _shuffled(table: Table, epochs: int | None, start: int, seed: int) -> Iterator[Row]:
+    size = _size(table)
+    first, skipped = divmod(start, size)
+    for epoch in count(first) if epochs is None else range(first, epochs):
+        order = array("Q", range(size))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        for i in order[skipped:]:
+            yield table[i]
+        skipped = 0
+
+
+def _size(table: Table) -> int:
+    size = len(table)
+    if not size:
+        raise SettingsError("rollout.data: its sources have no rows")
+    return size
+
+
+def _prompt(row: Row, index: int, keys: Keys) -> Prompt:
+    where, value = row
+    if isinstance(value, Prompt):
+        return replace(value, index=index)
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: expected an object, got {shown(value)}")
+    if keys.input not in value:
+        raise _missing(where, keys.input, value, "rollout.input_key")
+    if keys.label not in value and keys.label != LABEL_KEY:
+        raise _missing(where, keys.label, value, "rollout.label_key")
+    return Prompt(
+        text=_checked(where, keys.input, value, _given_chat),
+        label=_checked(where, keys.label, value, lambda label: None if label is None else a_label(label)),
+        index=index,
+        metadata=_checked(where, keys.metadata, value, _metadata),
+        tools=_checked(where, keys.tool, value, _tools),
+    )
+
+
+def _missing(where: str, key: str, row: dict[str, Any], setting: str) -> RecordError:
+    there = ", ".join(map(str, row)) or "none"
+    return RecordError(f"{where}: no key {key!r}; its keys are {there}: set {setting} to one of them")
+
+
+def _checked(where: str, key: str, row: dict[str, Any], check: Callable[[Any], Any]) -> Any:
+    try:
+        return check(row.get(key))
+    except ValueError as error:
+        raise RecordError(f"{where}: {key}: {error}") from None
+
+
+def _given_chat(value: Any) -> Any:
+    if not a_chat(value):
+        raise ValueError("empty; a prompt needs at least a word")
+    return value
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    return a_mapping(_parsed(value) or {})
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    tools = _parsed(value)
+    if not tools:
+        return None
+    if type(tools) is not list or not all(type(tool) is dict for tool in tools):
+        raise ValueError(f"expected a list of tool schemas, got {shown(value)}")
+    return tools
+
+
+def _parsed(value: Any) -> Any:
+    """Tables of strings (CSV, some Parquet) hold their objects as JSON."""
+    if type(value) is not str or not value:
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError(f"expected an object or its JSON, got {shown(value)}") from None

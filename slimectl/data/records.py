@@ -1,0 +1,121 @@
+"""Samples at the JSON boundary: what a line may say, and the line that a sample becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from slimectl.data.checks import (
+    Check,
+    a_bool,
+    a_chat,
+    a_count,
+    a_label,
+    a_mapping,
+    a_number,
+    a_reward,
+    a_status,
+    a_text,
+    floats,
+    mask_values,
+    optional,
+    texts,
+    token_ids,
+    warn_near_miss,
+)
+from slimectl.errors import RecordError
+from slimectl.types import Sample, Status
+
+# In the order of docs/records.md, which is the order that lines are written in.
+CHECKS: dict[str, Check] = {
+    "group_index": a_count,
+    "index": a_count,
+    "rollout_id": optional(a_count),
+    "prompt": a_chat,
+    "tokens": token_ids,
+    "response": a_text,
+    "response_length": a_count,
+    "label": optional(a_label),
+    "reward": optional(a_reward),
+    "loss_mask": optional(mask_values),
+    "rollout_log_probs": optional(floats),
+    "status": a_status,
+    "weight_versions": texts,
+    "rollout_routed_experts": optional(a_mapping),
+    "multimodal_inputs": optional(a_mapping),
+    "multimodal_train_inputs": optional(a_mapping),
+    "teacher_log_probs": optional(floats),
+    "ref_log_probs": optional(floats),
+    "remove_sample": a_bool,
+    "generate_function_path": optional(a_text),
+    "custom_rm_path": optional(a_text),
+    "train_metadata": optional(a_mapping),
+    "metadata": a_mapping,
+    "non_generation_time": a_number,
+    "spec_info": optional(a_mapping),
+    "prefix_cache_info": optional(a_mapping),
+}
+PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs")
+ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
+# Null stands for "nothing given" in these: other programs write every key of their schema.
+EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata"})
+
+assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "records.md and Sample name the same fields"
+
+
+def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
+    """The sample that a JSON object describes.
+
+    >>> sample_from_json({"index": 3, "prompt": "1+1=", "tokens": [5, 6], "response_length": 1, "note": "mine"}).extra
+    {'note': 'mine'}
+
+    Without an `index` it takes `position` (its place in the file), and without a `group_index` it is a group of its
+    own: strangers must never share a group's statistics. Raises RecordError naming the field.
+    """
+    known: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in obj.items():
+        check = CHECKS.get(key)
+        if check is None:
+            warn_near_miss("Sample", key, CHECKS)
+            extra[key] = value
+        elif value is not None or key not in EMPTY_WHEN_NULL:
+            try:
+                known[key] = check(value)
+            except ValueError as error:
+                raise RecordError(f"Sample.{key}: {error}") from None
+    known.setdefault("index", position)
+    known.setdefault("group_index", known["index"])
+    sample = Sample(**known, extra=extra)
+    _check_lengths(sample)
+    return sample
+
+
+def _check_lengths(sample: Sample) -> None:
+    count = sample.response_length
+    if sample.tokens and len(sample.tokens) < count:
+        raise RecordError(f"Sample.tokens: {len(sample.tokens)} tokens are fewer than response_length {count}")
+    for name in PER_TOKEN:
+        values = getattr(sample, name)
+        if values is not None and len(values) != count:
+            raise RecordError(f"Sample.{name}: {len(values)} values for {count} response tokens")
+
+
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+    for field in fields(Sample)
+}
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """The JSON object of a sample: core fields always, others where they say something, unknown keys last."""
+    obj: dict[str, Any] = {}
+    for key in CHECKS:
+        value = getattr(sample, key)
+        if key in ALWAYS_WRITTEN or value != _DEFAULTS[key]:
+            obj[key] = value
+    obj["status"] = Status(sample.status).value
+    for key, value in sample.extra.items():
+        obj.setdefault(key, value)
+    return obj

@@ -1,0 +1,36 @@
+"""One hash for what an input is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from slimectl.data.hashing import content_hash
+from slimectl.errors import SettingsError
+
+
+def test_file_counts_by_its_bytes(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert content_hash(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
+    with pytest.raises(SettingsError, match="no such file or directory"):
+        content_hash(tmp_path / "b")
+
+
+def test_model_counts_by_headers_and_sizes_or_in_full(tmp_path: Path, model_dir: Callable[[str], Path]):
+    copy = copytree(model_dir("llama"), tmp_path / "copy")
+    assert content_hash(copy) == content_hash(model_dir("llama"))
+    (copy / ".tmp-partial").write_text("x")
+    assert content_hash(copy) == content_hash(model_dir("llama"))
+    assert content_hash(copy) != content_hash(model_dir("qwen2"))
+
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert content_hash(copy) == content_hash(model_dir("llama"))
+    assert content_hash(copy, full=True) != content_hash(model_dir("llama"), full=True)
+
+    (copy / "config.json").write_text("{}")
+    assert content_hash(copy) != content_hash(model_dir("llama"))
