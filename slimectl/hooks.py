@@ -37,7 +37,9 @@ class Args:
             key = name.removeprefix(f"{section}_")
             if key != name and key in type(values).model_fields:
                 return getattr(values, key)
-        having = [values for values in sections.values() if name in type(values).model_fields]
+        # The warm-up repeats names of [train]; a bare name means the main loop's.
+        main = [values for section, values in sections.items() if section != "warmup"]
+        having = [values for values in main if name in type(values).model_fields]
         if len(having) == 1:
             return getattr(having[0], name)
         what = "stands in several sections" if having else "is no setting"

@@ -46,10 +46,14 @@ class Manifest:
         same = ("stage", "settings_sha256", "inputs")
         return out.exists() and all(old.get(key) == self.facts[key] for key in same)
 
-    def write(self, out: Path, *, counts: dict[str, int], parents: Iterable[Path] = ()) -> None:
-        """Write the manifest of the finished `out`; `parents` are the inputs, whose manifests are named if present."""
-        known = [str(manifest_path(parent)) for parent in parents if manifest_path(parent).exists()]
-        facts = {**self.facts, "finished": _now(), "counts": counts, "parents": known}
+    def signed(self, counts: dict[str, int], *, parents: Iterable[str] = ()) -> dict[str, Any]:
+        """All facts of the finished work; `parents` are the inputs, whose manifests are named if present."""
+        known = [str(path) for path in map(manifest_path, map(Path, parents)) if path.exists()]
+        return {**self.facts, "finished": _now(), "counts": counts, "parents": known}
+
+    def write(self, out: Path, *, counts: dict[str, int], parents: Iterable[str] = ()) -> None:
+        """Write the manifest of the finished `out`."""
+        facts = self.signed(counts, parents=parents)
         write_text(manifest_path(out), json.dumps(facts, indent=2, default=str) + "\n")
 
 

@@ -65,6 +65,12 @@ def write_text(path: Path, text: str) -> None:
         raise storage_error(path, error) from error
 
 
+def refuse_existing(target: Path, *, force: bool) -> None:
+    """Raises SettingsError if `target` holds something that was not offered for replacement."""
+    if not force and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
+
+
 def write_folder(target: Path, fill: Callable[[Path], None], *, about: dict[str, Any] | None = None) -> None:
     """Make the folder `target` whole or not at all.
 
@@ -129,11 +135,9 @@ class RunDir:
     def step(self, number: int) -> Path:
         return self.path / f"step_{number:06d}"
 
-    def steps(self) -> list[int]:
-        """The numbers of all checkpoints that bear a final name, oldest first."""
-        if not self.path.is_dir():
-            return []
-        matches = [STEP.fullmatch(child.name) for child in self.path.iterdir()]
+    def checkpoints(self) -> list[int]:
+        """The rounds of all checkpoints that bear a final name, oldest first."""
+        matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if (child / "policy").is_dir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
     def start(self, settings_toml: str, *, force: bool = False) -> None:
@@ -160,18 +164,19 @@ class RunDir:
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Drop the oldest checkpoints beyond the newest `keep`; what is kept of their samples stays."""
-        for number in self.steps()[: -keep if keep else 0]:
-            shutil.rmtree(self.step(number) / "policy", ignore_errors=True)
-            if not (self.step(number) / "samples.jsonl").exists():
-                shutil.rmtree(self.step(number), ignore_errors=True)
+        """Drop the oldest checkpoints beyond the newest `keep`; the samples that they kept stay."""
+        for number in self.checkpoints()[: -keep if keep else 0]:
+            folder = self.step(number)
+            shutil.rmtree(folder / "policy", ignore_errors=True)
+            if not (folder / "samples.jsonl").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def newest(self, warn: Callable[[str], None]) -> tuple[int, Path]:
+    def newest(self, warn: Callable[[str], None]) -> Path:
         """The newest whole checkpoint; each damaged one on the way is reported. Raises CheckpointError if none is."""
-        for number in reversed([n for n in self.steps() if (self.step(n) / "policy").is_dir()]):
+        for number in reversed(self.checkpoints()):
             wrong = damage(self.step(number))
             if wrong is None:
-                return number, self.step(number)
+                return self.step(number)
             warn(f"{self.step(number)}: {wrong}; falling back to the checkpoint before it")
         raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
 

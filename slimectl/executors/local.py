@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,7 +15,11 @@ Result = TypeVar("Result")
 
 
 class LocalExecutor:
-    """Carriers for iterators on one machine."""
+    """Carriers for iterators on one machine; worker processes live until `close`."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._workers = 0
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         return prefetch(make, ahead=ahead)
@@ -33,25 +36,35 @@ class LocalExecutor:
             for item in items:
                 yield _attempt(fn, item)
             return
-        from pebble import ProcessPool
-
+        pool = self._pool_of(workers)
         window: deque[Any] = deque()
-        # spawn: forking a process that holds torch's threads can deadlock.
-        with ProcessPool(max_workers=workers, context=get_context("spawn"), initializer=_leave_interrupts) as pool:
-            try:
-                for item in items:
-                    window.append(pool.schedule(fn, args=[item], timeout=timeout_s))
-                    if len(window) >= 4 * workers:
-                        yield _outcome(window.popleft(), timeout_s)
-                while window:
+        try:
+            for item in items:
+                window.append(pool.schedule(fn, args=[item], timeout=timeout_s))
+                if len(window) >= 4 * workers:
                     yield _outcome(window.popleft(), timeout_s)
-            finally:
-                if window:
-                    pool.stop()
+            while window:
+                yield _outcome(window.popleft(), timeout_s)
+        finally:
+            for future in window:
+                future.cancel()
 
+    def _pool_of(self, workers: int) -> Any:
+        if self._pool is None or self._workers != workers:
+            from pebble import ProcessPool
 
-def default_workers() -> int:
-    return os.cpu_count() or 1
+            self.close()
+            # spawn: forking a process that holds torch's threads can deadlock.
+            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_leave_interrupts)
+            self._workers = workers
+        return self._pool
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
 
 
 def _leave_interrupts() -> None:

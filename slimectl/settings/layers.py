@@ -98,7 +98,8 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
         for section, keys in layer.values.items():
             for key, value in keys.items():
                 name = _known(section, key, layer, merged)
-                merged.setdefault(section, {})[name] = _combined(merged.get(section, {}).get(name), value)
+                new = None if value == "none" else value
+                merged.setdefault(section, {})[name] = _combined(merged.get(section, {}).get(name), new)
                 origins[f"{section}.{name}"] = layer.origin
     # The discriminator may be left out, as every other key may.
     if "algorithm" in merged:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from slimectl.settings.algorithm import AlgorithmSettings, Grpo
+from slimectl.settings.algorithm import AlgorithmSettings, Grpo, Sft
 from slimectl.settings.base import Section
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.model import EngineSettings, ModelSettings
@@ -33,7 +33,9 @@ class Settings(Section):
 
     @property
     def rollouts_per_round(self) -> int:
-        """How many attempts one round samples."""
+        """How many attempts one round samples; demonstrations come without siblings."""
+        if isinstance(self.algorithm, Sft):
+            return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
 
     @property

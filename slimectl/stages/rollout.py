@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from slimectl.algorithms.seeds import sample_seed
-from slimectl.data.chat import render
+from slimectl.data.chat import render, sft_sample
 from slimectl.errors import HookError, SlimectlError
 from slimectl.ports import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
@@ -83,6 +83,32 @@ def _cancel(loop: asyncio.AbstractEventLoop, window: Iterable[asyncio.Task[Any]]
     ending = asyncio.all_tasks(loop)
     if ending:
         loop.run_until_complete(asyncio.gather(*ending, return_exceptions=True))
+
+
+def demonstrations(prompts: Iterable[Prompt], tokenizer: Any, settings: RolloutSettings) -> Iterator[Sample]:
+    """What `rollout` would yield had the model answered with the label: one sample a prompt, for supervised steps.
+
+    A chat that ends with the assistant is its own demonstration. The loss mask comes from the chat template.
+    """
+    for prompt in prompts:
+        tokens, response_length, mask = sft_sample(
+            prompt,
+            tokenizer,
+            apply_chat_template=settings.apply_chat_template,
+            template_kwargs=settings.apply_chat_template_kwargs,
+        )
+        yield Sample(
+            group_index=prompt.index,
+            index=prompt.index,
+            prompt=prompt.text,
+            tokens=tokens,
+            response=tokenizer.decode(tokens[-response_length:]),
+            response_length=response_length,
+            label=prompt.label,
+            loss_mask=mask,
+            status=Status.COMPLETED,
+            metadata=prompt.metadata,
+        )
 
 
 async def single_turn(

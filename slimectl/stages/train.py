@@ -44,8 +44,7 @@ def train(
     last, smaller step. Raises RecordError for samples that this algorithm cannot learn from.
     """
     state = state or TrainState()
-    size = settings.rollouts_per_step if isinstance(settings.algorithm, Sft) else settings.rollouts_per_round
-    for batch in batched(samples, size):
+    for batch in batched(samples, settings.rollouts_per_round):
         state.rollout_id += 1
         yield from _round(batch, policy, settings, state)
     if state.pending:

@@ -1,0 +1,92 @@
+"""The commands, in the order in which people meet them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from slimectl import __version__
+from slimectl.cli.convert import convert
+from slimectl.cli.evaluate import evaluate
+from slimectl.cli.inspect import inspect
+from slimectl.cli.metrics import metrics
+from slimectl.cli.models import models
+from slimectl.cli.rollout import rollout
+from slimectl.cli.run import run
+from slimectl.cli.score import score
+from slimectl.cli.settings import settings
+from slimectl.cli.train import train
+from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, SlimectlError
+
+app = typer.Typer(
+    name="slimectl",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a command raises into one line on stderr and the exit code that errors.py documents."""
+
+    @functools.wraps(command)
+    def body(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except SlimectlError as error:
+            for line in str(error).splitlines():
+                print(f"slimectl: {line}", file=sys.stderr)
+            leave(error.exit_code)
+        except BrokenPipeError:
+            # The reader left (`| head -1`). Python would complain again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            leave(EXIT_READER_GONE)
+        except KeyboardInterrupt:
+            print("slimectl: interrupted", file=sys.stderr)
+            leave(EXIT_INTERRUPTED)
+
+    return body
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without a second interrupt tearing the interpreter's own clean-up apart."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"slimectl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Version")] = False,
+) -> None:
+    """RL post-training of language models as composable stages.
+
+    Begin with `slimectl run quickstart`: a small model learns a task on this machine's CPU within minutes.
+    """
+
+
+STAGES = "Stages: each alone on files and pipes"
+for command in (run, rollout, score, train, evaluate, convert):
+    name = "eval" if command is evaluate else None
+    app.command(name=name, rich_help_panel=STAGES)(guarded(command))
+
+ABOUT = "Settings, models and records"
+for command in (inspect, metrics, models):
+    app.command(rich_help_panel=ABOUT)(guarded(command))
+settings_app = typer.Typer(no_args_is_help=True, help="Show, check and explain settings.")
+for command in settings:
+    settings_app.command()(guarded(command))
+app.add_typer(settings_app, name="settings", rich_help_panel=ABOUT)

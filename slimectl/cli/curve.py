@@ -1,0 +1,46 @@
+"""How a run ends on the screen: the curve, before and after, what to try next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slimectl.cli.records import say
+from slimectl.recipes import Recipe
+
+if TYPE_CHECKING:
+    from slimectl.job import Job
+
+
+def closing_words(job: Job, recipe: Recipe) -> None:
+    """Curve, accuracies before and after, next commands."""
+    journal = job.journal
+    if job.settings.track.plot and len(journal.scores) > 1:
+        say(curve(journal.scores, title="mean reward of each round"))
+    before_after = journal.evaluations
+    for name in job.settings.eval.data:
+        key = f"eval/{name}_accuracy"
+        if len(before_after) > 1:
+            first, last = before_after[0][1][key], before_after[-1][1][key]
+            say(f"{name}: accuracy {first:.3f} before, {last:.3f} after ({last - first:+.3f})")
+    commands = [line.format(run=job.folder.path) for line in recipe.words.get("next", [])]
+    if commands:
+        say("try next:\n" + "\n".join(f"  {line}" for line in commands))
+
+
+def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
+    """A plot of (round, value), as wide as the terminal up to 80 columns."""
+    import shutil
+
+    import plotext
+
+    width = min(80, shutil.get_terminal_size().columns)
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, 16)
+    plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
+    plotext.title(title)
+    plotext.xlabel("round")
+    text = plotext.build()
+    return text if sys.stderr.isatty() else "\n".join(line.rstrip() for line in text.splitlines())

@@ -1,0 +1,89 @@
+"""slimectl eval"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import Assign, Config, DryRun, Model, RmType, print_settings, resolved
+from slimectl.errors import SettingsError
+
+
+def evaluate(
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="NAME=PROMPTS", help="Dataset; several may be given")
+    ] = None,
+    model: Model = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
+    rm_type: RmType = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go")] = None,
+    config: Config = None,
+    assign: Assign = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Measure a model on held-out prompts: accuracy, avg@n, pass@k; metrics as JSON on stdout.
+
+    Example:
+
+        slimectl eval --data aime=aime.jsonl --model models/smollm2 -n 4 --rm-type math --out graded.jsonl
+    """
+    named = dict(_named(item) for item in data or [])
+    flags = {"eval.data": named or None, "model.path": model, "eval.n_samples_per_prompt": n}
+    found = resolved(config, assign, flags | {"eval.temperature": temperature, "score.rm_type": rm_type})
+    settings = found.settings
+    if not settings.eval.data:
+        raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
+    if dry_run:
+        print_settings(found)
+        return
+    import json
+
+    from slimectl import wiring
+    from slimectl.cli.records import say, told, up_to_date, write_out
+    from slimectl.stages.evaluate import evaluate as stage
+    from slimectl.stages.evaluate import summarize
+    from slimectl.streams import tee
+    from slimectl.types import Metrics, Sample
+
+    reward, agent, executor = wiring.reward(settings), wiring.agent(settings), wiring.executor()
+    folder = wiring.model_folder(settings.model.path)
+    tokenizer = wiring.tokenizer(folder)
+    sources = {name: wiring.prompts(settings, [source], training=False) for name, source in settings.eval.data.items()}
+    engine = wiring.engine(settings, folder, tokenizer)
+    metrics: Metrics = {}
+
+    def graded() -> Iterator[Sample]:
+        for name, prompts in sources.items():
+            samples: list[Sample] = []
+            found = stage(prompts, engine, tokenizer, reward, settings, executor=executor, agent=agent)
+            for sample in tee(found, samples.append):
+                sample.metadata.setdefault("dataset", name)
+                yield sample
+            threshold, key = settings.eval.success_threshold, settings.score.reward_key
+            metrics.update(summarize(name, samples, success_threshold=threshold, reward_key=key))
+
+    try:
+        if out is None:
+            for _ in graded():
+                pass
+        else:
+            inputs = [*settings.eval.data.values(), str(folder)]
+            manifest = up_to_date("eval", settings, inputs, out, force=True)
+            assert manifest is not None
+            told(write_out(graded(), out, manifest, inputs), {})
+    finally:
+        executor.close()
+    for name in settings.eval.data:
+        say(f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}")
+    print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
+
+
+def _named(item: str) -> tuple[str, str]:
+    name, equals, source = item.partition("=")
+    if not equals or not name or not source:
+        raise SettingsError(f"--data {item}: write it as NAME=PROMPTS, e.g. --data aime=aime.jsonl")
+    return name, source

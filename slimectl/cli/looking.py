@@ -1,0 +1,64 @@
+"""What `slimectl inspect` prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slimectl.cli.curve import curve
+from slimectl.data.jsonl import read_samples
+from slimectl.data.manifest import manifest_path
+
+
+def at_run(path: Path) -> None:
+    """How far a run is, its curve and its evaluations."""
+    metrics = path / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    scores = [(line["rollout_id"], line["metrics"]["rollout/raw_reward"]) for line in lines
+              if "rollout/raw_reward" in line["metrics"]]  # fmt: skip
+    print(f"{path}: {len(scores)} rounds")
+    if len(scores) > 1:
+        print(curve(scores, title="mean reward of each round"))
+    for line in lines:
+        for name, value in line["metrics"].items():
+            if name.startswith("eval/") and name.endswith("_accuracy"):
+                print(f"round {line['rollout_id']:>5}  {name.removeprefix('eval/')} {value:.3f}")
+    for step in sorted(path.glob("step_*")):
+        print(f"{step.name}: {', '.join(sorted(child.name for child in step.iterdir()))}")
+
+
+def at_folder(path: Path) -> None:
+    """The shape of a model, or what a folder holds."""
+    config = path / "config.json"
+    if not config.exists():
+        print(f"{path}: {', '.join(sorted(child.name for child in path.iterdir())) or 'empty'}")
+        return
+    facts = json.loads(config.read_text())
+    shown = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "dtype")
+    print(f"{path}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts))
+
+
+def at_samples(path: Path, rows: int) -> None:
+    """Counts, rewards, and the first samples in words."""
+    samples = list(read_samples(path))
+    rewards = [s.reward for s in samples if isinstance(s.reward, int | float)]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ", not scored"
+    print(f"{path}: {len(samples)} samples of {len({s.group_index for s in samples})} prompts{mean}")
+    for sample in samples[:rows]:
+        print(f"--- sample {sample.index} ({sample.status}, reward {sample.reward}, label {sample.label!r})")
+        print(sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False))
+        print(f">>> {sample.response}")
+
+
+def at_manifest(path: Path) -> None:
+    """Who made it, from what."""
+    file = manifest_path(path)
+    if not file.exists():
+        return
+    facts = json.loads(file.read_text())
+    shown = {
+        key: facts[key] for key in ("slimectl", "stage", "started", "finished", "counts", "parents") if key in facts
+    }
+    print("manifest: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+    for name, digest in facts.get("inputs", {}).items():
+        print(f"input {name} sha256 {digest[:16]}…")

@@ -1,0 +1,79 @@
+"""The options that commands share, and how they become settings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slimectl.errors import SettingsError
+from slimectl.settings import Layer, Resolved, resolve
+from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
+
+Config = Annotated[
+    list[Path] | None,
+    typer.Option("-c", "--config", metavar="FILE", help="Settings file (TOML); several may be given, later ones win"),
+]
+Assign = Annotated[
+    list[str] | None,
+    typer.Option("-s", "--set", metavar="KEY=VALUE", help="One setting, e.g. -s train.lr=1e-5"),
+]
+Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")]
+Data = Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")]
+Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
+Samples = Annotated[str, typer.Argument(metavar="[SAMPLES]", help="Samples (JSONL, .gz, .zst); - is stdin")]
+RmType = Annotated[
+    str | None, typer.Option("--rm-type", help="Verifier: math, exact, numeric, regex, reasoning_gym, …")
+]
+Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes that grade; 0 is this process")]
+OnError = Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings with their origins and do nothing")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is already there")]
+
+
+def resolved(
+    config: list[Path] | None, assign: list[str] | None, flags: dict[str, Any], recipe: Layer | None = None
+) -> Resolved:
+    """Defaults < recipe < files < environment < -s < flags; a flag that was not given (None, []) sets nothing."""
+    layers = [recipe] if recipe else []
+    layers += [from_file(path) for path in config or []]
+    layers += [from_environment(), from_assignments(assign or [])]
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in flags.items():
+        if value is not None and value != []:
+            section, key = name.split(".")
+            values.setdefault(section, {})[key] = value
+    return resolve([*layers, Layer("flag", values)])
+
+
+def print_settings(found: Resolved) -> None:
+    """Every setting with the layer that set it, on stdout."""
+    width = max(len(name) for name in found.origins)
+    for name, value in flat(found.settings):
+        print(f"{name:<{width}}  {toml_value(value):<24}  # {found.origins[name]}")
+
+
+def toml_value(value: Any) -> str:
+    """A value as `-s` would take it."""
+    import tomli_w
+
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+
+def needs_destination(out: str) -> None:
+    """Raises SettingsError if records would flood a terminal."""
+    if out == "-" and sys.stdout.isatty():
+        raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
+
+
+def check_on_error(on_error: str) -> None:
+    if on_error not in ("stop", "skip"):
+        raise SettingsError(f"--on-error: {on_error!r} is neither stop nor skip")

@@ -1,0 +1,64 @@
+"""slimectl rollout"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import (
+    Assign,
+    Config,
+    Data,
+    DryRun,
+    Force,
+    Model,
+    Out,
+    needs_destination,
+    print_settings,
+    resolved,
+)
+
+
+def rollout(
+    data: Data = None,
+    model: Model = None,
+    out: Out = "-",
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature")] = None,
+    max_response_len: Annotated[
+        int | None, typer.Option("--max-response-len", help="Tokens an answer may have")
+    ] = None,
+    config: Config = None,
+    assign: Assign = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Sample answers to prompts.
+
+    Example:
+
+        slimectl rollout --data prompts.jsonl --model models/smollm2 -n 4 > samples.jsonl
+    """
+    flags = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
+    flags |= {"rollout.temperature": temperature, "rollout.max_response_len": max_response_len}
+    found = resolved(config, assign, flags)
+    if dry_run:
+        print_settings(found)
+        return
+    needs_destination(out)
+    from slimectl import wiring
+    from slimectl.cli.records import told, up_to_date, write_out
+    from slimectl.stages.rollout import rollout as stage
+
+    settings = found.settings
+    agent = wiring.agent(settings)
+    folder = wiring.model_folder(settings.model.path)
+    prompts = wiring.prompts(settings, list(settings.rollout.data))
+    inputs = [*settings.rollout.data, str(folder)]
+    manifest = up_to_date("rollout", settings, inputs, out, force)
+    if manifest is None:
+        return
+    tokenizer = wiring.tokenizer(folder)
+    samples = stage(prompts, wiring.engine(settings, folder, tokenizer), tokenizer, settings.rollout, agent=agent)
+    told(write_out(samples, out, manifest, inputs), {})

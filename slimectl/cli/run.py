@@ -1,0 +1,88 @@
+"""slimectl run"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slimectl.cli.options import Assign, Config, Data, DryRun, Force, Model, print_settings, resolved
+from slimectl.errors import EXIT_INTERRUPTED, SettingsError
+
+
+def run(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name or a TOML file")] = None,
+    model: Model = None,
+    data: Data = None,
+    name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
+    config: Config = None,
+    assign: Assign = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
+
+    Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once.
+
+    Example:
+
+        slimectl run quickstart
+    """
+    from slimectl import recipes
+
+    chosen = recipes.Recipe(None, {}) if resume else recipes.find(recipe, fallback=not config)
+    flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
+    flags |= {"run.seed": seed, "rollout.seed": seed}
+    if resume:
+        if not (resume / "run.toml").exists():
+            raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
+        config = [resume / "run.toml", *(config or [])]
+        flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
+    found = resolved(config, assign, flags, recipe=chosen.layer)
+    if dry_run:
+        print_settings(found)
+        return
+    from slimectl.cli.curve import closing_words
+    from slimectl.job import Job
+    from slimectl.settings.written import settings_toml
+
+    stop = Interrupt()
+    job = Job(found.settings, interrupted=stop.asked)
+    with stop:
+        finished = job.execute(settings_toml(found.settings), resume=resume is not None, force=force)
+    closing_words(job, chosen)
+    print(job.folder.path)
+    if not finished:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+class Interrupt:
+    """Ctrl-C once asks the run to end after its round; twice stops it now."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: Any = None
+
+    def asked(self) -> bool:
+        return self._count > 0
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        from slimectl.cli.records import say
+
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt
+        say("finishing this round, then saving; Ctrl-C again stops now")

@@ -1,0 +1,77 @@
+"""slimectl settings show | validate | schema | explain"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import Assign, Config, print_settings, resolved, toml_value
+from slimectl.errors import SettingsError
+
+
+def show(
+    config: Config = None,
+    assign: Assign = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults")] = False,
+) -> None:
+    """Print every setting with the layer that set it.
+
+    Example:
+
+        slimectl settings show -s train.lr=1e-5
+    """
+    found = resolved(config, assign, {})
+    if changed:
+        from slimectl.settings.layers import flat
+
+        for name, value in flat(found.settings):
+            if found.origins[name] != "default":
+                print(f"{name} = {toml_value(value)}  # {found.origins[name]}")
+        return
+    print_settings(found)
+
+
+def validate(config: Config = None, assign: Assign = None) -> None:
+    """Check settings files; silent if all is well.
+
+    Example:
+
+        slimectl settings validate -s train.lr=1e-5
+    """
+    resolved(config, assign, {})
+
+
+def schema() -> None:
+    """Print the JSON schema of a settings file, for editors.
+
+    Example:
+
+        slimectl settings schema > slimectl.schema.json
+    """
+    from slimectl.settings import Settings
+
+    print(json.dumps(Settings.model_json_schema(by_alias=True), indent=2))
+
+
+def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or a section such as train")]) -> None:
+    """Say what a setting means, its type and its default.
+
+    Example:
+
+        slimectl settings explain rollout.temperature
+    """
+    from slimectl.settings.manual import entries
+
+    found = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
+    if not found:
+        near = difflib.get_close_matches(key, [entry.key for entry in entries()], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
+        raise SettingsError(f"{key}: unknown setting; {hint}")
+    for entry in found:
+        print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
+
+
+settings = (show, validate, schema, explain)

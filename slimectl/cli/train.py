@@ -1,0 +1,80 @@
+"""slimectl train"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import (
+    Assign,
+    Config,
+    DryRun,
+    Force,
+    Model,
+    OnError,
+    Samples,
+    check_on_error,
+    print_settings,
+    resolved,
+)
+
+
+def train(
+    samples: Samples = "-",
+    model: Model = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
+    load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo or sft")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
+    on_error: OnError = "stop",
+    config: Config = None,
+    assign: Assign = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Learn from scored samples, or from demonstrations (sft); one report a step on stdout.
+
+    Example:
+
+        slimectl train scored.jsonl --model models/smollm2 --save models/better --lr 1e-5
+    """
+    flags = {"model.path": model or (str(load) if load else None), "algorithm.name": algorithm, "train.lr": lr}
+    found = resolved(config, assign, flags)
+    check_on_error(on_error)
+    if dry_run:
+        print_settings(found)
+        return
+    import json
+
+    from slimectl import wiring
+    from slimectl.cli.records import say, up_to_date
+    from slimectl.data.rundir import refuse_existing, write_folder
+    from slimectl.journal import load_state
+    from slimectl.stages.train import train as stage
+
+    settings = found.settings
+    folder = wiring.model_folder(settings.model.path)
+    inputs = [*([samples] if samples != "-" else []), str(folder)]
+    manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
+    if manifest is None:
+        return
+    if save is not None:
+        refuse_existing(save, force=force)
+    tokenizer = wiring.tokenizer(folder)
+    stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
+    policy = wiring.policy(settings, folder, total_steps=wiring.total_steps(settings))
+    steps = 0
+    try:
+        if load is not None:
+            policy.load(folder)
+        state = load_state(load) if load is not None else None
+        for report in stage(stream, policy, settings, state=state):
+            print(json.dumps(report.to_json()), flush=True)
+            steps += 1
+        if save is not None:
+            write_folder(save, policy.save, about=manifest.signed({"steps": steps}, parents=inputs))
+    finally:
+        policy.close()
+    say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))

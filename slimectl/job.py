@@ -1,0 +1,244 @@
+"""One run from its settings to its result: prepare, warm up, loop, evaluate, save, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slimectl import wiring
+from slimectl.data.manifest import Manifest
+from slimectl.data.rundir import RunDir, write_folder, write_text
+from slimectl.errors import SettingsError
+from slimectl.journal import Journal
+from slimectl.ports import Policy
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Grpo, Sft
+from slimectl.stages.evaluate import evaluate, summarize
+from slimectl.stages.rollout import demonstrations
+from slimectl.stages.run import run
+from slimectl.stages.train import TrainState, train
+from slimectl.types import Metrics, Prompt, StepReport
+
+WARMUP_CHECK = 128
+"""Prompts on which the warm-up looks at its accuracy."""
+
+
+def say(text: str) -> None:
+    """Words for a person; stdout is for data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Job:
+    """A run in its folder. `interrupted` is asked after every round: true saves and ends it, to be resumed."""
+
+    def __init__(self, settings: Settings, *, interrupted: Callable[[], bool] = lambda: False) -> None:
+        check_runnable(settings)
+        self.settings = settings
+        self.interrupted = interrupted
+        self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
+        self.journal = Journal(self.folder, settings)
+        self.reward = wiring.reward(settings)
+        self.agent = wiring.agent(settings)
+        self.executor = wiring.executor()
+        self.state = TrainState()
+
+    def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
+        """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
+        if resume:
+            self._adopt()
+        else:
+            self.folder.start(settings_toml, force=force)
+        manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
+        try:
+            finished = self._loop(self._warmed_up(self._prepared()))
+        finally:
+            for tracker in self.journal.trackers:
+                tracker.close()
+            self.executor.close()
+        if finished:
+            manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
+        return finished
+
+    def _adopt(self) -> None:
+        """Clear away what a killed run left half-written."""
+        if not (self.folder.path / "run.toml").exists():
+            raise SettingsError(f"{self.folder.path}: no run to resume; start it without --resume")
+        for left in [*self.folder.path.glob(".tmp-*"), *self.folder.path.glob("*/.tmp-*")]:
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        if not self.folder.checkpoints() and not (self.folder.path / "warmup").exists():
+            self.folder.cut_back({})
+
+    # --- the model to begin with -----------------------------------------------------------------------------------
+
+    def _prepared(self) -> Path:
+        """The model directory: as given, converted from a GGUF, or new from a card."""
+        path, card, made = self.settings.model.path, self.settings.model.card, self.folder.path / "model"
+        if path is not None and not wiring.is_gguf(path):
+            return wiring.model_folder(path)
+        if not made.exists():
+            if path is not None:
+                say(f"converting {path}")
+                wiring.convert(path, made)
+            else:
+                write_folder(made, lambda staged: wiring.new_model(str(card), staged, seed=self.settings.run.seed))
+        return made
+
+    def _warmed_up(self, model: Path) -> Path:
+        """The model after supervised steps on labels, where [warmup] asks for them."""
+        warmup, target = self.settings.warmup, self.folder.path / "warmup"
+        if target.exists() or not warmup.data:
+            return target if target.exists() else model
+        tokenizer = wiring.tokenizer(model)
+        policy = wiring.policy(self.settings, model, total_steps=None, lr=warmup.lr)
+        engine = wiring.engine(self.settings, model, tokenizer, load=False)
+        batches = self.settings.train.model_copy(
+            update={"global_batch_size": warmup.batch_size, "num_steps_per_rollout": None}
+        )
+        sft = self.settings.model_copy(update={"algorithm": Sft(), "train": batches})
+        prompts = wiring.prompts(self.settings, list(warmup.data), repeat=True)
+        samples = demonstrations(prompts, tokenizer, self.settings.rollout)
+        say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
+        for report in islice(train(samples, policy, sft), warmup.max_steps):
+            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in report.metrics.items()}
+            if report.step % warmup.check_interval == 0:
+                engine.load_weights(policy.weights(), version=policy.weight_version)
+                metrics["warmup/accuracy"] = self._warmup_accuracy(engine, tokenizer)
+                say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
+            self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
+            if metrics.get("warmup/accuracy", 0.0) >= warmup.until_accuracy:
+                break
+        self._save_warmup(policy, target)
+        policy.close()
+        return target
+
+    def _warmup_accuracy(self, engine: Any, tokenizer: Any) -> float:
+        """On the first prompts of the run itself: the held-out ones stay unseen."""
+        once = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
+        prompts = islice(wiring.prompts(self.settings, list(self.settings.rollout.data)), WARMUP_CHECK)
+        return self._evaluated("warmup", prompts, engine, tokenizer, eval=once)["eval/warmup_accuracy"]
+
+    def _save_warmup(self, policy: Policy, target: Path) -> None:
+        sizes = self.folder.sizes()
+
+        def fill(staged: Path) -> None:
+            policy.save(staged)
+            write_text(staged / "state.json", json.dumps({"sizes": sizes}) + "\n")
+
+        write_folder(target, fill)
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def _loop(self, model: Path) -> bool:
+        settings, total = self.settings, self.settings.run.num_rollout
+        tokenizer = wiring.tokenizer(model)
+        policy = wiring.policy(settings, model, total_steps=wiring.total_steps(settings))
+        try:
+            self.state = self.journal.restore(policy, say)
+            if self.state.rollout_id:
+                say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
+            if total is not None and self.state.rollout_id >= total:
+                say(f"all {total} rounds are done; raise run.num_rollout to go on")
+                return True
+            self.journal.trackers = wiring.trackers(settings, self.folder.path, resumed_at=self.state.step or None)
+            engine = wiring.engine(settings, model, tokenizer, load=False)
+            sync = wiring.sync(policy, engine)
+            if self.state.rollout_id == 0 and not settings.eval.skip_before_train:
+                sync.push()
+                self._evaluate(engine, tokenizer, policy.weight_version)
+            reports = run(
+                self._prompts(),
+                policy,
+                engine,
+                tokenizer,
+                self.reward,
+                sync,
+                settings,
+                executor=self.executor,
+                reference=wiring.reference(settings, model),
+                agent=self.agent,
+                state=self.state,
+            )
+            return self._follow(reports, policy, engine, tokenizer)
+        finally:
+            policy.close()
+
+    def _follow(self, reports: Iterator[StepReport], policy: Policy, engine: Any, tokenizer: Any) -> bool:
+        """Record every report; evaluate and save when it is time. The last round is evaluated and saved in any case."""
+        settings, samples = self.settings, []
+        for report in reports:
+            self.journal.record(report)
+            samples = [*([] if report.samples else samples), *report.samples]
+            number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
+            if not report.ends_round or last:
+                continue
+            if settings.eval.interval and number % settings.eval.interval == 0:
+                self._evaluate(engine, tokenizer, report.weight_version)
+            if self.interrupted():
+                self.journal.save(policy, self.state, samples)
+                say(f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}")
+                return False
+            if settings.run.save_interval and number % settings.run.save_interval == 0:
+                self.journal.save(policy, self.state, samples)
+            elif settings.run.keep_samples:
+                self.journal.keep_samples(self.folder.step(number) / "samples.jsonl", samples)
+        self._evaluate(engine, tokenizer, policy.weight_version)
+        self.journal.save(policy, self.state, samples)
+        return True
+
+    def _prompts(self) -> Iterator[Prompt]:
+        """The prompts of the rounds still to come."""
+        run = self.settings.run
+        start = self.state.rollout_id * run.rollout_batch_size
+        coming = wiring.prompts(self.settings, list(self.settings.rollout.data), start=start)
+        return coming if run.num_rollout is None else islice(coming, run.num_rollout * run.rollout_batch_size - start)
+
+    def _evaluate(self, engine: Any, tokenizer: Any, version: str) -> None:
+        """Every dataset of [eval]; metrics recorded, samples kept beside them."""
+        metrics: Metrics = {}
+        started = time.perf_counter()
+        for name, source in self.settings.eval.data.items():
+            prompts = wiring.prompts(self.settings, [source], training=False)
+            metrics |= self._evaluated(name, prompts, engine, tokenizer)
+        if metrics:
+            self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)
+
+    def _evaluated(self, name: str, prompts: Iterator[Prompt], engine: Any, tokenizer: Any, **changed: Any) -> Metrics:
+        settings = self.settings.model_copy(update=changed)
+        samples = list(
+            evaluate(prompts, engine, tokenizer, self.reward, settings, executor=self.executor, agent=self.agent)
+        )
+        if settings.eval.keep_samples and not changed:
+            out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
+            self.journal.keep_samples(out, samples)
+        return summarize(
+            name,
+            samples,
+            success_threshold=settings.eval.success_threshold,
+            reward_key=settings.score.reward_key,
+        )
+
+
+def check_runnable(settings: Settings) -> None:
+    """What a run needs beyond what each stage needs. Raises SettingsError before anything is loaded."""
+    if settings.model.path is None and settings.model.card is None:
+        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+    if not settings.rollout.data:
+        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+    if isinstance(settings.algorithm, Sft):
+        raise SettingsError("algorithm.name: sft needs no rollouts; use `slimectl train` on demonstrations")
+    if isinstance(settings.algorithm, Grpo) and settings.rollout.n_samples_per_prompt == 1:
+        raise SettingsError(
+            "rollout.n_samples_per_prompt: 1 gives groups of one, and GRPO compares answers to a prompt with one "
+            "another; sample at least 2"
+        )
+    if settings.train.lr_decay_style != "constant" and not (settings.train.lr_decay_iters or settings.run.num_rollout):
+        raise SettingsError(
+            f"train.lr_decay_style: {settings.train.lr_decay_style} needs an end; give run.num_rollout or "
+            f"train.lr_decay_iters"
+        )

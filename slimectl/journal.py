@@ -1,0 +1,108 @@
+"""What a run writes down: metrics line by line, samples, evaluations, checkpoints; and how it reads itself back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.jsonl import write_samples
+from slimectl.data.rundir import RunDir, explained_storage, write_text
+from slimectl.ports import Policy, Tracker
+from slimectl.settings import Settings
+from slimectl.stages.train import TrainState
+from slimectl.types import Metrics, Row, Sample, StepReport
+
+
+class Journal:
+    """The memory of one run.
+
+    metrics.jsonl holds only what the seed decides, so that a resumed run writes the bytes of an undisturbed one; what
+    the clock decides goes to perf.jsonl.
+    """
+
+    def __init__(self, folder: RunDir, settings: Settings) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.trackers: Sequence[Tracker] = ()
+        self.scores: list[tuple[int, float]] = []
+        """(round, mean reward), for the curve."""
+        self.evaluations: list[tuple[int, Metrics]] = []
+        """(round, metrics) of every evaluation, oldest first."""
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        path = self.folder.path / name
+        with explained_storage(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def record(self, report: StepReport) -> None:
+        """One optimizer step."""
+        report.metrics["train/step"] = float(report.step)
+        if report.samples:
+            report.metrics["rollout/step"] = float(report.rollout_id)
+        self.append("metrics.jsonl", report.to_json())
+        self.append("perf.jsonl", {"step": report.step, "metrics": report.perf})
+        if "rollout/raw_reward" in report.metrics:
+            self.scores.append((report.rollout_id, report.metrics["rollout/raw_reward"]))
+        self._track(report.metrics | report.perf, report.step)
+
+    def record_evaluation(self, state: TrainState, version: str, metrics: Metrics, seconds: float) -> None:
+        metrics["eval/step"] = float(state.rollout_id)
+        place = {"step": state.step, "rollout_id": state.rollout_id, "weight_version": version}
+        self.append("metrics.jsonl", {**place, "metrics": metrics})
+        self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
+        self.evaluations.append((state.rollout_id, metrics))
+        self._track(metrics, state.step)
+
+    def _track(self, metrics: Metrics, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+
+    def keep_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_samples(path, samples)
+
+    def save(self, policy: Policy, state: TrainState, samples: Sequence[Sample]) -> None:
+        """A whole checkpoint under the round's number, or none."""
+        facts = {
+            "step": state.step,
+            "rollout_id": state.rollout_id,
+            "weight_version": policy.weight_version,
+            "pending": [[execution, asdict(row)] for execution, row in state.pending],
+            "sizes": self.folder.sizes(),
+            "scores": self.scores,
+            "evaluations": self.evaluations,
+        }
+
+        def fill(staged: Path) -> None:
+            (staged / "policy").mkdir()
+            policy.save(staged / "policy")
+            if self.settings.run.keep_samples and samples:
+                self.keep_samples(staged / "samples.jsonl", samples)
+            write_text(staged / "state.json", json.dumps(facts) + "\n")
+
+        self.folder.save(state.rollout_id, fill)
+        self.folder.prune(self.settings.run.keep_checkpoints)
+
+    def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
+        """Go back to the newest whole checkpoint; to the end of the warm-up, or the very start, where there is none."""
+        if not self.folder.checkpoints():
+            warmup = self.folder.path / "warmup" / "state.json"
+            self.folder.cut_back(json.loads(warmup.read_text())["sizes"] if warmup.exists() else {})
+            return TrainState()
+        folder = self.folder.newest(warn)
+        facts = json.loads((folder / "state.json").read_text())
+        policy.load(folder / "policy")
+        self.folder.cut_back(facts["sizes"])
+        self.scores = [(number, score) for number, score in facts["scores"]]
+        self.evaluations = [(number, metrics) for number, metrics in facts["evaluations"]]
+        return load_state(folder)
+
+
+def load_state(folder: Path) -> TrainState:
+    """Where training stood when the checkpoint in `folder` was written."""
+    facts = json.loads((folder / "state.json").read_text())
+    pending = [(execution, Row(**row)) for execution, row in facts["pending"]]
+    return TrainState(step=facts["step"], rollout_id=facts["rollout_id"], pending=pending)

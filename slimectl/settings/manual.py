@@ -1,0 +1,61 @@
+"""The manual of the settings, made from the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.base import Section
+from slimectl.settings.root import Settings
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting as a person asks about it."""
+
+    key: str
+    default: Any
+    kind: str
+    text: str
+
+
+def entries() -> Iterator[Entry]:
+    """Every setting; those of an algorithm under `algorithm.KEY` and `algorithm.NAME.KEY`."""
+    for section in Settings.model_fields:
+        if section != "algorithm":
+            yield from _of(section, type(getattr(Settings(), section)))
+    for name, cls in ALGORITHMS.items():
+        text = (cls.__doc__ or "").strip().splitlines()[0]
+        yield Entry(f"algorithm.{name}", name, "algorithm", text)
+        yield from _of(f"algorithm.{name}", cls)
+    yield from _of("algorithm", type(Settings().algorithm))
+
+
+def _of(prefix: str, cls: type[Section]) -> Iterator[Entry]:
+    properties = cls.model_json_schema(by_alias=True)["properties"]
+    for name, field in cls.model_fields.items():
+        shown = field.alias or name
+        yield Entry(
+            f"{prefix}.{shown}",
+            field.get_default(call_default_factory=True),
+            _kind(properties[shown]),
+            field.description or "",
+        )
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "anyOf" in schema:
+        return " or ".join("none" if part.get("type") == "null" else _kind(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[word]:g}" for word, sign in bounds.items() if word in schema]
+    kind = schema.get("type", "any")
+    if kind == "array":
+        kind = f"list of {_kind(schema['items'])}"
+    return " ".join([kind, *limits])

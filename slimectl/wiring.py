@@ -1,0 +1,269 @@
+"""Settings to parts: the only module that knows adapters by name; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl import cards
+from slimectl.errors import CheckpointError, SettingsError
+from slimectl.hooks import Args, Hook
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Sft
+from slimectl.stages.score import Grader
+from slimectl.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from slimectl.engines.embedded.engine import EmbeddedEngine
+    from slimectl.executors.local import LocalExecutor
+    from slimectl.ports import Agent, Policy, Tracker
+    from slimectl.sync.in_process import InProcessSync
+
+AGENT_OFFERS = ("args", "settings", "sample", "sampling_params", "generate", "evaluation")
+
+
+def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
+    """The Hugging Face directory that a setting names. Raises SettingsError or CheckpointError."""
+    if path is None:
+        raise SettingsError(f"{setting}: no model is given; add --model DIR, a Hugging Face checkpoint directory")
+    folder = Path(path)
+    if is_gguf(path):
+        raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
+    if (folder / "policy" / "config.json").exists():
+        folder = folder / "policy"  # a checkpoint of a run: runs/NAME/step_000042, or runs/NAME/latest
+    if not (folder / "config.json").exists():
+        kind = "a torch_dist checkpoint" if (folder / ".metadata").exists() else "not a Hugging Face checkpoint"
+        raise CheckpointError(f"{path}: no config.json; this is {kind}")
+    return folder
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a model source has to be converted before it can be used."""
+    return path.startswith("package:") or path.endswith(".gguf")
+
+
+def tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model directory; transformers' chatter is kept away from the terminal."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> EmbeddedEngine:
+    """The engine for a model directory, with its weights unless the first push brings them."""
+    import torch
+    from transformers import AutoConfig
+
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.engines.embedded.engine import EmbeddedEngine
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder}: config.json cannot be used: {_first_line(error)}") from error
+    made = EmbeddedEngine(
+        config,
+        text,
+        dtype=getattr(torch, settings.engine.dtype),
+        device=device(settings.engine.device),
+        max_running=settings.engine.max_running_requests,
+        max_context=settings.rollout.max_context_len,
+    )
+    if load:
+        made.load_weights(HFCheckpoint().read(folder), version="0")
+    return made
+
+
+def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None) -> Policy:
+    """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one."""
+    build = partial(_build_policy, settings, folder, total_steps, lr)
+    if settings.cluster.ranks == 1:
+        return build()
+    from slimectl.policies.group import GroupPolicy
+
+    return GroupPolicy(build, ranks=settings.cluster.ranks)
+
+
+def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None) -> Policy:
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.policies.fsdp.optimizer import OptimizerOptions
+    from slimectl.policies.fsdp.policy import FsdpPolicy
+
+    train = settings.train
+    options = OptimizerOptions(
+        lr=train.lr if lr is None else lr,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        clip_grad=train.clip_grad,
+        schedule=train.lr_decay_style if lr is None else "constant",
+        warmup_steps=train.lr_warmup_iters if lr is None else 0,
+        decay_steps=train.lr_decay_iters or total_steps,
+        min_lr=train.min_lr if lr is None else 0.0,
+    )
+    return FsdpPolicy(
+        folder,
+        HFCheckpoint(),
+        optimizer=options,
+        temperature=settings.rollout.temperature,
+        max_tokens_per_pack=train.max_tokens_per_gpu,
+        dtype=train.dtype,
+        gradient_checkpointing=train.gradient_checkpointing,
+        share_prompts=train.share_prompts,
+        device=device(train.device),
+        seed=settings.run.seed,
+    )
+
+
+def sync(policy: Policy, engine: Any) -> InProcessSync:
+    from slimectl.sync.in_process import InProcessSync
+
+    return InProcessSync(policy, engine)
+
+
+def new_model(card: str, into: Path, *, seed: int) -> None:
+    """Random weights for a model card, with config and tokenizer, into the folder `into`."""
+    from slimectl.checkpoints.create import create_model
+
+    facts = cards.load(card)
+    create_model(facts["config"], into, seed=seed, tokenizer=facts.get("tokenizer", "byte"))
+
+
+def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
+    """Any readable model source to a Hugging Face directory at `target`."""
+    from slimectl.checkpoints.convert import convert_checkpoint
+
+    return convert_checkpoint(source, target, **options)
+
+
+def frozen(settings: Settings, path: str) -> Policy:
+    """A model that is only asked for log-probabilities."""
+    return policy(settings, model_folder(path, setting="--reference"), total_steps=None, lr=0.0)
+
+
+def reference(settings: Settings, fallback: Path | None = None) -> Policy | None:
+    """The frozen reference model, where the algorithm measures a divergence from one."""
+    path = settings.reference_path
+    if path is None:
+        return None
+    folder = model_folder(path, setting="algorithm.ref_load") if getattr(settings.algorithm, "ref_load", None) else None
+    return policy(settings, folder or fallback or model_folder(path), total_steps=None, lr=0.0)
+
+
+def prompts(
+    settings: Settings, sources: list[str], *, start: int = 0, training: bool = True, repeat: bool = False
+) -> Iterator[Prompt]:
+    """The prompts of `sources`, in the order of the run, from occurrence `start` on; `repeat` never ends."""
+    from slimectl.data.prompts import open_prompts
+
+    if not sources:
+        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+    given = settings.rollout
+    epochs: int | None = 1
+    if repeat or (training and settings.run.num_rollout):
+        epochs = None
+    elif training:
+        epochs = settings.run.num_epoch or 1
+    return open_prompts(
+        sources,
+        input_key=given.input_key,
+        label_key=given.label_key,
+        metadata_key=given.metadata_key,
+        tool_key=given.tool_key,
+        shuffle_seed=given.seed if given.shuffle and training else None,
+        epochs=epochs,
+        start=start,
+    )
+
+
+def training_samples(
+    settings: Settings, path: str, text: Any, *, on_error: str, report: Callable[[str], None]
+) -> Iterator[Sample]:
+    """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers."""
+    from slimectl.data.jsonl import read_samples
+
+    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(Path(path)):
+        from slimectl.stages.rollout import demonstrations
+
+        return demonstrations(prompts(settings, [path]), text, settings.rollout)
+    return read_samples(path, on_error=on_error, report=report)
+
+
+def _has_tokens(path: Path) -> bool:
+    """Whether the first line is a sample rather than a prompt."""
+    from slimectl.data.jsonl import read_lines
+
+    return any("tokens" in line for _, line in islice(read_lines(path), 1))
+
+
+def total_steps(settings: Settings) -> int | None:
+    """Optimizer steps of a whole run, where its length is known."""
+    rounds = settings.run.num_rollout
+    return None if rounds is None else rounds * settings.steps_per_round
+
+
+def reward(settings: Settings) -> Grader:
+    return Grader(settings)
+
+
+def agent(settings: Settings) -> Agent | None:
+    """The user's own generate function, with the settings among what it is offered."""
+    path = settings.rollout.custom_generate_function_path
+    if path is None:
+        return None
+    hook = Hook(path, setting="rollout.custom_generate_function_path", offers=AGENT_OFFERS)
+    args = Args(settings)
+    return lambda offered: hook({**offered, "args": args, "settings": args})
+
+
+def executor() -> LocalExecutor:
+    from slimectl.executors.local import LocalExecutor
+
+    return LocalExecutor()
+
+
+def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None) -> list[Tracker]:
+    """The trackers of [track]; metrics.jsonl is the run's own and not among them."""
+    makers: dict[str, Callable[[dict[str, Any]], Tracker]] = {
+        "stdout": _stdout,
+        "tensorboard": partial(_tensorboard, folder, resumed_at),
+    }
+    chosen = [name for name in settings.track.with_ if name in makers]  # jsonl is the run's own metrics.jsonl
+    return [makers[name](settings.track.kwargs.get(name, {})) for name in chosen]
+
+
+def _stdout(kwargs: dict[str, Any]) -> Tracker:
+    from slimectl.trackers.stdout import StdoutTracker
+
+    return StdoutTracker(**kwargs)
+
+
+def _tensorboard(folder: Path, resumed_at: int | None, kwargs: dict[str, Any]) -> Tracker:
+    from slimectl.trackers.tensorboard import TensorboardTracker
+
+    return TensorboardTracker(folder / "tensorboard", purge_step=resumed_at, **kwargs)
+
+
+def device(wanted: str) -> str:
+    """`auto` is the GPU if there is one. Raises SettingsError if cuda is asked for and absent."""
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device: cuda is asked for, but torch sees no GPU; use auto or cpu")
+    return wanted
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

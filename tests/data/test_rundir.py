@@ -1,0 +1,89 @@
+"""A checkpoint is whole or absent, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from slimectl.data.rundir import RunDir, damage, write_folder
+from slimectl.errors import CheckpointError, SettingsError, StorageError
+
+
+def fill(staged: Path) -> None:
+    (staged / "policy").mkdir()
+    (staged / "policy" / "weights").write_bytes(b"1234")
+
+
+def test_a_written_folder_is_whole_and_a_changed_byte_is_seen(tmp_path: Path):
+    write_folder(tmp_path / "step", fill)
+    assert damage(tmp_path / "step") is None
+    (tmp_path / "step" / "policy" / "weights").write_bytes(b"1235")
+    assert "SHA-256" in str(damage(tmp_path / "step"))
+    (tmp_path / "step" / "policy" / "weights").write_bytes(b"123")
+    assert damage(tmp_path / "step") == "policy/weights has 3 bytes, not 4"
+    (tmp_path / "step" / "policy" / "weights").unlink()
+    assert damage(tmp_path / "step") == "policy/weights is missing"
+
+
+def test_a_full_disk_leaves_nothing_under_the_final_name_and_keeps_the_old(tmp_path: Path):
+    def full(staged: Path) -> None:
+        (staged / "half").write_bytes(b"12")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StorageError, match=r"No space left on device.*free space or write elsewhere"):
+        write_folder(tmp_path / "new", full)
+    assert list(tmp_path.iterdir()) == []
+    write_folder(tmp_path / "old", fill)
+    with pytest.raises(StorageError):
+        write_folder(tmp_path / "old", full)
+    assert damage(tmp_path / "old") is None
+    assert [child.name for child in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_newest_whole_checkpoint_is_found_past_a_damaged_one(tmp_path: Path):
+    run = RunDir(tmp_path)
+    for number in (1, 2, 3):
+        run.save(number, fill)
+    (run.step(3) / "policy" / "weights").write_bytes(b"")
+    warnings: list[str] = []
+    assert run.newest(warnings.append) == run.step(2)
+    assert "falling back" in warnings[0]
+    assert (tmp_path / "latest").resolve() == run.step(3)
+
+
+def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        RunDir(tmp_path).newest(print)
+
+
+def test_old_checkpoints_go_but_their_samples_stay(tmp_path: Path):
+    run = RunDir(tmp_path)
+    for number in (1, 2, 3):
+        run.save(number, fill)
+    (run.step(1) / "samples.jsonl").write_text("{}\n")
+    run.prune(1)
+    assert run.checkpoints() == [3]
+    assert sorted(child.name for child in tmp_path.glob("step_*")) == ["step_000001", "step_000003"]
+
+
+def test_growing_files_are_cut_back_to_what_a_checkpoint_saw(tmp_path: Path):
+    run = RunDir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("one\n")
+    sizes = run.sizes()
+    (tmp_path / "metrics.jsonl").write_text("one\ntwo\n")
+    (tmp_path / "perf.jsonl").write_text("later\n")
+    run.cut_back(sizes)
+    assert (tmp_path / "metrics.jsonl").read_text() == "one\n"
+    assert (tmp_path / "perf.jsonl").read_text() == ""
+
+
+def test_a_second_run_under_the_same_name_is_refused(tmp_path: Path):
+    run = RunDir(tmp_path / "a")
+    run.start("")
+    with pytest.raises(SettingsError, match="--resume"):
+        run.start("")
+    run.start("x = 1", force=True)
+    assert (tmp_path / "a" / "run.toml").read_text() == "x = 1"

@@ -1,0 +1,112 @@
+"""Settings from many places become one set whose every value knows its origin."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slimectl.errors import SettingsError
+from slimectl.settings.layers import Layer, flat, from_assignments, from_environment, from_file, parse_value, resolve
+from slimectl.settings.written import settings_toml
+
+
+def settle(*assignments: str):
+    return resolve([from_assignments(assignments)])
+
+
+def test_later_layers_win_and_every_key_names_its_origin(tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nlr = 1e-4\nclip_grad = 2.0\n[rollout]\ntemperature = 0.7\n")
+    environment = from_environment({"SLIMECTL_TRAIN_LR": "2e-4", "SLIMECTL_ROLLOUT_TOP_P": "0.9", "HOME": "/"})
+    found = resolve([from_file(file), environment, from_assignments(["train.lr=3e-4"])])
+    assert found.settings.train.lr == 3e-4
+    assert found.settings.train.clip_grad == 2.0
+    assert found.settings.rollout.top_p == 0.9
+    assert found.origins["train.lr"] == "command line"
+    assert found.origins["rollout.top_p"] == "environment"
+    assert found.origins["rollout.temperature"] == str(file)
+    assert found.origins["train.weight_decay"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("algorithm.eps_clip_hihg=1", "algorithm.eps_clip_hihg: unknown setting (command line); did you mean "
+                                      "algorithm.eps_clip_high?"),
+        ("trian.lr=1", "trian.lr: unknown setting (command line); did you mean train.lr?"),
+        ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
+                         "(command line)"),
+        ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
+        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are grpo, sft"),
+        ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1e-5"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: str, message: str):
+    with pytest.raises(SettingsError) as refused:
+        settle(assignment)
+    assert str(refused.value) == message
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("assignments", "both"),
+    [
+        (["train.num_steps_per_rollout=7"], ["train.num_steps_per_rollout", "run.rollout_batch_size"]),
+        (["train.num_steps_per_rollout=2", "train.global_batch_size=4"], ["train.global_batch_size"]),
+        (["run.num_rollout=2", "run.num_epoch=2"], ["run.num_rollout", "run.num_epoch"]),
+        (["algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"], ["use_tis", "use_rollout_logprobs"]),
+        (["eval.interval=2"], ["eval.interval", "eval.data"]),
+        (["rollout.min_new_tokens=300"], ["rollout.min_new_tokens", "rollout.max_response_len"]),
+        (["train.min_lr=1"], ["train.min_lr", "train.lr"]),
+        (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
+    ],
+)
+def test_contradictions_between_sections_name_both_keys(assignments: list[str], both: list[str]):
+    with pytest.raises(SettingsError) as refused:
+        settle(*assignments)
+    assert all(key in str(refused.value) for key in both)
+
+
+def test_a_key_may_repeat_its_section_as_people_know_it():
+    assert settle("rollout.rollout_temperature=0.5").settings.rollout.temperature == 0.5
+
+
+def test_tables_merge_key_by_key_and_one_string_is_a_list():
+    found = settle("eval.data.aime=a.jsonl", "eval.data.math=b.jsonl", "rollout.data=p.jsonl")
+    assert found.settings.eval.data == {"aime": "a.jsonl", "math": "b.jsonl"}
+    assert found.settings.rollout.data == ["p.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("true", True), ("none", None), ("[1, 2]", [1, 2]), ("a.jsonl", "a.jsonl")]
+)
+def test_values_are_toml_where_they_can_be(text: str, value: object):
+    assert parse_value(text) == value
+
+
+def test_a_file_that_is_missing_or_no_toml_or_has_no_sections_is_refused(tmp_path: Path):
+    with pytest.raises(SettingsError, match="no such settings file"):
+        from_file(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(SettingsError, match="not valid TOML"):
+        from_file(tmp_path / "bad.toml")
+    (tmp_path / "flat.toml").write_text("lr = 1\n")
+    with pytest.raises(SettingsError, match=r"settings stand in sections"):
+        from_file(tmp_path / "flat.toml")
+
+
+def test_resolved_settings_written_down_resolve_to_themselves():
+    first = settle(
+        "train.lr=1e-5", "eval.data.aime=a.jsonl", "run.keep_checkpoints=none", "algorithm.eps_clip_high=0.28"
+    )
+    again = resolve([Layer("file", tomllib.loads(settings_toml(first.settings)))])
+    assert dict(flat(again.settings)) == dict(flat(first.settings))
+
+
+def test_every_setting_has_words():
+    from slimectl.settings.manual import entries
+
+    wordless = [entry.key for entry in entries() if not entry.text]
+    assert wordless == []

@@ -1,0 +1,133 @@
+"""The architecture as a test: imports point down the floors, no cycle, heavy libraries where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "slimectl"
+
+FLOORS = [
+    ["__init__", "errors", "types"],
+    ["algorithms", "rewards", "weights", "settings", "cards", "metrics"],
+    ["ports", "hooks", "streams", "data"],
+    ["stages"],
+    ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
+    ["wiring", "recipes", "journal", "job"],
+    ["cli", "__main__"],
+]
+FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+SAME_FLOOR = {
+    ("ports", "data"), ("data", "hooks"), ("data", "streams"),
+    ("journal", "job"), ("job", "wiring"), ("job", "journal"),
+    ("__main__", "cli"),
+}  # fmt: skip
+"""Neighbours that may be imported: plain modules of a floor, in one direction each."""
+
+
+def unit(module: str) -> str:
+    """`slimectl.data.jsonl` belongs to the unit `data`."""
+    name = [*module.split("."), "__init__"][1]
+    return "__init__" if name == "__version__" else name
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether it happens when the file is imported) for every import outside TYPE_CHECKING."""
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                if child.module == "slimectl":
+                    yield from ((f"slimectl.{alias.name}", top) for alias in child.names)
+                else:
+                    yield child.module or "", top
+            else:
+                yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+
+
+def files() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found.append((parts[0], path))
+    return found
+
+
+@pytest.mark.parametrize(("owner", "path"), files(), ids=lambda value: str(value).removeprefix(str(ROOT)))
+def test_imports_point_down_the_floors(owner: str, path: Path):
+    for module, _ in imports(path):
+        if module.startswith("slimectl."):
+            target = unit(module)
+            lower = FLOOR[target] < FLOOR[owner]
+            allowed = target == owner or lower or (owner, target) in SAME_FLOOR
+            assert allowed, f"{path.relative_to(ROOT)} (floor {FLOOR[owner]}) imports {module} (floor {FLOOR[target]})"
+
+
+def test_the_unit_graph_has_no_cycle():
+    graph: dict[str, set[str]] = {}
+    for owner, path in files():
+        targets = {unit(module) for module, _ in imports(path) if module.startswith("slimectl.")}
+        graph.setdefault(owner, set()).update(targets - {owner})
+    done: list[str] = []
+
+    def visit(node: str, path: tuple[str, ...]) -> None:
+        assert node not in path, " -> ".join([*path, node])
+        if node not in done:
+            for target in sorted(graph.get(node, ())):
+                visit(target, (*path, node))
+            done.append(node)
+
+    for node in graph:
+        visit(node, ())
+    assert "wiring" in done
+
+
+def test_ray_is_imported_in_executors_only():
+    for owner, path in files():
+        if owner != "executors":
+            assert not [module for module, _ in imports(path) if module.split(".")[0] == "ray"], path
+
+
+def test_low_floors_know_no_distributed_torch():
+    for owner, path in files():
+        if FLOOR[owner] <= 3:
+            assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")], path
+
+
+def test_adapters_are_named_in_wiring_only():
+    adapters = {"engines", "policies", "sync", "checkpoints", "executors", "trackers"}
+    for owner, path in files():
+        if owner not in adapters | {"wiring"}:
+            named = {unit(module) for module, _ in imports(path) if module.startswith("slimectl.")} & adapters
+            assert not named, f"{path.relative_to(ROOT)} names {named}"
+
+
+@pytest.mark.parametrize("module", ["slimectl.cli.app", "slimectl.settings", "slimectl.recipes", "slimectl.metrics"])
+def test_command_line_starts_without_heavy_libraries(module: str):
+    code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_module_says_what_it_is_for():
+    for _, path in files():
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+
+
+def test_every_test_file_has_a_test():
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        assert any(name.startswith("test_") for name in names), path

@@ -1,0 +1,63 @@
+"""User callables are found by path, checked before anything is loaded, and called by parameter name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slimectl.errors import HookError
+from slimectl.hooks import Args, Hook
+from slimectl.settings import Settings
+
+OFFERS = ("args", "settings", "sample")
+
+
+def hook(tmp_path: Path, text: str, name: str = "f") -> Hook:
+    file = tmp_path / f"hooks_{abs(hash(text))}.py"
+    file.write_text(text)
+    return Hook(f"{file}:{name}", setting="score.custom_rm_path", offers=OFFERS)
+
+
+def test_a_hook_gets_only_what_it_asks_for(tmp_path: Path):
+    found = hook(tmp_path, "def f(sample): return sample + 1")
+    assert found({"args": 0, "settings": 0, "sample": 41}) == 42
+
+
+def test_the_older_shape_with_args_first_works_too(tmp_path: Path):
+    found = hook(tmp_path, "def f(args, sample, **kwargs): return (args, sample, sorted(kwargs))")
+    assert found({"args": 1, "settings": 2, "sample": 3}) == (1, 3, ["settings"])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("def f(sampel): pass", "f", "wants sampel; on offer are args, settings, sample"),
+        ("x = 1", "f", "has no such name: f"),
+        ("f = 3", "f", "is not callable: f"),
+        ("import no_such_package_at_all", "f", "ModuleNotFoundError"),
+    ],
+)
+def test_a_hook_of_the_wrong_shape_is_refused_at_once(tmp_path: Path, text: str, name: str, message: str):
+    with pytest.raises(HookError, match=message):
+        hook(tmp_path, text, name)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(HookError, match=r"score.custom_rm_path: nowhere.py: no such file"):
+        Hook("nowhere.py:f", setting="score.custom_rm_path", offers=OFFERS)
+
+
+def test_what_a_hook_raises_comes_back_with_its_own_words(tmp_path: Path):
+    found = hook(tmp_path, "def f(sample): raise KeyError('gold')")
+    with pytest.raises(HookError, match="raised KeyError: 'gold'"):
+        found({"sample": 1})
+
+
+def test_args_read_by_the_flat_names_that_people_know():
+    args = Args(Settings())
+    assert args.rollout_temperature == 1.0
+    assert args.lr == 1e-6
+    assert args.train.lr == 1e-6
+    with pytest.raises(AttributeError, match="stands in several sections"):
+        _ = args.seed
