@@ -39,9 +39,6 @@ class Journal:
 
     def record(self, report: StepReport) -> None:
         """One optimizer step."""
-        report.metrics["train/step"] = float(report.step)
-        if report.samples:
-            report.metrics["rollout/step"] = float(report.rollout_id)
         self.append("metrics.jsonl", report.to_json())
         self.append("perf.jsonl", {"step": report.step, "metrics": report.perf})
         if "rollout/raw_reward" in report.metrics:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from workshop import REWARD, SETTINGS, Workshop
 
 from slimectl.checkpoints.create import create_model
 
@@ -51,3 +53,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[family]
 
     return make
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, model_dir: Callable[[str], Path]) -> Workshop:
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    prompts = [{"prompt": f"say {word}", "label": word} for word in words]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "slimectl.toml").write_text(SETTINGS.format(model=model_dir("llama")))
+    return Workshop(tmp_path)

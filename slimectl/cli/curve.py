@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,9 +37,8 @@ def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
     width = min(80, shutil.get_terminal_size().columns)
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plot_size(width, 16)
+    plotext.plot_size(width, 14)
     plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
     plotext.title(title)
     plotext.xlabel("round")
-    text = plotext.build()
-    return text if sys.stderr.isatty() else "\n".join(line.rstrip() for line in text.splitlines())
+    return "\n".join(line.rstrip() for line in plotext.uncolorize(plotext.build()).splitlines())

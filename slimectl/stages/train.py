@@ -220,6 +220,9 @@ def _step(
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
+    metrics["train/step"] = float(state.step)
+    if samples:
+        metrics["rollout/step"] = float(state.rollout_id)
     seconds = time.perf_counter() - started
     tokens = sum(len(row.tokens) for row in rows)
     perf = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}

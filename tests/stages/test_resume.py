@@ -1,0 +1,71 @@
+"""kill -9 at any moment, then --resume: the same weights and the same bytes as an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from workshop import Workshop
+
+KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
+"""Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
+
+
+def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: int) -> bool:
+    """Start a run and kill -9 it once its metrics have grown to `at_bytes`; False if it ended first."""
+    process = subprocess.Popen(
+        workshop.command(*arguments), cwd=workshop.folder, env=workshop.environment, stderr=subprocess.DEVNULL
+    )
+    started = metrics.parent / "run.toml"
+    while process.poll() is None:
+        size = metrics.stat().st_size if metrics.exists() else (0 if started.exists() else -1)
+        if size >= at_bytes:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(workshop: Workshop):
+    workshop.slimectl("run", "--name", "whole")
+    whole, broken = workshop.folder / "runs" / "whole", workshop.folder / "runs" / "broken"
+    assert killed(workshop, ["run", "--name", "broken"], broken / "metrics.jsonl", KILLS_AT_BYTES[0])
+    kills = 1
+    for at_bytes in KILLS_AT_BYTES[1:]:
+        kills += killed(workshop, ["run", "--resume", "runs/broken"], broken / "metrics.jsonl", at_bytes)
+    assert kills >= 5
+    workshop.slimectl("run", "--resume", "runs/broken")
+    assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        last = Path("step_000006") / "policy" / file
+        assert (broken / last).read_bytes() == (whole / last).read_bytes()
+    assert not list(broken.glob(".tmp-*"))
+
+
+def test_the_first_ctrl_c_finishes_the_round_and_saves(workshop: Workshop):
+    process = subprocess.Popen(
+        workshop.command("run", "--name", "a"), cwd=workshop.folder, env=workshop.environment, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    metrics = workshop.folder / "runs" / "a" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+        time.sleep(0.005)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words.decode()
+    assert b"go on with: slimectl run --resume runs/a" in words
+    workshop.slimectl("run", "--resume", "runs/a")
+    assert workshop.metrics("a")[-1]["rollout_id"] == 6
+
+
+def test_a_damaged_checkpoint_is_passed_over(workshop: Workshop):
+    workshop.slimectl("run", "-s", "run.num_rollout=3")
+    file = workshop.folder / "runs" / "a" / "step_000003" / "policy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=4")
+    assert "falling back to the checkpoint before it" in workshop.stderr
+    assert [line["step"] for line in workshop.metrics("a") if "train/step" in line["metrics"]] == [1, 2, 3, 4]

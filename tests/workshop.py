@@ -1,0 +1,79 @@
+"""A small real run: two-layer model, eight prompts, a reward with some variance, driven by the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REWARD = '''
+def reward(sample):
+    """The share of small bytes in the answer: an untrained model has some, and can learn to write more."""
+    answer = sample.tokens[len(sample.tokens) - sample.response_length:]
+    return sum(token < 64 for token in answer) / len(answer)
+'''
+
+
+@dataclass
+class Workshop:
+    """A folder with prompts, a reward and settings; commands run in it."""
+
+    folder: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "slimectl", *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    stderr: str = ""
+    """Words of the last command."""
+
+    def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0) -> bytes:
+        """Run a command to its end; its stdout. Fails with its stderr if the exit code is not `code`."""
+        result = subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            input=stdin,
+            capture_output=True,
+            env=self.environment,
+            timeout=300,
+        )
+        assert result.returncode == code, result.stderr.decode()
+        self.stderr = result.stderr.decode()
+        return result.stdout
+
+    def metrics(self, run: str) -> list[dict]:
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+SETTINGS = """
+[model]
+path = "{model}"
+[rollout]
+data = ["prompts.jsonl"]
+n_samples_per_prompt = 4
+max_response_len = 12
+[score]
+custom_rm_path = "reward.py:reward"
+[train]
+lr = 1e-3
+lr_decay_style = "linear"
+[eval]
+data = {{ small = "prompts.jsonl@[0:3]" }}
+interval = 2
+[run]
+name = "a"
+num_rollout = 6
+rollout_batch_size = 4
+save_interval = 1
+keep_checkpoints = "none"
+keep_samples = true
+[track]
+plot = false
+"""
