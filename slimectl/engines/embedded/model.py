@@ -1,0 +1,96 @@
+"""The forward pass of the llama, qwen2 and qwen3 families.
+
+N rows (one a token) · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers · T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimectl.engines.embedded.attention import Decode, Prefill
+from slimectl.engines.embedded.batch import Batch
+from slimectl.engines.embedded.cache import Cache
+from slimectl.engines.embedded.rope import Rope
+from slimectl.engines.embedded.weights import Weights
+from slimectl.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token."""
+
+    keys_values: Tensor
+    logits_V: Tensor
+
+    def detached(self) -> Prefix:
+        """A copy of its own, for one that outlives the prompts that it was computed with."""
+        return Prefix(self.keys_values.clone(), self.logits_V.clone())
+
+
+class Model:
+    """Weights and the way through them; the cache belongs to whoever decodes."""
+
+    def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(config.num_key_value_heads)
+        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.vocabulary = int(config.vocab_size)
+        self._dtype = dtype
+        self._device = device
+        self._eps = float(config.rms_norm_eps)
+        self.weights = Weights(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        if config.hidden_act != "silu":
+            raise CheckpointError(f"config.json: hidden_act {config.hidden_act!r} is not supported, silu is")
+        if getattr(config, "use_sliding_window", False):
+            raise CheckpointError("config.json: use_sliding_window is not supported by the embedded engine")
+
+    def new_cache(self) -> Cache:
+        return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
+
+    def prefill(self, prompts: list[tuple[int, ...]]) -> list[Prefix]:
+        """Compute whole prompts in one pass."""
+        lengths = [len(prompt) for prompt in prompts]
+        attend = Prefill(lengths, layers=len(self.weights.layers), heads=self.heads, device=self._device)
+        tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
+        rope = self._rope.prompt_rows(attend.positions_N, lengths)
+        logits_BV = self._logits(self._hidden(tokens_N, rope, attend)[attend.last_B])
+        pieces = torch.split(attend.keys_values, lengths, dim=1)
+        return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
+
+    def decode(self, batch: Batch, cache: Cache) -> Tensor:
+        """Logits [B, V] after one more token of every sequence."""
+        attend = Decode(cache, batch.positions_B, batch.longest, heads=self.heads, dtype=self._dtype)
+        rope = self._rope.rows(batch.positions_B, batch.longest)
+        return self._logits(self._hidden(batch.tokens_B, rope, attend))
+
+    def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The residual stream [N, E] after the last block."""
+        cos_N1D, sin_N1D = rope
+        inner = self.weights.layers[0].gate_up.parts[0].shape[0]
+        rotated_heads = self.heads + self.kv_heads
+        rows = tokens_N.shape[0]
+        stream_NE = F.embedding(tokens_N, self.weights.embedding_VE)
+        for index, layer in enumerate(self.weights.layers):
+            qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
+            qk_NHD = qkv_NHD[:, :rotated_heads]
+            if layer.qk_norm_HD is not None:
+                torch.mul(F.rms_norm(qk_NHD, (self.head_dim,), eps=self._eps), layer.qk_norm_HD, out=qk_NHD)
+            halves_NHD = qk_NHD.roll(self.head_dim // 2, -1)
+            qk_NHD.mul_(cos_N1D).addcmul_(halves_NHD, sin_N1D)
+            stream_NE = layer.o.added_to(stream_NE, attend(index, qkv_NHD))
+            gate_up_NI = layer.gate_up(self._norm(stream_NE, layer.post_norm_E))
+            stream_NE = layer.down.added_to(stream_NE, F.silu(gate_up_NI[:, :inner]).mul_(gate_up_NI[:, inner:]))
+        return stream_NE
+
+    def _logits(self, stream_BE: Tensor) -> Tensor:
+        return self.weights.head(self._norm(stream_BE, self.weights.norm_E))
+
+    def _norm(self, stream_NE: Tensor, weight_E: Tensor) -> Tensor:
+        return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)

@@ -1,0 +1,91 @@
+"""Logits in, tokens and their log-probabilities out.
+
+B rows · V vocabulary · W window of the likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimectl.engines.embedded.batch import Batch
+
+WINDOW = 1024
+"""The likeliest tokens that are looked at before the whole vocabulary is sorted."""
+
+
+def sampled(logits_BV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One token a row [B] and log_softmax(logits / temperature) at it [B], float32.
+
+    Drawn by inverting the cumulative distribution: one pass over the vocabulary and one random number a row, so that
+    a row's token depends on nothing beside it. Filters shape what can be drawn, never the log-probability.
+    """
+    if batch.temperature_B1 is not None:
+        logits_BV = logits_BV.float() / batch.temperature_B1
+    probs_BV = torch.softmax(logits_BV, -1, dtype=torch.float32)
+    drawable_BV = _drawable(probs_BV, batch)
+    if batch.all_greedy:
+        tokens_B1 = drawable_BV.argmax(-1, keepdim=True)
+    else:
+        tokens_B1 = _inverted(drawable_BV, batch.uniforms_B1())
+        if batch.greedy_B1 is not None:
+            tokens_B1 = torch.where(batch.greedy_B1, drawable_BV.argmax(-1, keepdim=True), tokens_B1)
+    return tokens_B1.squeeze(1), probs_BV.gather(1, tokens_B1).log_().squeeze(1)
+
+
+def _inverted(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds u times the total."""
+    # A parallel float32 scan (CUDA) need not be monotone; on the CPU sums are carried in float64 already.
+    exact = torch.float64 if weights_BV.is_cuda else torch.float32
+    cumulative_BV = weights_BV.cumsum(-1, dtype=exact)
+    return torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+
+
+def _drawable(probs_BV: Tensor, batch: Batch) -> Tensor:
+    """The probabilities with zeros where the row may not draw; the same tensor if all may draw everything."""
+    banned = batch.banned()
+    if banned is not None:
+        probs_BV = probs_BV.clone()
+        probs_BV[banned] = 0.0
+    if batch.top_k_B1 is None and batch.top_p_B1 is None and batch.min_p_B1 is None:
+        return probs_BV
+    rows, vocabulary = probs_BV.shape
+    full = torch.ones(rows, 1, device=probs_BV.device)
+    return _filtered(
+        probs_BV,
+        top_k_B1=full * vocabulary if batch.top_k_B1 is None else batch.top_k_B1,
+        top_p_B1=full if batch.top_p_B1 is None else batch.top_p_B1,
+        min_p_B1=full * 0 if batch.min_p_B1 is None else batch.min_p_B1,
+        window=min(WINDOW, vocabulary),
+    )
+
+
+def _filtered(probs_BV: Tensor, *, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor, window: int) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p relative to the likeliest; zeros elsewhere.
+
+    Rows that want nothing stay as they are, to the last bit. Where `window` tokens do not settle a row, all are sorted.
+    """
+    vocabulary = probs_BV.shape[1]
+    sorted_BW, order_BW = probs_BV.topk(window)
+    within_k_BW = torch.arange(window, device=probs_BV.device) < top_k_B1
+    cumulative_BW = (sorted_BW * within_k_BW).cumsum(-1)
+    total_B1 = torch.where(top_k_B1 <= window, cumulative_BW[:, -1:], probs_BV.sum(-1, keepdim=True))
+    keep_BW = within_k_BW & (sorted_BW >= min_p_B1 * sorted_BW[:, :1])
+    keep_BW &= (cumulative_BW - sorted_BW < top_p_B1 * total_B1) | (top_p_B1 >= 1)
+    filtered_BV = torch.zeros_like(probs_BV).scatter_(1, order_BW, sorted_BW * keep_BW)
+    free_B1 = (top_k_B1 >= vocabulary) & (top_p_B1 >= 1) & (min_p_B1 <= 0)
+    filtered_BV = torch.where(free_B1, probs_BV, filtered_BV)
+    if window == vocabulary:
+        return filtered_BV
+    # The last of the window survived: there may be more behind it. top_k beyond the window needs its total, too.
+    unsettled_B = ((keep_BW[:, -1:] & (top_k_B1 > window)) | ((top_k_B1 > window) & (top_k_B1 < vocabulary))) & ~free_B1
+    rows = unsettled_B.squeeze(1).nonzero().squeeze(1)
+    if rows.numel():
+        filtered_BV[rows] = _filtered(
+            probs_BV[rows],
+            top_k_B1=top_k_B1[rows],
+            top_p_B1=top_p_B1[rows],
+            min_p_B1=min_p_B1[rows],
+            window=vocabulary,
+        )
+    return filtered_BV

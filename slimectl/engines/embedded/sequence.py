@@ -1,0 +1,78 @@
+"""One answer in the making: its tokens, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slimectl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from slimectl.engines.embedded.detokenizer import StopScanner
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been sampled after it.
+
+    `limit` is the number of tokens it may grow to (max_tokens, or what the context leaves); `end_tokens` end it from
+    `min_tokens` on. `scanner` looks for stop strings, where there are any. `finish` is "" while it runs.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    limit: int
+    end_tokens: frozenset[int]
+    future: asyncio.Future[Completion]
+    scanner: StopScanner | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[str] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish: str = ""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def append(self, token: int, log_prob: float, version: str) -> None:
+        """Take a sampled token and decide whether it was the last one."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if not self.weight_versions or self.weight_versions[-1] != version:
+            self.weight_versions.append(version)
+        count = len(self.tokens)
+        matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
+        if matched or token in self.end_tokens:  # the sampler draws no end token before min_tokens
+            self.finish = "stop"
+        elif count >= self.limit:
+            self.finish = "length"
+
+    def deliver(self, text: str) -> None:
+        """Hand the answer to whoever awaits it, in whatever event loop that is."""
+        answer = Completion(
+            self.tokens, self.log_probs, text, self.finish, self.weight_versions, cached_tokens=self.cached_tokens
+        )
+        self._resolve(answer)
+
+    def fail(self, error: Exception) -> None:
+        self._resolve(error)
+
+    def _resolve(self, outcome: Completion | Exception) -> None:
+        def settle() -> None:
+            if self.future.done():  # its task was cancelled meanwhile
+                return
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
+
+        loop = self.future.get_loop()
+        if loop.is_closed():
+            return
+        if loop is asyncio.get_running_loop():
+            settle()
+        else:  # asked for in a loop that rests while another one drives the engine
+            loop.call_soon_threadsafe(settle)
