@@ -1,0 +1,102 @@
+r"""The answer in the last \boxed{} is mathematically the label."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slimectl.rewards.extraction import label_text, last_boxed
+from slimectl.rewards.latex import Answer, assigned, normalized, taken_apart
+from slimectl.rewards.numerals import exact_number
+from slimectl.rewards.symbolic import symbolically_equal
+from slimectl.types import Sample
+
+MAX_ANSWER = 2000
+"""Characters past which an answer is compared as text only."""
+
+_RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\[lg]t(?![A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Math:
+    r"""1.0 if what the last \boxed{} or \fbox{} holds equals the label; 0.0 if not, or if there is no closed box.
+
+    >>> Math()(Sample(response=r"Half of it: \boxed{\frac{2}{4}}", label="0.5"))
+    1.0
+
+    Equality is exact (1/3 is not 0.333333, \pi is not 3.14159), by `equal`. A label that is itself boxed is unpacked.
+    """
+
+    def __call__(self, sample: Sample) -> float:
+        label, answer = label_text(sample, "math"), self.extract(sample)
+        if answer is None:
+            return 0.0
+        boxed = last_boxed(label)
+        return float(equal(label if boxed is None else boxed, answer))
+
+    def extract(self, sample: Sample) -> str | None:
+        return last_boxed(sample.response)
+
+
+def equal(label: str, answer: str) -> bool:
+    r"""Whether two answers are the same after normalisation (see latex.normalized), piece by piece or symbolically.
+
+    Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
+    (1,2) is neither [1,2] nor 1,2. Words compare as words, without case: no is not on. Units are dropped, none is
+    converted.
+    """
+    if not label or not answer:
+        return False
+    if label == answer:
+        return True
+    if len(label) > MAX_ANSWER or len(answer) > MAX_ANSWER:
+        return False
+    label, answer = normalized(label), normalized(answer)
+    return _squeezed(label) == _squeezed(answer) != "" or _same(taken_apart(label), taken_apart(answer))
+
+
+def _same(label: Answer, answer: Answer) -> bool:
+    if label.kind == answer.kind == "leaf":
+        return _same_leaf(label.text, answer.text)
+    if label.kind != answer.kind or label.brackets != answer.brackets:
+        # 1 < x < 2 may be written (1, 2): math-verify knows relations as sets.
+        related = bool(_RELATION.search(label.text)) != bool(_RELATION.search(answer.text))
+        return related and symbolically_equal(label.text, answer.text)
+    if len(label.items) != len(answer.items):
+        return False
+    if label.kind == "ordered":
+        return all(map(_same, label.items, answer.items))
+    left = list(answer.items)
+    for item in label.items:
+        match = next((other for other in left if _same(item, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _same_leaf(label: str, answer: str) -> bool:
+    if _squeezed(label) == _squeezed(answer) != "":
+        return True
+    pairs = assigned(label), assigned(answer)
+    if pairs[0] and pairs[1] and pairs[0][0] != pairs[1][0]:
+        return False
+    label, answer = (pair[1] if pair else text for pair, text in zip(pairs, (label, answer), strict=True))
+    numbers = exact_number(label), exact_number(answer)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    if _are_words(label) or _are_words(answer):
+        return _squeezed(label).casefold() == _squeezed(answer).casefold() != ""
+    if ("=" in label) != ("=" in answer):
+        return False
+    return symbolically_equal(label, answer)
+
+
+def _are_words(text: str) -> bool:
+    """ "no", or three letters and more, nothing else: a parser would read products, in which all anagrams are equal."""
+    words = re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", text) is not None
+    return words and (len(re.findall(r"[A-Za-z]", text)) > 2 or text.lower() == "no")
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text)

@@ -1,0 +1,61 @@
+"""Numbers as people write them, read exactly."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_DIGITS = 1000
+MAX_EXPONENT = 300
+MAX_SEARCHED = 10_000
+"""Characters from the end of a text in which the last number is looked for."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
+_NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
+_IN_TEXT = re.compile(rf"(?:(?<![\w).])[-+])?(?<![\w.]){_DECIMAL}(?:/{_DECIMAL})?")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
+
+
+def exact_number(text: str) -> Fraction | None:
+    r"""The number that the whole text is, None if it is none: 1,234 · -3.50 · .5 · 3/4 · 1e3 · 0.\overline{3}.
+
+    >>> exact_number("1,234.50"), exact_number("0.50") == exact_number("1/2"), exact_number("5 or 6")
+    (Fraction(2469, 2), True, None)
+
+    Numbers of over 1000 characters and exponents over 300 are none: reading them would cost more than they are worth.
+    """
+    text = text.strip().replace("−", "-")
+    if len(text) > MAX_DIGITS:
+        return None
+    if repeating := _REPEATING.fullmatch(text):
+        sign, whole, fixed, period = repeating.groups()
+        head, scale = int(whole + fixed or "0"), 10 ** len(fixed)
+        value = Fraction(head, scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+        return -value if sign == "-" else value
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        return None
+    sign, above, sign_below, below = found.groups()
+    numerator, denominator = _decimal(above), _decimal(below or "1")
+    if numerator is None or not denominator:
+        return None
+    value = numerator / denominator
+    return -value if (sign == "-") != (sign_below == "-") else value
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text, as written; a minus after a digit is not its sign. None if there is none.
+
+    >>> last_number("From 5-3 follows $1,234.50.")
+    '1,234.50'
+    """
+    found = _IN_TEXT.findall(text[-MAX_SEARCHED:].replace("−", "-"))
+    return str(found[-1]).rstrip(".") if found else None
+
+
+def _decimal(text: str) -> Fraction | None:
+    exponent = re.search(r"[eE]([-+]?\d+)$", text)
+    if exponent and abs(int(exponent[1])) > MAX_EXPONENT:
+        return None
+    return Fraction(text.replace(",", ""))

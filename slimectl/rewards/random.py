@@ -1,0 +1,29 @@
+"""A reward that knows nothing: the control of an experiment."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from slimectl.errors import SettingsError
+from slimectl.types import Sample
+
+
+@dataclass(frozen=True)
+class Random:
+    """1.0 with probability `p`, else 0.0; the same for the same sample (index and response) whenever it is graded."""
+
+    seed: int = 0
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise SettingsError(f"score.rm_options.p: {self.p} is no probability; give 0 to 1")
+
+    def __call__(self, sample: Sample) -> float:
+        key = f"{self.seed}\0{sample.index}\0{sample.response}".encode("utf-8", "surrogatepass")
+        drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+        return float(drawn < self.p)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None

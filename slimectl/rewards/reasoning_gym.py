@@ -1,0 +1,154 @@
+"""Tasks of reasoning-gym, graded by their own scorers."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from slimectl.errors import MissingExtraError, RecordError
+from slimectl.rewards.extraction import last_tagged
+from slimectl.types import Sample
+
+MAX_ANSWER = 20_000
+MAX_EXPRESSION = 1_000
+MAX_POWER = 64
+_TUPLED = ("arc_agi", "rearc")
+"""Tasks that compare boards of tuples, which came back from JSON as lists."""
+
+_EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+_CALLABLE = re.compile("sqrt|a?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|exp|log|ln|Abs|Rational")
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitXor)
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response where there is none.
+
+    `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is made of
+    prompt, label and metadata. Some scorers `eval` what the model wrote: those get only answers that are literals or
+    arithmetic, anything else is 0.0. Raises RecordError for metadata that names no task.
+    """
+
+    def __call__(self, sample: Sample) -> float:
+        scorer, evaluates = _scorer(_task(sample))
+        answer = self.extract(sample)
+        if answer is None or len(answer) > MAX_ANSWER or (evaluates and not is_inert(answer)):
+            return 0.0
+        try:
+            return min(1.0, max(0.0, float(scorer(answer, _entry(sample)))))
+        except Exception:  # whatever a scorer trips over is an answer that it does not accept
+            return 0.0
+
+    def extract(self, sample: Sample) -> str | None:
+        tagged = last_tagged(sample.response)
+        return sample.response.strip() if tagged is None else tagged
+
+
+def is_inert(text: str) -> bool:
+    """Whether evaluating the text can do nothing but small arithmetic or build a literal.
+
+    >>> is_inert("(3 + 4)*x**2"), is_inert("[['Q', '_']]"), is_inert("open('x', 'w')"), is_inert("9**9**9")
+    (True, True, False, False)
+
+    Strings and calls exclude each other: sympy parses, and so evaluates, a string that a function is given.
+    """
+    plain = text.strip()
+    if re.fullmatch(r"[\w\s]*", plain) and "__" not in plain:
+        return True  # rows of words or digits, which no evaluator accepts as more than a name or a number
+    if "#" in plain or (len(plain) > MAX_EXPRESSION and not plain.startswith(("[", "{"))):
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(plain, mode="eval").body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _is_text(plain)
+    strings = any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in nodes)
+    containers = any(isinstance(node, ast.List | ast.Tuple | ast.Dict) for node in nodes)
+    if (strings or containers) and any(isinstance(node, ast.BinOp) for node in nodes):
+        return False  # [0] * 10**9 fills the memory
+    calls = any(isinstance(node, ast.Call) for node in nodes)
+    return (
+        not (strings and calls) and sum(isinstance(n, ast.Pow) for n in nodes) <= 50 and all(map(_is_harmless, nodes))
+    )
+
+
+def _is_text(text: str) -> bool:
+    """Whether text that is no Python also holds nothing that a lenient parser could turn into a call or a factorial."""
+    return not re.search(r"[(\[{'\"!@:;\\]|\.\s*[A-Za-z_]|__|\*\*|<<", text)
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        known = isinstance(node.func, ast.Name) and _CALLABLE.fullmatch(node.func.id) and not node.keywords
+        return bool(known) and not any(
+            isinstance(inner, ast.Call) for argument in node.args for inner in ast.walk(argument)
+        )
+    if isinstance(node, ast.Name):
+        return "__" not in node.id
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float | str)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _is_small_power(node)
+    return isinstance(
+        node, (ast.BinOp, ast.UnaryOp, ast.List, ast.Tuple, ast.Dict, ast.expr_context, ast.UAdd, ast.USub, *_OPERATORS)
+    )
+
+
+def _is_small_power(node: ast.BinOp) -> bool:
+    if any(isinstance(inner, ast.Pow) for inner in ast.walk(node.left)):
+        return False
+    if isinstance(node.right, ast.Name):
+        return True
+    for inner in ast.walk(node.right):
+        if isinstance(inner, ast.Pow | ast.Mult | ast.Call):
+            return False
+        if isinstance(inner, ast.Constant) and not (isinstance(inner.value, int | float) and inner.value <= MAX_POWER):
+            return False
+    return True
+
+
+def _task(sample: Sample) -> str:
+    entry = sample.metadata.get("entry")
+    inner = entry.get("metadata") if isinstance(entry, dict) else None
+    task = sample.metadata.get("source_dataset") or (inner or {}).get("source_dataset")
+    if not isinstance(task, str):
+        raise RecordError(f"sample {sample.index}: metadata.source_dataset: missing; it names the reasoning-gym task")
+    return task
+
+
+def _entry(sample: Sample) -> dict[str, Any]:
+    """A copy: some scorers write into what they are given."""
+    entry = sample.metadata.get("entry")
+    if not isinstance(entry, dict):
+        entry = {"question": sample.prompt, "answer": str(sample.label), "metadata": sample.metadata}
+    entry = copy.deepcopy(entry)
+    if _task(sample) in _TUPLED:
+        entry["metadata"] = _as_tuples(entry["metadata"])
+    return entry
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_tuples(member) for key, member in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+@cache
+def _scorer(task: str) -> tuple[Callable[[str, dict[str, Any]], float], bool]:
+    """The scorer of a task, and whether its module evaluates text as code."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="score.rm_type=reasoning_gym") from None
+    try:
+        scorer = reasoning_gym.get_score_answer_fn(task)
+    except Exception as error:
+        raise RecordError(f"metadata.source_dataset: {task!r} is no reasoning-gym task: {error}") from None
+    source = inspect.getsource(sys.modules[type(scorer.__self__).__module__])
+    return scorer, _EVALUATES.search(source) is not None

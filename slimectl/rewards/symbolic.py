@@ -1,0 +1,152 @@
+"""Whether two expressions are equal for every value of their symbols, at a bounded cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+MAX_CHARACTERS = 200
+MAX_DIGITS = 50
+MAX_NODES = 300
+MAX_LOG10 = 1000.0
+"""Log10 of the largest number that an expression may evaluate to."""
+
+_NEVER = re.compile(
+    r"\\(?:int|iint|oint|sum|prod|lim|partial|nabla|text|mathbb|input|write)(?![A-Za-z])|gcd|lcm|rref|det|vmatrix"
+)
+_LARGE_BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*\{[\w+-]{1,5}\}\s*\{[\w+-]{1,5}\})")
+_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+_SAFE_FUNCTIONS = re.compile("log|a?(?:sin|cos|tan)|cot|sec|csc|Abs|floor|ceiling|Min|Max|re|im")
+_COMBINATORIAL_ARGUMENT = 3.0
+
+
+class TooLargeError(Exception):
+    """The expression would cost too much to evaluate."""
+
+
+def symbolically_equal(label: str, answer: str) -> bool:
+    """Whether math-verify finds them equal, decimals taken as the exact fractions that they are.
+
+    What could run away is not tried and counts as unequal: texts over 200 characters, integrals, sums, limits,
+    determinants, gcd and lcm, nested binomials, numbers of more than 1000 digits. Never raises.
+    """
+    if not (_is_worth_parsing(label) and _is_worth_parsing(answer)):
+        return False
+    try:
+        real = not _is_complex(label + " " + answer)
+        wanted, given = _parsed(label, real), _parsed(answer, real)
+        if wanted is None or given is None:
+            return False
+        if _differ_at_a_point(wanted, given):
+            return False
+        from math_verify.grader import verify
+
+        return bool(verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
+    except Exception:  # a parser or simplifier that gives up has not found them equal
+        return False
+
+
+def _is_worth_parsing(text: str) -> bool:
+    if not 0 < len(text) <= MAX_CHARACTERS or _NEVER.search(text) or text.count("^") > 12:
+        return False
+    longest = max(map(len, re.findall(r"\d+", text)), default=0)
+    # The parser evaluates binomials (and gcd, det and their like) itself, before there is a tree to look at.
+    return longest <= (3 if "binom" in text else MAX_DIGITS) and not _LARGE_BINOMIAL.search(text)
+
+
+def _is_complex(text: str) -> bool:
+    from math_verify.grader import should_treat_as_complex
+
+    # Its warning that no time limit is set would reach stderr: whoever grades sets the limit.
+    logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+    return bool(should_treat_as_complex(text))
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, real: bool) -> Any:
+    """The expression, unevaluated; None if it is none, or too large."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex  # type: ignore[import-untyped]
+
+    config = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    exact = _DECIMAL.sub(lambda found: f"{{\\frac{{{found[1]}{found[2]}}}{{{10 ** len(found[2])}}}}}", text)
+    try:
+        expression = latex2sympy(
+            normalize_latex(exact, config=config), is_real=real, convert_degrees=False, normalization_config=None
+        )
+        _size(expression, [MAX_NODES])
+    except Exception:
+        return None
+    return expression
+
+
+def _size(node: Any, budget: list[int]) -> float:
+    """Log10 of a bound on the number that a node evaluates to (0 for symbols). Raises TooLargeError."""
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise TooLargeError
+    kind = type(node).__name__
+    if kind in ("Sum", "Product", "Integral", "Limit", "Derivative"):
+        raise TooLargeError
+    if getattr(node, "is_Rational", False):
+        return math.log10(max(abs(node.p), node.q, 1)) if max(abs(node.p), node.q) else 0.0
+    if kind in ("Pow", "MatPow", "exp"):
+        return _size_of_power(node, budget)
+    sizes = [_size(argument, budget) for argument in getattr(node, "args", ())]
+    if kind in ("MutableDenseMatrix", "ImmutableDenseMatrix"):
+        sizes = [_size(entry, budget) for entry in node.flat()]
+    size = sum(sizes) if kind == "Mul" else max(sizes, default=0.0) + 1
+    if getattr(node, "is_Function", False) and not _SAFE_FUNCTIONS.fullmatch(kind):
+        if max(sizes, default=0.0) > _COMBINATORIAL_ARGUMENT:
+            raise TooLargeError
+        size = 2600.0 if kind in ("factorial", "factorial2", "subfactorial", "gamma") else MAX_LOG10
+    elif size > MAX_LOG10 and not any(argument > MAX_LOG10 for argument in sizes):
+        raise TooLargeError
+    return size
+
+
+def _size_of_power(node: Any, budget: list[int]) -> float:
+    base, exponent = (node.base, node.exp) if type(node).__name__ != "exp" else (1, node.args[0])
+    base_size = 0.5 if base == 1 else _size(base, budget)
+    exponent_size = _size(exponent, budget)
+    if any(type(inner).__name__ in ("Pow", "exp") and inner.exp.free_symbols for inner in _inside(exponent)):
+        raise TooLargeError  # towers of symbols explode wherever they are evaluated
+    if exponent.free_symbols:
+        return base_size
+    many = getattr(base, "is_Add", False) and getattr(base, "free_symbols", None)
+    if exponent_size > (1.5 if many else 4.0):
+        raise TooLargeError
+    size = max(base_size, 0.5) * float(10**exponent_size)
+    if size > MAX_LOG10 and not getattr(base, "is_Symbol", False):
+        raise TooLargeError
+    return size if size <= MAX_LOG10 else 0.0
+
+
+def _inside(expression: Any) -> list[Any]:
+    from sympy import preorder_traversal  # type: ignore[import-untyped]
+
+    return list(preorder_traversal(expression))
+
+
+def _differ_at_a_point(wanted: Any, given: Any) -> bool:
+    """Whether two plain expressions have clearly different values somewhere, which spares `simplify` the proof.
+
+    Positive points, off the branch cuts of roots and logarithms. False says nothing.
+    """
+    from sympy import Expr, Rational
+
+    if not (isinstance(wanted, Expr) and isinstance(given, Expr)):
+        return False
+    symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
+    if len(symbols) > 8:
+        return False
+    point = {symbol: Rational(37 + 10 * i, 53) for i, symbol in enumerate(symbols)}
+    try:
+        values = [complex(side.subs(point).evalf(20)) for side in (wanted, given)]
+    except Exception:
+        return False
+    if not all(math.isfinite(abs(value)) for value in values):
+        return False
+    return abs(values[0] - values[1]) > 1e-9 * max(1.0, *map(abs, values))

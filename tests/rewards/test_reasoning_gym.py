@@ -1,0 +1,109 @@
+import json
+import sys
+
+import pytest
+
+from slimectl.errors import MissingExtraError, RecordError
+from slimectl.rewards import verifier
+from slimectl.rewards.reasoning_gym import _scorer, is_inert
+from slimectl.types import Sample
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+
+def made(task, answer=None, **config):
+    """A sample whose entry went through JSON, as it does on disk; answered rightly where no answer is given."""
+    entry = reasoning_gym.create_dataset(task, seed=1, size=1, **config)[0]
+    response = f"Well. <answer>{entry['answer'] if answer is None else answer}</answer>"
+    metadata = {"source_dataset": task, "entry": json.loads(json.dumps(entry))}
+    return Sample(prompt=entry["question"], label=str(entry["answer"]), response=response, metadata=metadata)
+
+
+EVALUATING = ["countdown", "polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"]
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "leg_counting", "gcd", "rearc", *EVALUATING])
+def test_the_tasks_own_answer_scores_one(task):
+    assert verifier("reasoning_gym")(made(task)) == 1.0
+
+
+def test_a_wrong_answer_scores_what_the_task_says():
+    assert verifier("reasoning_gym")(made("chain_sum", answer="no idea")) < 0.1
+    assert verifier("reasoning_gym")(made("countdown", answer="1 + 1")) == 0.05
+
+
+def test_a_literal_gets_the_partial_score_of_its_scorer():
+    sample = made("spiral_matrix")
+    sample.response = str([int(number) for number in sample.label.split()])
+    assert verifier("reasoning_gym")(sample) == 0.1
+
+
+def test_without_a_tag_the_whole_response_is_the_answer():
+    sample = made("chain_sum")
+    sample.response = f" {sample.label}\n"
+    assert verifier("reasoning_gym").extract(sample) == sample.label
+    assert verifier("reasoning_gym")(sample) == 1.0
+
+
+def test_an_entry_is_made_of_prompt_label_and_metadata_where_there_is_none():
+    sample = made("chain_sum")
+    sample.metadata = sample.metadata["entry"]["metadata"]
+    assert verifier("reasoning_gym")(sample) == 1.0
+
+
+@pytest.mark.parametrize("task", EVALUATING)
+def test_no_answer_is_executed(task, tmp_path):
+    for code in (
+        "open('{0}/x', 'w')",
+        "[open('{0}/x', 'w')]",
+        "[1 #\n, open('{0}/x', 'w')]",
+        'sin(\'open("{0}/x", "w")\')',
+    ):
+        assert verifier("reasoning_gym")(made(task, answer=code.format(tmp_path))) == 0.0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "inert"),
+    [
+        ("(3 + 4)*x**2 - x/7", True),
+        ("2*exp(3*x) + C", True),
+        ("[['Q', '_'], ['_', 'Q']]", True),
+        ("1 2 3\n4 5 6", True),
+        ('{"a": [1, 2]}', True),
+        ("__import__('os')", False),
+        ("open('x', 'w')", False),
+        ("eval(1)", False),
+        ("sin('1')", False),
+        ("exp(exp(9))", False),
+        ("x.__class__", False),
+        ("().__class__", False),
+        ("[x for x in [1]]", False),
+        ("lambda: 1", False),
+        ("f'{1}'", False),
+        ("9**9**9", False),
+        ("(9**64)**64", False),
+        ("9**(8*8*8)", False),
+        ("[0]*10**9", False),
+        ("'a'*10**9", False),
+        ("5!", False),
+        ("1 +", True),
+        ("1+" * 5000, False),
+    ],
+)
+def test_only_literals_and_small_arithmetic_are_inert(text, inert):
+    assert is_inert(text) is inert
+
+
+def test_metadata_that_names_no_task_is_a_record_error():
+    with pytest.raises(RecordError, match=r"metadata\.source_dataset: missing"):
+        verifier("reasoning_gym")(Sample(response="5"))
+    with pytest.raises(RecordError, match="'no_such' is no reasoning-gym task"):
+        verifier("reasoning_gym")(Sample(response="5", metadata={"source_dataset": "no_such"}))
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    _scorer.cache_clear()
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'slimectl\[quickstart\]'"):
+        verifier("reasoning_gym")(Sample(response="5", metadata={"source_dataset": "chain_sum"}))

@@ -1,0 +1,137 @@
+"""The simple verifiers, each as a table: options, label, response, what is extracted, reward."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards import known_types, verifier
+from slimectl.rewards.extraction import last_boxed, last_line, last_tagged
+from slimectl.rewards.numerals import exact_number, last_number
+from slimectl.types import Sample
+
+TABLE = [
+    ("exact", {}, "Paris", " Paris\n", "Paris", 1.0),
+    ("exact", {}, "Paris", "paris", "paris", 0.0),
+    ("exact", {"ignore_case": True}, "Paris", "paris", "paris", 1.0),
+    ("exact", {}, 72, "72", "72", 1.0),
+    ("exact", {}, 72.0, "72", "72", 1.0),
+    ("exact", {"source": "last_line"}, "B", "First A.\nB\n\n", "B", 1.0),
+    ("exact", {"source": "boxed"}, "B", r"\boxed{A} \boxed{B}", "B", 1.0),
+    ("exact", {"source": "boxed"}, "B", "B", None, 0.0),
+    ("exact", {"source": "answer_tag"}, "B", "<answer>A</answer> <answer> B </answer>", "B", 1.0),
+    ("exact", {"source": "last_line"}, "", "", None, 0.0),
+    ("contains", {}, "Paris", "It is Paris, I think", "It is Paris, I think", 1.0),
+    ("contains", {}, "Paris", "It is paris", "It is paris", 0.0),
+    ("contains", {"ignore_case": True}, "Paris", "It is paris", "It is paris", 1.0),
+    ("contains", {"source": "last_line"}, "A", "A\nB", "B", 0.0),
+    ("contains", {}, "", "anything", "anything", 0.0),
+    ("numeric", {}, "72", "36 + 36 = 72.", "72", 1.0),
+    ("numeric", {}, 72, "so 72.0 apples", "72.0", 1.0),
+    ("numeric", {}, "#### 1,234", "$1,234.00", "1,234.00", 1.0),
+    ("numeric", {}, "-3", "it is -3", "-3", 1.0),
+    ("numeric", {}, "3", "that is 5-3", "3", 1.0),
+    ("numeric", {}, "0.5", "1/2", "1/2", 1.0),
+    ("numeric", {}, "42", "042", "042", 1.0),
+    ("numeric", {}, "1", "1.5", "1.5", 0.0),
+    ("numeric", {}, "2", "1,2", "2", 1.0),
+    ("numeric", {"tolerance": 0.01}, "3.14159", "3.14", "3.14", 1.0),
+    ("numeric", {}, "1/3", "0.333333", "0.333333", 0.0),
+    ("numeric", {}, "5", "five", None, 0.0),
+    ("numeric", {}, "5", "1e999", "1e999", 0.0),
+    ("numeric", {"source": "answer_tag"}, "5", "<answer>5 of 7</answer> 9", "7", 0.0),
+    ("regex", {"pattern": r"Answer: (\w+)"}, "B", "Answer: A. Answer: B", "B", 1.0),
+    ("regex", {"pattern": r"(?P<n>\d+) is (?P<answer>\w+)"}, "odd", "7 is odd", "odd", 1.0),
+    ("regex", {"pattern": r"\d+"}, "7", "5 and 7", "7", 1.0),
+    ("regex", {"pattern": r"answer: (\w+)", "ignore_case": True}, "b", "ANSWER: B", "B", 1.0),
+    ("regex", {"pattern": r"Answer: (\w+)"}, "B", "B", None, 0.0),
+    ("regex", {"pattern": r"a(x)?"}, "x", "a", None, 0.0),
+    ("regex", {}, r"^\d{3}$", "123", "123", 1.0),
+    ("regex", {}, r"^\d{3}$", "1234", None, 0.0),
+    ("boxed_exact", {}, "B", r"A \boxed{B}", "B", 1.0),
+    ("boxed_exact", {}, "B", "B", None, 0.0),
+    ("boxed_numeric", {}, "5", r"\boxed{x = 5} 7", "5", 1.0),
+    ("boxed_regex", {"pattern": r"\d+"}, "5", r"\boxed{x = 5} 7", "5", 1.0),
+    ("boxed_math", {}, "0.5", r"\boxed{\frac12}", r"\frac12", 1.0),
+]
+
+
+@pytest.mark.parametrize(("rm_type", "options", "label", "response", "extracted", "reward"), TABLE)
+def test_verifier(rm_type, options, label, response, extracted, reward):
+    sample, grade = Sample(response=response, label=label), verifier(rm_type, **options)
+    assert (grade.extract(sample), grade(sample)) == (extracted, reward)
+
+
+def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
+    coin = verifier("random", seed=1)
+    flips = [coin(Sample(index=i)) for i in range(2000)]
+    assert flips == [verifier("random", seed=1)(Sample(index=i)) for i in range(2000)]
+    assert 900 < sum(flips) < 1100
+    assert flips != [verifier("random", seed=2)(Sample(index=i)) for i in range(2000)]
+    assert coin(Sample(index=0, response="a")) + coin(Sample(index=0, response="b")) in (0.0, 1.0, 2.0)
+    assert {verifier("random", p=p)(Sample(index=i)) == p for p in (0.0, 1.0) for i in range(50)} == {True}
+
+
+@given(st.sampled_from([*known_types(), *("boxed_" + name for name in known_types())]), st.text(max_size=60))
+def test_no_response_raises(rm_type, response):
+    if "reasoning_gym" in rm_type or "math" in rm_type:
+        return
+    assert verifier(rm_type)(Sample(response=response, label="7")) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "options", "message"),
+    [
+        ("maths", {}, r"no verifier 'maths'; did you mean math\? \(known: contains, exact, math,"),
+        ("boxed_exat", {}, r"no verifier 'boxed_exat'; did you mean exact\?"),
+        ("zzz", {}, r"no verifier 'zzz' \(known:"),
+        ("exact", {"sorce": "boxed"}, r"rm_options\.sorce: no option of exact; did you mean source\?"),
+        ("math", {"x": 1}, r"no option of math \(it has: none\)"),
+        ("exact", {"source": "box"}, r"rm_options\.source: 'box' is no source; did you mean boxed\?"),
+        ("exact", {"ignore_case": "yes"}, r"rm_options\.ignore_case: 'yes' is of the wrong kind"),
+        ("regex", {"pattern": "("}, r"rm_options\.pattern: '\(' is no regular expression"),
+        ("random", {"p": 2.0}, "no probability"),
+    ],
+)
+def test_what_cannot_be_made_is_a_settings_error_that_names_the_way_out(rm_type, options, message):
+    with pytest.raises(SettingsError, match=message):
+        verifier(rm_type, **options)
+
+
+@pytest.mark.parametrize("rm_type", ["exact", "contains", "numeric", "regex", "boxed_exact"])
+def test_a_missing_label_is_a_record_error(rm_type):
+    with pytest.raises(RecordError, match=r"sample 3: label: missing"):
+        verifier(rm_type)(Sample(index=3, response=r"\boxed{5}"))
+
+
+def test_a_label_of_the_wrong_kind_is_a_record_error():
+    with pytest.raises(RecordError, match="holds no number"):
+        verifier("numeric")(Sample(response="5", label="five"))
+    with pytest.raises(RecordError, match="no regular expression"):
+        verifier("regex")(Sample(response="5", label="("))
+
+
+def test_extraction_by_hand():
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed(r"\boxed{a\}") is None
+    assert (last_line("a\n b \n\n"), last_line("\n")) == ("b", None)
+    assert (last_tagged("<answer>1</answer><answer>2"), last_tagged("</answer><answer>")) == ("1", None)
+
+
+def test_numbers_by_hand():
+    texts = ["1,234", "12,34", "1.", ".5", "-3/4", "3/0", "1e3", "1e301", "0.1\\overline{6}", "", "9" * 2000]
+    values = [exact_number(text) for text in texts]
+    assert [None if value is None else str(value) for value in values] == [
+        "1234", None, "1", "1/2", "-3/4", None, "1000", None, "1/6", None, None,
+    ]  # fmt: skip
+    assert last_number("v2 costs 5.") == "5"
+
+
+def test_importing_the_verifiers_loads_nothing_heavy():
+    heavy = "{'sympy', 'math_verify', 'reasoning_gym', 'torch'}"
+    code = f"import sys, slimectl.rewards; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
