@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from slimectl.data.tables import Listed, Row, Spooled, Table
 from slimectl.errors import HookError, MissingExtraError, SettingsError, SlimectlError
+from slimectl.hooks import load_callable
 from slimectl.types import Prompt
 
 
@@ -23,7 +21,7 @@ def generated(source: str, module: str, name: str, query: str) -> Table:
     arguments = {key: _scalar(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     if module == "reasoning_gym":
         return _reasoning_gym(name, arguments)
-    return _called(source, _load(source, module, name), arguments)
+    return _called(source, load_callable(f"{module}:{name}", setting="rollout.data"), arguments)
 
 
 def _scalar(text: str) -> Any:
@@ -88,25 +86,3 @@ def _called(source: str, function: Callable[..., Any], arguments: dict[str, Any]
             raise HookError(f"{source}: raised {type(error).__name__}: {error}") from error
 
     return Spooled(rows)
-
-
-def _load(source: str, module: str, name: str) -> Callable[..., Any]:
-    try:
-        loaded = _load_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    except Exception as error:
-        raise SettingsError(f"{source}: {module} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(loaded, name, None)
-    if not callable(function):
-        raise SettingsError(f"{source}: {module} has no function {name}")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"slimectl_source_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

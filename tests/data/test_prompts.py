@@ -189,9 +189,9 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
     for source, message in [
         (str(tmp_path / "none.jsonl"), "no such prompt file"),
         (str(tmp_path), "a directory; give its files"),
-        ("no_such_module:prompts", "no_such_module cannot be imported"),
+        ("no_such_module:prompts", "importing no_such_module failed"),
         (f"{tmp_path}/none.py:prompts", "no such file"),
-        ("json:nothing", "json has no function nothing"),
+        ("json:nothing", "json has no such name: nothing"),
     ]:
         with pytest.raises(SettingsError, match=message):
             open_prompts([source])

