@@ -65,6 +65,7 @@ class EmbeddedEngine:
         self._prefixes: dict[tuple[int, ...], Prefix] = {}  # computed prompts that siblings in the queue will use
         self._batch: Batch | None = None  # None: the set of running sequences has changed
         self._loaded = False
+        self._loader_waits = False
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
 
@@ -113,8 +114,9 @@ class EmbeddedEngine:
 
         Answers in flight go on with the new weights and the keys and values of the old ones.
         """
+        self._loader_waits = True
         with self._lock:
-            self._loaded = False
+            self._loader_waits = self._loaded = False
             self._model.weights.load(tensors)
             self._prefixes.clear()
             self.weight_version = version
@@ -134,7 +136,8 @@ class EmbeddedEngine:
                 return
             for sequence in finished:
                 self._deliver(sequence)
-            await asyncio.sleep(0)
+            # Locks are not fair: the loop would take this one again before a waiting thread has woken up.
+            await asyncio.sleep(0.001 if self._loader_waits else 0)
 
     @torch.inference_mode()
     def _step(self) -> list[Running]:

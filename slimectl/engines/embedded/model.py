@@ -21,6 +21,9 @@ from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
 @dataclass(slots=True)
 class Prefix:
     """A computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token."""
@@ -37,6 +40,7 @@ class Model:
     """Weights and the way through them; the cache belongs to whoever decodes."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+        _check(config)
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
@@ -46,10 +50,6 @@ class Model:
         self._eps = float(config.rms_norm_eps)
         self.weights = Weights(config, head_dim=self.head_dim, dtype=dtype, device=device)
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
-        if config.hidden_act != "silu":
-            raise CheckpointError(f"config.json: hidden_act {config.hidden_act!r} is not supported, silu is")
-        if getattr(config, "use_sliding_window", False):
-            raise CheckpointError("config.json: use_sliding_window is not supported by the embedded engine")
 
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
@@ -94,3 +94,17 @@ class Model:
 
     def _norm(self, stream_NE: Tensor, weight_E: Tensor) -> Tensor:
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
+
+
+def _check(config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: the embedded engine does not know model_type {config.model_type!r}; "
+            f"it runs {', '.join(FAMILIES)}"
+        )
+    if config.hidden_act != "silu":
+        raise CheckpointError(
+            f"config.json: the embedded engine does not know hidden_act {config.hidden_act!r}, only silu"
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise CheckpointError("config.json: the embedded engine does not do use_sliding_window; set it to false")

@@ -1,0 +1,147 @@
+"""What can be drawn, how often, and when a stop string is seen."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from slimectl.checkpoints.create import byte_tokenizer
+from slimectl.engines.embedded.batch import Batch
+from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
+from slimectl.engines.embedded.sampler import sampled
+from slimectl.engines.embedded.sequence import Sequence
+from slimectl.types import SamplingParams
+
+PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]
+
+
+def batch_of(*params: SamplingParams, vocabulary: int = 5, ends: frozenset[int] = frozenset()) -> Batch:
+    loop = asyncio.new_event_loop()
+    sequences = [Sequence((0,), each, each.seed or 0, 10, ends, loop.create_future()) for each in params]
+    loop.close()
+    return Batch(sequences, device=torch.device("cpu"), vocabulary=vocabulary)
+
+
+def draws(count: int, probs: list[float] = PROBS, **filters: Any) -> torch.Tensor:
+    """How often each token is drawn in `count` rows of different seeds, as fractions."""
+    params = [SamplingParams(seed=seed, **filters) for seed in range(count)]
+    logits = torch.tensor(probs).log().repeat(count, 1)
+    tokens, _ = sampled(logits, batch_of(*params, vocabulary=len(probs)))
+    return tokens.bincount(minlength=len(probs)) / count
+
+
+def test_the_draw_inverts_the_cumulative_distribution() -> None:
+    batch = batch_of(*(SamplingParams(seed=seed) for seed in range(50)))
+    uniforms = batch.uniforms_B1().squeeze(1)
+    tokens, log_probs = sampled(torch.tensor(PROBS).log().repeat(50, 1), batch)
+    edges = [0.05, 0.45, 0.55, 0.80]  # by hand: the running sum of PROBS
+    assert tokens.tolist() == [sum(u >= edge for edge in edges) for u in uniforms.tolist()]
+    torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])
+
+
+def test_frequencies_pass_a_chi_square_test() -> None:
+    counts, expected = draws(20_000) * 20_000, torch.tensor(PROBS) * 20_000
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # the 99.9th percentile for 4 degrees of freedom
+
+
+def test_uniforms_of_one_seed_fill_the_interval_evenly() -> None:
+    batch = batch_of(SamplingParams(seed=42))
+    values = []
+    for _ in range(4000):
+        values.append(batch.uniforms_B1().item())
+        batch.advance(batch.tokens_B)
+    assert len(set(values)) == pytest.approx(4000, abs=3)
+    assert sum(values) / 4000 == pytest.approx(0.5, abs=0.015)
+    assert 0 <= min(values) < 0.002
+    assert 0.998 < max(values) < 1
+
+
+@pytest.mark.parametrize(
+    ("filters", "support"),
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_p": 0.6}, {1, 3}),  # .4 < .6, .65 reaches it
+        ({"top_p": 0.66}, {1, 3, 4}),
+        ({"top_p": 1e-9}, {1}),
+        ({"min_p": 0.6}, {1, 3}),  # at least .6 of .4
+        ({"min_p": 0.3}, {1, 3, 4}),
+        ({"min_p": 0.2}, {1, 2, 3, 4}),
+        ({"top_k": 3, "top_p": 0.7}, {1, 3}),  # of .85 left after top-k, .65 is 76 %
+        ({"top_k": 1}, {1}),
+    ],
+)
+def test_filters_leave_their_support_in_proportion(filters: dict[str, Any], support: set[int]) -> None:
+    seen = draws(4000, **filters)
+    assert set(seen.nonzero().flatten().tolist()) == support
+    mass = sum(PROBS[token] for token in support)
+    for token in support:
+        assert seen[token].item() == pytest.approx(PROBS[token] / mass, abs=0.03)
+
+
+def test_filters_of_one_row_do_not_touch_another_and_log_probs_stay_whole() -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)).repeat(4, 1)
+    rows = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, top_p=0.999),  # needs more than the window: sorts the vocabulary
+        SamplingParams(seed=1, top_k=3),
+        SamplingParams(seed=1, temperature=0.0),
+    ]
+    tokens, log_probs = sampled(logits, batch_of(*rows, vocabulary=5000))
+    for row, params in enumerate(rows):
+        alone, alone_log_prob = sampled(logits[:1], batch_of(params, vocabulary=5000))
+        assert alone.item() == tokens[row]
+        assert alone_log_prob.item() == log_probs[row]
+    torch.testing.assert_close(log_probs, logits[0].log_softmax(-1)[tokens])
+    assert tokens[3] == logits[0].argmax()
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.001}, {"top_k": 3000, "top_p": 0.5}])
+def test_filters_beyond_the_window_match_a_full_sort(filters: dict[str, Any]) -> None:
+    from slimectl.engines.embedded.sampler import _drawable
+
+    probs = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    kept = _drawable(probs, batch_of(*[SamplingParams(**filters)] * 2, vocabulary=4000)) > 0
+    for row in range(2):
+        ordered = probs[row].sort(descending=True)
+        within = torch.arange(4000) < filters.get("top_k", 4000)
+        mass = (ordered.values * within).cumsum(0)
+        within &= mass - ordered.values < filters.get("top_p", 1.0) * mass[-1] + 1e-12
+        within &= ordered.values >= filters.get("min_p", 0.0) * ordered.values[0]
+        assert abs(int(kept[row].sum()) - int(within.sum())) <= 1  # the edge of top-p, to rounding
+        assert kept[row, ordered.indices[: int(within.sum()) - 1]].all()
+
+
+def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
+    params = [SamplingParams(seed=seed, min_tokens=1) for seed in range(500)]
+    batch = batch_of(*params, ends=frozenset({1, 3}))
+    logits = torch.tensor(PROBS).log().repeat(500, 1)
+    tokens, log_probs = sampled(logits, batch)
+    assert set(tokens.tolist()) == {0, 2, 4}
+    torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])  # of the whole distribution
+
+
+def scan(text: bytes, *stop: str, least: int = 0) -> tuple[int, str]:
+    """How many of the bytes were taken when a stop string was seen, and the text then."""
+    scanner = StopScanner(Detokenizer(byte_tokenizer()), stop)
+    for count in range(1, len(text) + 1):
+        if scanner.scan(list(text[:count]), stopping=count >= least):
+            return count, scanner.text
+    return len(text), scanner.text
+
+
+def test_stop_strings_across_tokens_and_inside_multi_byte_text() -> None:
+    assert scan(b"one two three", "two") == (7, "one ")
+    assert scan("a€b€c".encode(), "b€") == (8, "a€")  # € is three bytes: seen with the last of them
+    assert scan("日本語。".encode(), "。") == (12, "日本語")
+    assert scan(b"abc", "x") == (3, "abc")
+    assert scan(b"aab", "ab", "aab") == (3, "")  # the match that starts first
+    assert scan(b"x.y.z", ".", least=3) == (4, "x.y")  # what comes before min_tokens does not stop
+
+
+def test_broken_bytes_do_not_hold_the_text_back_for_ever() -> None:
+    count, text = scan(b"\xff" * 40 + b"stop", "stop")
+    assert count == 44
+    assert text == "\N{REPLACEMENT CHARACTER}" * 40
