@@ -76,9 +76,9 @@ class Answer:
 
 
 def normalized(text: str) -> str:
-    r"""The answer without what does not change its value: sizes, spaces, units, \%, degrees, \text, thousands, `x=`.
+    r"""The answer without what does not change its value: sizes, spaces, units, \%, degrees, \text, thousands.
 
-    >>> [normalized(text) for text in (r"x = 5\text{ cm}", r"1{,}234", r"50\%", r"90^\circ", r"\text{Yes}.")]
+    >>> [normalized(text) for text in (r"5\text{ cm}", r"1{,}234", r"50\%", r"90^\circ", r"\text{Yes}.")]
     ['5', '1234', '50', '90', 'Yes']
     """
     text = text.translate(_CHARACTERS)
@@ -87,7 +87,7 @@ def normalized(text: str) -> str:
     text = text.strip().rstrip(".").strip()
     if re.fullmatch(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?", text):
         text = re.sub(r"[, ]", "", text)
-    return _value_of_equation(text)
+    return text
 
 
 def assigned(text: str) -> tuple[str, str] | None:
@@ -129,7 +129,7 @@ def _made(text: str, kind: Literal["unordered", "ordered"], brackets: str, parts
     return items[0] if kind == "unordered" and len(items) == 1 else Answer(text, kind, brackets, items)
 
 
-def _value_of_equation(text: str) -> str:
+def value_of_equation(text: str) -> str:
     """The right side of `x = 5`, `x \\in [1,2]`, `x = 2 + 3 = 5` and `2 + 3 = 5`; any other text as it is."""
     if pair := assigned(text):
         return pair[1]

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from slimectl.rewards.extraction import label_text, last_boxed
-from slimectl.rewards.latex import Answer, assigned, normalized, taken_apart
+from slimectl.rewards.latex import Answer, assigned, normalized, taken_apart, value_of_equation
 from slimectl.rewards.numerals import exact_number
-from slimectl.rewards.symbolic import symbolically_equal
+from slimectl.rewards.symbolic import same_equation, symbolically_equal
 from slimectl.types import Sample
 
 MAX_ANSWER = 2000
@@ -52,7 +52,9 @@ def equal(label: str, answer: str) -> bool:
     if len(label) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return False
     label, answer = normalized(label), normalized(answer)
-    return _squeezed(label) == _squeezed(answer) != "" or _same(taken_apart(label), taken_apart(answer))
+    if _squeezed(label) == _squeezed(answer) != "" or same_equation(label, answer):
+        return True
+    return _same(taken_apart(value_of_equation(label)), taken_apart(value_of_equation(answer)))
 
 
 def _same(label: Answer, answer: Answer) -> bool:
@@ -87,8 +89,8 @@ def _same_leaf(label: str, answer: str) -> bool:
         return numbers[0] == numbers[1]
     if _are_words(label) or _are_words(answer):
         return _squeezed(label).casefold() == _squeezed(answer).casefold() != ""
-    if ("=" in label) != ("=" in answer):
-        return False
+    if "=" in label or "=" in answer:
+        return same_equation(label, answer)
     return symbolically_equal(label, answer)
 
 

@@ -49,6 +49,26 @@ def symbolically_equal(label: str, answer: str) -> bool:
         return False
 
 
+def same_equation(label: str, answer: str) -> bool:
+    """Whether two equations are multiples of each other: y = 2x + 1 and 4x - 2y + 2 = 0. Never raises.
+
+    Compared at three points rather than solved, which can take for ever.
+    """
+    if not label.count("=") == answer.count("=") == 1:
+        return False
+    try:
+        differences = ["({})-({})".format(*text.split("=")) for text in (label, answer)]
+        if not all(map(_is_worth_parsing, differences)):
+            return False
+        real = not _is_complex(label + " " + answer)
+        wanted, given = (_parsed(difference, real) for difference in differences)
+        pairs = [_values(wanted, given, shift) for shift in (0, 7, 18)]
+        ratios = [left / right for left, right in pairs if left and right]
+        return len(ratios) == 3 and all(abs(ratio / ratios[0] - 1) < 1e-9 for ratio in ratios)
+    except Exception:
+        return False
+
+
 def _is_worth_parsing(text: str) -> bool:
     if not 0 < len(text) <= MAX_CHARACTERS or _NEVER.search(text) or text.count("^") > 12:
         return False
@@ -135,18 +155,24 @@ def _differ_at_a_point(wanted: Any, given: Any) -> bool:
 
     Positive points, off the branch cuts of roots and logarithms. False says nothing.
     """
-    from sympy import Expr, Rational
+    from sympy import Expr
 
     if not (isinstance(wanted, Expr) and isinstance(given, Expr)):
         return False
-    symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
-    if len(symbols) > 8:
-        return False
-    point = {symbol: Rational(37 + 10 * i, 53) for i, symbol in enumerate(symbols)}
     try:
-        values = [complex(side.subs(point).evalf(20)) for side in (wanted, given)]
+        values = _values(wanted, given, 0)
     except Exception:
         return False
     if not all(math.isfinite(abs(value)) for value in values):
         return False
     return abs(values[0] - values[1]) > 1e-9 * max(1.0, *map(abs, values))
+
+
+def _values(wanted: Any, given: Any, shift: int) -> tuple[complex, complex]:
+    """Both expressions where their symbols are positive fractions of no special meaning."""
+    from sympy import Rational
+
+    symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
+    point = {symbol: Rational(37 + shift + 10 * i, 53) for i, symbol in enumerate(symbols)}
+    first, second = (complex(side.subs(point).evalf(20)) for side in (wanted, given))
+    return first, second
