@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, RecordError
+from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.types import Row
 
@@ -149,3 +150,17 @@ def test_models_that_cannot_be_trained_here_are_refused(model_dir: ModelDir, tmp
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(CheckpointError, match=r"mlp.*has shape"):
         new_policy(tmp_path)
+
+
+@pytest.mark.parametrize("dense_scores", [0, 2**26])
+def test_bfloat16_stays_near_float32_in_both_of_its_attentions(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch, dense_scores: int
+):
+    monkeypatch.setattr(attention, "DENSE_SCORES", dense_scores)
+    rows = random_rows(groups=4)
+    exact, rounded = new_policy(model_dir("qwen3")), new_policy(model_dir("qwen3"), dtype="bfloat16")
+    for found, expected in zip(rounded.log_probs(rows), exact.log_probs(rows), strict=True):
+        assert found == pytest.approx(expected, abs=0.3)
+    for policy in (exact, rounded):
+        policy.forward_backward(rows, WeightedNegativeLogProb())
+    assert rounded.optim_step()["grad_norm"] == pytest.approx(exact.optim_step()["grad_norm"], rel=0.03)

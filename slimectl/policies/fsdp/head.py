@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 2**24
-"""Logits per chunk: 64 MiB in float32."""
+CHUNK_LOGITS = 2**23
+"""Logits per chunk: 32 MiB in float32."""
 KEPT_LOGITS = 2**25
-"""Logits kept from forward for backward, from the first chunks on; the rest are computed again."""
+"""Log-probabilities kept from forward for backward, from the first chunks on; the rest are computed again."""
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -23,32 +23,28 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         keeps = any(ctx.needs_input_grad[:2])
-        logprobs, lses, entropies, kept = [], [], [], []
+        logprobs, entropies, kept = [], [], []
         for hidden_CH, targets_C in zip(hidden_RH.split(chunk), targets_R.split(chunk), strict=True):
-            logits_CV = _logits(hidden_CH, weight_VH, temperature)
-            lse_C = torch.logsumexp(logits_CV, dim=1)
-            logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - lse_C)
-            lses.append(lse_C)
+            log_p_CV = _log_p(hidden_CH, weight_VH, temperature)
+            logprobs.append(log_p_CV.gather(1, targets_C[:, None])[:, 0])
             if entropy:
-                probs_CV = torch.exp(logits_CV - lse_C[:, None])
-                entropies.append(lse_C - probs_CV.mul_(logits_CV).sum(1))
+                entropies.append(-torch.exp(log_p_CV).mul_(log_p_CV).sum(1))
             if keeps and (len(kept) + 1) * chunk * weight_VH.shape[0] <= KEPT_LOGITS:
-                kept.append(logits_CV)
-        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, torch.cat(lses), *(entropies if entropy else []), *kept)
+                kept.append(log_p_CV)
+        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, *entropies, *kept)
         ctx.temperature, ctx.chunk, ctx.entropies = temperature, chunk, len(entropies)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else hidden_RH.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RH, weight_VH, targets_R, lse_R, *rest = ctx.saved_tensors
+        hidden_RH, weight_VH, targets_R, *rest = ctx.saved_tensors
         entropies, kept = rest[: ctx.entropies], rest[ctx.entropies :]
         grad_hidden_RH = torch.empty_like(hidden_RH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         for i, start in enumerate(range(0, len(hidden_RH), ctx.chunk)):
             C = slice(start, start + ctx.chunk)
-            logits_CV = kept[i] if i < len(kept) else _logits(hidden_RH[C], weight_VH, ctx.temperature)
-            # In place: kept logits are read once, here.
-            log_p_CV = logits_CV.sub_(lse_R[C, None])
+            log_p_CV = kept[i] if i < len(kept) else _log_p(hidden_RH[C], weight_VH, ctx.temperature)
+            # In place from here on: kept ones are read once.
             if entropies:
                 # dH/dz = -p (log p + H)
                 slope_C1 = grad_entropy_R[C, None]
@@ -66,11 +62,11 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden_RH, grad_weight_VH, None, None, None
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+def _log_p(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """At least float32: log-probabilities in bfloat16 are worth two digits."""
     logits_CV = hidden_CH @ weight_VH.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=1)
 
 
 def linear_log_probs(

@@ -16,7 +16,7 @@ from torch import Tensor
 from slimectl.algorithms.packing import Bundle, Pack
 from slimectl.types import Row
 
-LEAST_FILL = 0.7
+LEAST_FILL = 0.85
 """A bucket takes the next shorter sequence as long as this much of its grid is real."""
 
 

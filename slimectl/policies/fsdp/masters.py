@@ -40,6 +40,8 @@ class Masters:
         if self.copies:
             for parameter in self.parameters.values():
                 parameter.data = torch.empty_like(parameter, dtype=DTYPES[dtype])
+        self._sums: dict[str, Tensor] = {}
+        """Float32 gradients of bfloat16 copies, their memory kept from step to step."""
         self.in_checkpoint: list[tuple[str, str]] = []
         """(checkpoint name, parameter name), in checkpoint order."""
 
@@ -84,7 +86,10 @@ class Masters:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 master = self.tensors[name]
-                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                if master.grad is None:
+                    master.grad = self._sums.setdefault(name, torch.empty_like(master)).copy_(parameter.grad)
+                else:
+                    master.grad.add_(parameter.grad)
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
