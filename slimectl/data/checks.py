@@ -135,7 +135,7 @@ def shown(value: Any) -> str:
     """A value as an error shows it: short, in JSON's words.
 
     >>> shown(None), shown([1, 2]), shown("long " * 20)
-    ('null', 'a list', "'long long long long long long long lon…'")
+    ('null', 'a list', "'long long long long long long long long…'")
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

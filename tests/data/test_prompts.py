@@ -1,22 +1,19 @@
-"""Prompts: every kind of source, one order, any position."""
+"""Prompts: one order, any position, and rows that are refused."""
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
 import json
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slimectl.data.generators import jsonable
 from slimectl.data.prompts import open_prompts
-from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
+from slimectl.errors import RecordError
 from slimectl.types import Prompt
 
 ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i in range(10)]
@@ -37,64 +34,11 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def as_json(path: Path) -> None:
-    path.write_text(json.dumps(ROWS, indent=1))
-
-
-def as_gz(path: Path) -> None:
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
-
-
-def as_csv(path: Path) -> None:
-    lines = [f'"{row["prompt"]}",{row["label"]},"{{""i"": {i}}}"' for i, row in enumerate(ROWS)]
-    path.write_text("prompt,label,metadata\n" + "\n".join(lines) + "\n", encoding="utf-8-sig")
-
-
-def as_parquet(path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("p.json", as_json), ("p.jsonl.gz", as_gz), ("p.csv", as_csv), ("p.parquet", as_parquet)],
-)
-def test_every_kind_of_file_gives_the_same_prompts(
-    tmp_path: Path, jsonl: Path, name: str, write: Callable[[Path], None]
-):
-    write(tmp_path / name)
-    for options in ({}, {"start": 7}, {"epochs": 3, "start": 14}, {"shuffle_seed": 5, "epochs": 2, "start": 3}):
-        given = list(open_prompts([str(tmp_path / name)], **options))
-        assert given == list(open_prompts([str(jsonl)], **options))
-    assert given[0].index == 3
-    assert isinstance(given[0].metadata["i"], int)
-
-
 def test_index_runs_over_epochs_and_sources(jsonl: Path):
     prompts = list(open_prompts([f"{jsonl}@[0:2]", f"{jsonl}@[-1:]"], epochs=2))
     assert [prompt.index for prompt in prompts] == [0, 1, 2, 3, 4, 5]
     assert [prompt.text for prompt in prompts] == expected(0, 1, 9, 0, 1, 9)
     assert prompts[2] == Prompt(text="9+1=", label="10", index=2, metadata={"i": 9})
-
-
-@pytest.mark.parametrize(
-    ("slice_", "rows"),
-    [("[2:4]", (2, 3)), ("[:2]", (0, 1)), ("[8:]", (8, 9)), ("[-2:]", (8, 9)), ("[:-8]", (0, 1)),
-     ("[-3:-1]", (7, 8)), ("[7:99]", (7, 8, 9))],
-)  # fmt: skip
-def test_slices_are_pythons(jsonl: Path, slice_: str, rows: tuple[int, ...]):
-    assert texts(f"{jsonl}@{slice_}") == expected(*rows)
-    assert texts(f"{jsonl}@{slice_}", start=1) == expected(*rows[1:])
-    assert sorted(texts(f"{jsonl}@{slice_}", shuffle_seed=0)) == expected(*rows)
-
-
-def test_glob_is_read_in_the_order_of_names(tmp_path: Path, jsonl: Path):
-    (tmp_path / "b.jsonl").write_text('{"prompt": "last"}\n')
-    jsonl.rename(tmp_path / "a.jsonl")
-    assert texts(f"{tmp_path}/*.jsonl@[8:]") == [*expected(8, 9), "last"]
-    with pytest.raises(SettingsError, match="no file matches"):
-        texts(f"{tmp_path}/*.parquet")
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -182,79 +126,3 @@ def test_row_that_is_no_prompt_says_where_and_what_next(
     with pytest.raises(RecordError) as error:
         next(prompts)
     assert str(error.value).startswith(f"{path}:2: {message}")
-
-
-def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path: Path):
-    (tmp_path / "empty.jsonl").touch()
-    for source, message in [
-        (str(tmp_path / "none.jsonl"), "no such prompt file"),
-        (str(tmp_path), "a directory; give its files"),
-        ("no_such_module:prompts", "importing no_such_module failed"),
-        (f"{tmp_path}/none.py:prompts", "no such file"),
-        ("json:nothing", "json has no such name: nothing"),
-    ]:
-        with pytest.raises(SettingsError, match=message):
-            open_prompts([source])
-    with pytest.raises(SettingsError, match="no prompt source"):
-        open_prompts([])
-    for options in ({}, {"shuffle_seed": 1}, {"epochs": None}):
-        with pytest.raises(SettingsError, match=r"empty\.jsonl: no rows"):
-            next(open_prompts([str(tmp_path / "empty.jsonl")], **options))
-
-
-def test_csv_and_json_that_are_broken_are_named(tmp_path: Path):
-    (tmp_path / "p.csv").write_text("prompt,label\nfine,1\nonly\n")
-    with pytest.raises(RecordError, match=r"p\.csv:3: not as many columns as the 2 of the header"):
-        texts(tmp_path / "p.csv")
-    (tmp_path / "p.json").write_text('[{"prompt": "x"}')
-    with pytest.raises(RecordError, match=r"p\.json: not JSON"):
-        texts(tmp_path / "p.json")
-
-
-SOURCE = """
-from slimectl.types import Prompt
-def rows(size=3, word="x"):
-    for i in range(size):
-        yield {"prompt": f"{word}{i}", "label": i}
-def listed():
-    return [Prompt("a", label="b")]
-def failing():
-    yield {"prompt": "fine"}
-    1 / 0
-"""
-
-
-def test_functions_are_sources(tmp_path: Path):
-    file = tmp_path / "mine.py"
-    file.write_text(SOURCE)
-    assert texts(f"{file}:rows?size=2&word=a b", epochs=2) == ["a b0", "a b1"] * 2
-    assert sorted(texts(f"{file}:rows", shuffle_seed=1)) == ["x0", "x1", "x2"]
-    assert texts(f"{file}:rows@[1:]") == ["x1", "x2"]
-    assert list(open_prompts([f"{file}:listed"], epochs=2))[1] == Prompt("a", label="b", index=1)
-    with pytest.raises(SettingsError, match="unexpected keyword argument 'sizes'"):
-        texts(f"{file}:rows?sizes=2")
-    with pytest.raises(HookError, match="failing: raised ZeroDivisionError: division by zero"):
-        texts(f"{file}:failing")
-
-
-def test_reasoning_gym_tasks_are_sources():
-    pytest.importorskip("reasoning_gym")
-    source = "reasoning_gym:chain_sum?size=4&seed=3&min_terms=2&max_terms=2"
-    first = next(open_prompts([source]))
-    assert first.text == "State the final answer to the following arithmetic problem: 57 - 87 ="
-    assert first.label == "-30"
-    assert first.metadata["rm_type"] == "reasoning_gym"
-    assert first.metadata["source_dataset"] == "chain_sum"
-    assert first.metadata["entry"]["metadata"]["expression"] == "57 - 87"
-    assert json.loads(json.dumps(first.metadata)) == first.metadata
-    assert texts(source, start=2) == texts(source)[2:]
-    assert texts("reasoning_gym:chain_sum?size=2") == texts("reasoning_gym:chain_sum?size=2")
-    with pytest.raises(SettingsError, match="'no_such_task' not registered"):
-        texts("reasoning_gym:no_such_task")
-
-
-def test_jsonable_knows_what_programs_make():
-    import numpy
-
-    value = {1: (2, {3}), "n": numpy.int64(4), "f": 0.5, "none": None, "o": SlimectlError("x")}
-    assert jsonable(value) == {"1": [2, [3]], "n": 4, "f": 0.5, "none": None, "o": "x"}
