@@ -101,7 +101,7 @@ class Job:
             update={"global_batch_size": warmup.batch_size, "num_steps_per_rollout": None}
         )
         sft = self.settings.model_copy(update={"algorithm": Sft(), "train": batches})
-        prompts = wiring.prompts(self.settings, list(warmup.data), repeat=True)
+        prompts = wiring.prompts(self.settings, list(warmup.data), epochs=None)
         samples = demonstrations(prompts, tokenizer, self.settings.rollout)
         say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
         for report in islice(train(samples, policy, sft), warmup.max_steps):
@@ -195,7 +195,8 @@ class Job:
         """The prompts of the rounds still to come."""
         run = self.settings.run
         start = self.state.rollout_id * run.rollout_batch_size
-        coming = wiring.prompts(self.settings, list(self.settings.rollout.data), start=start)
+        epochs = None if run.num_rollout else run.num_epoch or 1
+        coming = wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
         return coming if run.num_rollout is None else islice(coming, run.num_rollout * run.rollout_batch_size - start)
 
     def _evaluate(self, engine: Any, tokenizer: Any, version: str) -> None:
@@ -203,7 +204,7 @@ class Job:
         metrics: Metrics = {}
         started = time.perf_counter()
         for name, source in self.settings.eval.data.items():
-            prompts = wiring.prompts(self.settings, [source], training=False)
+            prompts = wiring.prompts(self.settings, [source], shuffle=False)
             metrics |= self._evaluated(name, prompts, engine, tokenizer)
         if metrics:
             self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)

@@ -44,7 +44,8 @@ class Loss(Protocol):
     Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up.
     """
 
-    needs_entropy: bool
+    @property
+    def needs_entropy(self) -> bool: ...
 
     def __call__(self, pack: TokenPack) -> tuple[Tensor, dict[str, Tensor]]: ...
 

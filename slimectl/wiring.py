@@ -146,6 +146,13 @@ def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
     return convert_checkpoint(source, target, **options)
 
 
+def source_of(source: str) -> Path:
+    """The directory or file that a model source names."""
+    from slimectl.checkpoints.locate import resolve_source
+
+    return resolve_source(source)
+
+
 def frozen(settings: Settings, path: str) -> Policy:
     """A model that is only asked for log-probabilities."""
     return policy(settings, model_folder(path, setting="--reference"), total_steps=None, lr=0.0)
@@ -161,26 +168,21 @@ def reference(settings: Settings, fallback: Path | None = None) -> Policy | None
 
 
 def prompts(
-    settings: Settings, sources: list[str], *, start: int = 0, training: bool = True, repeat: bool = False
+    settings: Settings, sources: list[str], *, epochs: int | None = 1, start: int = 0, shuffle: bool = True
 ) -> Iterator[Prompt]:
-    """The prompts of `sources`, in the order of the run, from occurrence `start` on; `repeat` never ends."""
+    """The prompts of `sources` from occurrence `start` on, `epochs` times over (None: without end)."""
     from slimectl.data.prompts import open_prompts
 
     if not sources:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     given = settings.rollout
-    epochs: int | None = 1
-    if repeat or (training and settings.run.num_rollout):
-        epochs = None
-    elif training:
-        epochs = settings.run.num_epoch or 1
     return open_prompts(
         sources,
         input_key=given.input_key,
         label_key=given.label_key,
         metadata_key=given.metadata_key,
         tool_key=given.tool_key,
-        shuffle_seed=given.seed if given.shuffle and training else None,
+        shuffle_seed=given.seed if given.shuffle and shuffle else None,
         epochs=epochs,
         start=start,
     )

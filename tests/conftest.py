@@ -62,4 +62,4 @@ def workshop(tmp_path: Path, model_dir: Callable[[str], Path]) -> Workshop:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "slimectl.toml").write_text(SETTINGS.format(model=model_dir("llama")))
-    return Workshop(tmp_path)
+    return Workshop(tmp_path, model_dir("llama"))

@@ -19,9 +19,10 @@ def reward(sample):
 
 @dataclass
 class Workshop:
-    """A folder with prompts, a reward and settings; commands run in it."""
+    """A folder with prompts, a reward, settings and a model; commands run in it."""
 
     folder: Path
+    model: Path
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "slimectl", *arguments]
@@ -41,7 +42,7 @@ class Workshop:
             input=stdin,
             capture_output=True,
             env=self.environment,
-            timeout=300,
+            timeout=90,
         )
         assert result.returncode == code, result.stderr.decode()
         self.stderr = result.stderr.decode()

@@ -52,7 +52,7 @@ def evaluate(
     reward, agent, executor = wiring.reward(settings), wiring.agent(settings), wiring.executor()
     folder = wiring.model_folder(settings.model.path)
     tokenizer = wiring.tokenizer(folder)
-    sources = {name: wiring.prompts(settings, [source], training=False) for name, source in settings.eval.data.items()}
+    sources = {name: wiring.prompts(settings, [source], shuffle=False) for name, source in settings.eval.data.items()}
     engine = wiring.engine(settings, folder, tokenizer)
     metrics: Metrics = {}
 

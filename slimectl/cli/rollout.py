@@ -54,7 +54,7 @@ def rollout(
     settings = found.settings
     agent = wiring.agent(settings)
     folder = wiring.model_folder(settings.model.path)
-    prompts = wiring.prompts(settings, list(settings.rollout.data))
+    prompts = wiring.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, out, force)
     if manifest is None:

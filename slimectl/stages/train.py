@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from slimectl.algorithms.advantages import group_advantages
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
-from slimectl.algorithms.reductions import token_weights
+from slimectl.algorithms.reductions import Reduction, token_weights
 from slimectl.algorithms.statistics import count_groups, rollout_metrics
 from slimectl.errors import RecordError
 from slimectl.ports import Loss, Policy
@@ -229,7 +229,7 @@ def _step(
     return StepReport(state.step, state.rollout_id, policy.weight_version, metrics, samples, perf)
 
 
-def reduction_and_loss(settings: Settings) -> tuple[str, Loss]:
+def reduction_and_loss(settings: Settings) -> tuple[Reduction, Loss]:
     """How token losses become one number, and the loss itself."""
     algorithm = settings.algorithm
     if isinstance(algorithm, Sft):

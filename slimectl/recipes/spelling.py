@@ -1,0 +1,46 @@
+"""Words spelled backward: reasoning-gym's task as a short prompt, with words that training never sees held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from slimectl.errors import MissingExtraError, SettingsError
+
+TASK = "spell_backward"
+HELD_OUT_OF = 5
+"""One word in so many is held out, by a hash of the word: no seed can bring it into training."""
+
+
+def prompts(
+    split: str = "train", seed: int = 0, size: int = 1000, min_word_len: int = 3, max_word_len: int = 5
+) -> Iterator[dict[str, Any]]:
+    """`size` prompts `word>`, labelled with the word backward; graded by reasoning-gym's own scorer.
+
+    Raises SettingsError for a split other than train and held_out.
+    """
+    if split not in ("train", "held_out"):
+        raise SettingsError(f"spelling: split={split!r} is neither train nor held_out")
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="the spelling task") from None
+    words = {"min_word_len": min_word_len, "max_word_len": max_word_len}
+    entries = reasoning_gym.create_dataset(TASK, seed=seed, size=20 * size, **words)
+    made = 0
+    for i in range(len(entries)):
+        entry = entries[i]
+        word = entry["metadata"]["word"]
+        if is_held_out(word) != (split == "held_out"):
+            continue
+        metadata = {"source_dataset": TASK, "rm_type": "reasoning_gym"}
+        slim = {"question": entry["question"], "answer": entry["answer"], "metadata": {"word": word}}
+        yield {"prompt": f"{word}>", "label": entry["answer"], "metadata": {**metadata, "entry": slim}}
+        made += 1
+        if made == size:
+            return
+
+
+def is_held_out(word: str) -> bool:
+    return hashlib.blake2b(word.lower().encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0

@@ -1,0 +1,188 @@
+"""Every mistake gets one line that says what, where and what next, and the exit code that errors.py documents."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+from workshop import Workshop
+
+SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2, 3], "response": "b", "response_length": 1}
+
+
+def refused(workshop: Workshop, *arguments: str, code: int, stdin: bytes | None = None) -> str:
+    """The one line that a refused command writes."""
+    workshop.slimectl(*arguments, code=code, stdin=stdin)
+    lines = workshop.stderr.splitlines()
+    assert len(lines) == 1, workshop.stderr
+    assert lines[0].startswith("slimectl: ")
+    return lines[0].removeprefix("slimectl: ")
+
+
+def samples_file(workshop: Workshop, *samples: dict) -> str:
+    path = workshop.folder / "samples.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return path.name
+
+
+def test_an_unknown_key_names_the_nearest(workshop: Workshop):
+    line = refused(workshop, "run", "-s", "algorithm.eps_clip_hihg=1", code=2)
+    assert line == "algorithm.eps_clip_hihg: unknown setting (command line); did you mean algorithm.eps_clip_high?"
+
+
+def test_a_wrong_type_names_key_value_and_origin(workshop: Workshop):
+    line = refused(workshop, "run", "-s", "run.num_rollout=many", code=2)
+    assert line.startswith("run.num_rollout: input should be a valid integer")
+    assert line.endswith("not 'many' (command line)")
+
+
+def test_a_missing_model(workshop: Workshop):
+    line = refused(workshop, "rollout", "--data", "prompts.jsonl", "--model", "nowhere", code=1)
+    assert line == "nowhere: no such model directory; give a Hugging Face checkpoint directory"
+
+
+def test_an_unsupported_model_family(workshop: Workshop):
+    other = workshop.folder / "bert"
+    other.mkdir()
+    for file in workshop.model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}))
+    line = refused(workshop, "rollout", "--data", "prompts.jsonl", "--model", "bert", code=1)
+    assert "gpt2" in line
+    assert "llama" in line
+    assert "qwen3" in line
+
+
+def test_an_empty_prompt_file(workshop: Workshop):
+    (workshop.folder / "empty.jsonl").write_text("")
+    line = refused(workshop, "run", "--data", "empty.jsonl", code=3)
+    assert line.startswith("empty.jsonl: ")
+
+
+def test_a_prompt_file_without_the_key_lists_the_keys_that_are_there(workshop: Workshop):
+    (workshop.folder / "other.jsonl").write_text('{"question": "1+1", "label": "2"}\n')
+    line = refused(workshop, "run", "--data", "other.jsonl", code=3)
+    assert line.startswith("other.jsonl:1: ")
+    assert "question" in line
+    assert "rollout.input_key" in line
+
+
+def test_a_malformed_line_1000_of_2000(workshop: Workshop):
+    name = samples_file(workshop, *[{**SAMPLE, "index": i} for i in range(2000)])
+    lines = (workshop.folder / name).read_text().splitlines()
+    lines[999] = lines[999][:-5]
+    (workshop.folder / name).write_text("\n".join(lines) + "\n")
+    line = refused(workshop, "score", name, "--rm-type", "exact", "--out", "scored.jsonl", code=3)
+    assert line.startswith("samples.jsonl:1000: ")
+    assert not (workshop.folder / "scored.jsonl").exists()
+    assert len(workshop.slimectl("score", name, "--rm-type", "exact", "--on-error", "skip").splitlines()) == 1999
+    assert "samples.jsonl:1000: " in workshop.stderr
+
+
+def test_lists_of_unequal_length_name_line_field_and_both_lengths(workshop: Workshop):
+    name = samples_file(workshop, SAMPLE, {**SAMPLE, "index": 1, "rollout_log_probs": [-1.0, -2.0]})
+    line = refused(workshop, "score", name, "--rm-type", "exact", code=3)
+    assert line == "samples.jsonl:2: Sample.rollout_log_probs: 2 values for 1 response tokens"
+
+
+def test_a_sample_without_reward_given_to_train(workshop: Workshop):
+    name = samples_file(workshop, SAMPLE, {**SAMPLE, "index": 1})
+    line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
+    assert line == "sample 0: no reward; run `slimectl score` on these samples first"
+
+
+def test_a_group_of_one(workshop: Workshop):
+    name = samples_file(workshop, {**SAMPLE, "reward": 1.0}, {**SAMPLE, "group_index": 1, "index": 1, "reward": 0.0})
+    line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
+    assert line.startswith("group 0: one answer only")
+    line = refused(workshop, "run", "-s", "rollout.n_samples_per_prompt=1", code=2)
+    assert line.startswith("rollout.n_samples_per_prompt: 1 gives groups of one")
+
+
+def test_a_prompt_longer_than_the_context(workshop: Workshop):
+    (workshop.folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 300}) + "\n")
+    line = refused(workshop, "rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=2)
+    assert "300" in line
+    assert "256" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('gold')", "raised KeyError: 'gold'"),
+        ("return None", "is None, not a finite number"),
+        ("return float('nan')", "is nan, not a finite number"),
+        ("return {'acc': 1.0}", "reward_key"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_reward_hook_that_raises_or_returns_nonsense(workshop: Workshop, body: str, message: str, workers: str):
+    (workshop.folder / "bad.py").write_text(f"def reward(sample):\n    {body}\n")
+    name = samples_file(workshop, SAMPLE)
+    line = refused(workshop, "score", name, "--custom-rm-path", "bad.py:reward", "--workers", workers, code=2)
+    assert message in line
+
+
+def test_a_reader_that_leaves_is_no_error(workshop: Workshop):
+    name = samples_file(workshop, *[{**SAMPLE, "index": i} for i in range(20_000)])
+    shell = f"{' '.join(workshop.command('score', name, '--rm-type', 'random'))} | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", shell], cwd=workshop.folder, capture_output=True, env=workshop.environment, check=False
+    )
+    assert result.returncode == 141
+    assert result.stdout.count(b"\n") == 1
+    assert result.stderr == b""
+
+
+def test_a_full_disk_while_saving_leaves_nothing_half_written(workshop: Workshop):
+    # A limit on file size fails the write as a full disk does: with an error in the middle of the file.
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "sampled.jsonl")
+    workshop.slimectl("score", "sampled.jsonl", "-c", "slimectl.toml", "--out", "scored.jsonl")
+    result = subprocess.run(
+        workshop.command("train", "scored.jsonl", "-c", "slimectl.toml", "--save", "saved"),
+        cwd=workshop.folder,
+        capture_output=True,
+        env=workshop.environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        check=False,
+    )
+    lines = result.stderr.decode().splitlines()
+    assert result.returncode == 1
+    assert len(lines) == 1, lines
+    assert "saved" in lines[0]
+    assert "free space or write elsewhere" in lines[0]
+    assert not list(workshop.folder.glob("*saved*"))
+
+
+def test_a_full_output_is_an_error_with_a_way_out(workshop: Workshop):
+    name = samples_file(workshop, SAMPLE)
+    shell = f"{' '.join(workshop.command('score', name, '--rm-type', 'random'))} > /dev/full"
+    result = subprocess.run(
+        ["bash", "-c", shell], cwd=workshop.folder, capture_output=True, env=workshop.environment, check=False
+    )
+    assert result.returncode == 1
+    assert b"No space left on device" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_second_ctrl_c_stops_at_once(workshop: Workshop):
+    process = subprocess.Popen(
+        workshop.command("run", "-s", "run.num_rollout=1000", "-s", "rollout.max_response_len=200"),
+        cwd=workshop.folder,
+        env=workshop.environment,
+        stderr=subprocess.PIPE,
+    )
+    metrics = workshop.folder / "runs" / "a" / "metrics.jsonl"
+    while not metrics.exists():
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 130, words.decode()
+    assert b"Traceback" not in words
