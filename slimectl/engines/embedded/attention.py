@@ -12,6 +12,9 @@ from torch import Tensor
 
 from slimectl.engines.embedded.cache import Cache
 
+FEW = 16
+"""Key-value heads times rows from which batched products beat the fused kernel, which works head by head."""
+
 
 class Decode:
     """One new token for each of the first B slots of the cache."""
@@ -21,25 +24,36 @@ class Decode:
         self._heads = heads
         self._slots = positions_B.shape[0]
         self._tokens = min(-(-longest // 16) * 16, cache.tokens)
+        self._rows = cache.rows(positions_B)
         device = positions_B.device
-        self._rows_B = torch.arange(self._slots, device=device) * cache.tokens + positions_B
         hidden_BT = torch.arange(self._tokens, device=device) > positions_B[:, None]
         # Additive and of the dtype of the scores: a boolean mask is converted again in every layer.
         mask_BT = torch.zeros(hidden_BT.shape, dtype=dtype, device=device).masked_fill_(hidden_BT, float("-inf"))
-        self._mask_B11T = mask_BT[:, None, None]
+        self._fused = device.type != "cpu" or self._slots * cache.heads < FEW
+        if self._fused:
+            self._mask = mask_BT[:, None, None].expand(-1, -1, heads // cache.heads, -1)
+        else:
+            self._mask = mask_BT.repeat_interleave(cache.heads, 0)[:, None]
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
         """Attention output [N, H * D]. The query heads of a key-value head go in as if they were a sequence."""
-        rows, _, head_dim = qkv_NHD.shape
+        rows, all_heads, head_dim = qkv_NHD.shape
         heads = self._heads
-        query_NHD, keys_values = qkv_NHD[:, :heads], qkv_NHD[:, heads:]
-        kv_heads = keys_values.shape[1] // 2
-        self._cache.append(layer, self._rows_B, keys_values.view(rows, 2, kv_heads, head_dim))
+        kv_heads = (all_heads - heads) // 2
+        group = heads // kv_heads
+        self._cache.append(layer, self._rows, qkv_NHD[:, heads:])
         keys, values = self._cache.views(layer, slots=self._slots, tokens=self._tokens)
-        query_NKGD = query_NHD.view(rows, kv_heads, heads // kv_heads, head_dim)
-        mask = self._mask_B11T.expand(-1, -1, heads // kv_heads, -1)
-        out_NKGD = F.scaled_dot_product_attention(query_NKGD, keys, values, attn_mask=mask)
-        return out_NKGD.reshape(rows, heads * head_dim)
+        query_BKGD = qkv_NHD[:, :heads].view(rows, kv_heads, group, head_dim)
+        if self._fused:
+            out_BKGD = F.scaled_dot_product_attention(query_BKGD, keys, values, attn_mask=self._mask)
+            return out_BKGD.reshape(rows, heads * head_dim)
+        scores = torch.baddbmm(
+            self._mask,
+            query_BKGD.reshape(rows * kv_heads, group, head_dim),
+            keys.flatten(0, 1).transpose(1, 2),
+            alpha=head_dim**-0.5,
+        )
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows, heads * head_dim)
 
 
 class Prefill:

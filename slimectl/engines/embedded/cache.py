@@ -10,46 +10,61 @@ from torch import Tensor
 
 
 class Cache:
-    """A slab [L, S, T, 2, K, D] that grows with what is asked of it; slots 0, 1, 2 … are the running sequences."""
+    """A slab [L, 2, S, K, T, D] that grows with what is asked of it; slots 0, 1, 2 … are the running sequences.
+
+    The tokens of a head lie side by side: attention reads memory in long runs, twice as fast as token by token.
+    """
 
     def __init__(self, layers: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._slab = torch.zeros(layers, 0, 0, 2, heads, head_dim, dtype=dtype, device=device)
+        self._slab = torch.zeros(layers, 2, 0, heads, 0, head_dim, dtype=dtype, device=device)
+
+    @property
+    def heads(self) -> int:
+        return self._slab.shape[3]
 
     @property
     def tokens(self) -> int:
         """Tokens that a slot holds."""
-        return self._slab.shape[2]
+        return self._slab.shape[4]
 
     def reserve(self, *, slots: int, tokens: int, max_slots: int, max_tokens: int) -> None:
         """Make room, at least doubling what is too small, within the limits."""
-        old_slots, old_tokens = self._slab.shape[1:3]
+        layers, _, old_slots, heads, old_tokens, head_dim = self._slab.shape
         if slots <= old_slots and tokens <= old_tokens:
             return
         if slots > old_slots:
             slots = min(max(slots, 2 * old_slots), max_slots)
         if tokens > old_tokens:
             tokens = min(max(-(-tokens // 64) * 64, 2 * old_tokens), -(-max_tokens // 16) * 16)
+        slots, tokens = max(slots, old_slots), max(tokens, old_tokens)
         # Zeros: what the attention mask hides is still multiplied by its zero weight, and must be finite.
-        grown = self._slab.new_zeros(
-            self._slab.shape[0], max(slots, old_slots), max(tokens, old_tokens), *self._slab.shape[3:]
-        )
-        grown[:, :old_slots, :old_tokens] = self._slab
+        grown = self._slab.new_zeros(layers, 2, slots, heads, tokens, head_dim)
+        grown[:, :, :old_slots, :, :old_tokens] = self._slab
         self._slab = grown
 
-    def put(self, first: int, count: int, prompt_LT: Tensor) -> None:
-        """Copy a prompt's keys and values [L, T, 2, K, D] into `count` slots from `first` on."""
-        self._slab[:, first : first + count, : prompt_LT.shape[1]] = prompt_LT[:, None]
+    def put(self, first: int, count: int, prompt_LT2KD: Tensor) -> None:
+        """Copy a prompt's keys and values into `count` slots from `first` on."""
+        length = prompt_LT2KD.shape[1]
+        self._slab[:, :, first : first + count, :, :length] = prompt_LT2KD.permute(0, 2, 3, 1, 4)[:, :, None]
 
     def move(self, sources: list[int], targets: list[int], *, tokens: int) -> None:
-        """Copy whole slots onto others, their first `tokens` tokens."""
+        """Copy slots onto others, their first `tokens` tokens."""
         if sources:
-            self._slab[:, targets, :tokens] = self._slab[:, sources, :tokens]
+            self._slab[:, :, targets, :, :tokens] = self._slab[:, :, sources, :, :tokens]
 
-    def append(self, layer: int, rows_N: Tensor, keys_values: Tensor) -> None:
-        """Write one token's keys and values [N, 2, K, D] at each of `rows_N` (slot times tokens plus position)."""
-        self._slab[layer].flatten(0, 1).index_copy_(0, rows_N, keys_values)
+    def rows(self, positions_N: Tensor) -> Tensor:
+        """Where token `positions_N` of slots 0, 1, 2 … goes: indices [N, 2K] for `append`."""
+        _, _, slots, heads, tokens, _ = self._slab.shape
+        device = positions_N.device
+        slot_N1 = torch.arange(positions_N.shape[0], device=device)[:, None] * (heads * tokens)
+        head_K = torch.arange(heads, device=device) * tokens
+        both_2K = torch.cat((head_K, head_K + slots * heads * tokens))
+        return slot_N1 + both_2K + positions_N[:, None]
 
-    def views(self, layer: int, *, slots: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, T, D] of the first slots and tokens, not copied."""
-        keys_values = self._slab[layer, :slots, :tokens]
-        return keys_values[:, :, 0].transpose(1, 2), keys_values[:, :, 1].transpose(1, 2)
+    def append(self, layer: int, rows: Tensor, keys_values_N2KD: Tensor) -> None:
+        """Write one token's keys and values for each slot where `rows` says."""
+        self._slab[layer].view(-1, keys_values_N2KD.shape[-1]).index_put_((rows,), keys_values_N2KD)
+
+    def views(self, layer: int, *, slots: int, tokens: int) -> Tensor:
+        """Keys, then values [2, S, K, T, D] of the first slots and tokens, not copied."""
+        return self._slab[layer, :, :slots, :, :tokens]

@@ -20,7 +20,6 @@ from slimectl.engines.embedded.rope import Rope
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
-
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 

@@ -1,0 +1,151 @@
+"""The embedded engine beside transformers' `generate`: tokens a CPU-second, one thread, the same weights and work.
+
+    python benchmarks/engine.py --model DIR [--dtype bf16] [--rounds 5] [--cases 1,32,grpo]
+
+Rounds of the two alternate, so that a machine that slows down slows both; printed are medians, and the median of the
+ratios of neighbouring rounds. Both sample at temperature 1 and never stop early. Cases: a number is that many prompts
+of 64 tokens with answers of 64, all at once; `grpo` is 8 prompts of 16 to 128 tokens with 8 answers each whose lengths
+are log-normal (median 24, sigma 0.8, at most 128); `short` is 64 prompts of 6 to 14 tokens with 8 answers of 6 to 14.
+`generate` gets all rows at once, padded, and runs until the longest is done; only tokens asked for are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.types import SamplingParams
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Work = list[tuple[list[int], int]]  # prompt, tokens of answer
+
+
+def work(case: str, vocabulary: int) -> Work:
+    """The requests of a case, the same every time."""
+    draw = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(length)]
+
+    if case == "grpo":
+        prompts = [prompt(draw.randint(16, 128)) for _ in range(8)]
+        return [(each, min(128, max(1, round(24 * draw.lognormvariate(0, 0.8))))) for each in prompts for _ in range(8)]
+    if case == "short":
+        prompts = [prompt(draw.randint(6, 14)) for _ in range(64)]
+        return [(each, draw.randint(6, 14)) for each in prompts for _ in range(8)]
+    return [(prompt(64), 64) for _ in range(int(case))]
+
+
+def engine_run(engine: EmbeddedEngine, requests: Work) -> None:
+    async def gathered() -> None:
+        await asyncio.gather(
+            *(
+                engine.generate(prompt, params=SamplingParams(max_tokens=count, ignore_eos=True, seed=i))
+                for i, (prompt, count) in enumerate(requests)
+            )
+        )
+
+    asyncio.run(gathered())
+
+
+def reference_run(model: Any, requests: Work) -> None:
+    longest = max(len(prompt) for prompt, _ in requests)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    count = max(count for _, count in requests)
+    model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def machine() -> tuple[float, float, float]:
+    """GFLOP/s of one thread's bf16 and fp32 products of 1024 x 1024, and GB/s of reading memory."""
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = torch.ones(1024, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        best = min(cpu_seconds(lambda a=left, b=right: a @ b) for _ in range(30))  # type: ignore[misc]
+        rates.append(2 * 1024**3 / best / 1e9)
+    block = torch.ones(64 * 1024**2)
+    return rates[0], rates[1], block.nbytes / min(cpu_seconds(block.sum) for _ in range(5)) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", default="1,8,32,grpo,short")
+    parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--engine-only", action="store_true", help="leave out transformers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    config = AutoConfig.from_pretrained(options.model)
+    engine = EmbeddedEngine(
+        config,
+        AutoTokenizer.from_pretrained(options.model),
+        dtype=DTYPES[options.dtype],
+        max_running=options.max_running,
+    )
+    engine.load_weights(HFCheckpoint().read(options.model), version="0")
+    reference = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype])
+    shapes = {name: parameter.numel() for name, parameter in reference.named_parameters()}
+    multiplied = sum(shapes.values()) - (0 if config.tie_word_embeddings else shapes["model.embed_tokens.weight"])
+
+    bf16, fp32, memory = machine()
+    bound = (bf16 if options.dtype == "bf16" else fp32) * 1e9 / (2 * multiplied)
+    print(f"machine, one thread: bf16 {bf16:.0f} GFLOP/s, fp32 {fp32:.0f} GFLOP/s, memory {memory:.1f} GB/s")
+    print(
+        f"{options.model.name}, {options.dtype}: {multiplied / 1e6:.1f} M parameters, GEMM bound {bound:.0f} tokens/s"
+    )
+    print(f"{'case':>8} {'engine':>9} {'generate':>9} {'ratio':>6} {'of bound':>8} {'us/step':>8}")
+    for case in options.cases.split(","):
+        requests = work(case, config.vocab_size)
+        tokens = sum(count for _, count in requests)
+        engine_run(engine, requests)
+        ours, theirs, step_us = [], [], []
+        for _ in range(options.rounds):
+            steps = engine.stats.steps
+            ours.append(tokens / cpu_seconds(lambda r=requests: engine_run(engine, r)))  # type: ignore[misc]
+            step_us.append(tokens / ours[-1] / (engine.stats.steps - steps) * 1e6)
+            if not options.engine_only:
+                theirs.append(tokens / cpu_seconds(lambda r=requests: reference_run(reference, r)))  # type: ignore[misc]
+        rate = statistics.median(ours)
+        other = f"{statistics.median(theirs):9.0f}" if theirs else f"{'-':>9}"
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if theirs else float("nan")
+        print(
+            f"{case:>8} {rate:9.0f} {other} {ratio:6.2f} {rate / bound:8.0%} {statistics.median(step_us):8.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
