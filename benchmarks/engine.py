@@ -6,7 +6,8 @@ Rounds of the two alternate, so that a machine that slows down slows both; print
 ratios of neighbouring rounds. Both sample at temperature 1 and never stop early. Cases: a number is that many prompts
 of 64 tokens with answers of 64, all at once; `grpo` is 8 prompts of 16 to 128 tokens with 8 answers each whose lengths
 are log-normal (median 24, sigma 0.8, at most 128); `short` is 64 prompts of 6 to 14 tokens with 8 answers of 6 to 14.
-`generate` gets all rows at once, padded, and runs until the longest is done; only tokens asked for are counted.
+`generate` gets all rows at once, padded, and runs until the longest is done; only tokens asked for are counted. "of GEMM" is the engine's share of
+the product rate below: two operations for each parameter and token, tokens of prompts (shared ones once) included.
 """
 
 from __future__ import annotations
@@ -120,13 +121,12 @@ def main() -> None:
     shapes = {name: parameter.numel() for name, parameter in reference.named_parameters()}
     multiplied = sum(shapes.values()) - (0 if config.tie_word_embeddings else shapes["model.embed_tokens.weight"])
 
+    inner = multiplied - shapes["model.embed_tokens.weight"]  # of a prompt's tokens, only the last meets the head
     bf16, fp32, memory = machine()
-    bound = (bf16 if options.dtype == "bf16" else fp32) * 1e9 / (2 * multiplied)
+    peak = bf16 if options.dtype == "bf16" else fp32
     print(f"machine, one thread: bf16 {bf16:.0f} GFLOP/s, fp32 {fp32:.0f} GFLOP/s, memory {memory:.1f} GB/s")
-    print(
-        f"{options.model.name}, {options.dtype}: {multiplied / 1e6:.1f} M parameters, GEMM bound {bound:.0f} tokens/s"
-    )
-    print(f"{'case':>8} {'engine':>9} {'generate':>9} {'ratio':>6} {'of bound':>8} {'us/step':>8}")
+    print(f"{options.model.name}, {options.dtype}, {multiplied / 1e6:.1f} M parameters in products")
+    print(f"{'case':>8} {'engine':>9} {'generate':>9} {'ratio':>6} {'of GEMM':>8} {'us/step':>8}")
     for case in options.cases.split(","):
         requests = work(case, config.vocab_size)
         tokens = sum(count for _, count in requests)
@@ -139,10 +139,12 @@ def main() -> None:
             if not options.engine_only:
                 theirs.append(tokens / cpu_seconds(lambda r=requests: reference_run(reference, r)))  # type: ignore[misc]
         rate = statistics.median(ours)
+        multiplications = multiplied * tokens + inner * sum(map(len, {tuple(prompt): prompt for prompt, _ in requests}))
+        used = 2 * multiplications / (tokens / rate) / 1e9 / peak
         other = f"{statistics.median(theirs):9.0f}" if theirs else f"{'-':>9}"
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if theirs else float("nan")
         print(
-            f"{case:>8} {rate:9.0f} {other} {ratio:6.2f} {rate / bound:8.0%} {statistics.median(step_us):8.0f}",
+            f"{case:>8} {rate:9.0f} {other} {ratio:6.2f} {used:8.0%} {statistics.median(step_us):8.0f}",
             flush=True,
         )
 

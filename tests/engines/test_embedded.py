@@ -213,6 +213,15 @@ def test_a_cancelled_request_leaves_the_others_alone(make_engine: Make, answers:
 
     assert asyncio.run(one_cancelled()).tokens == expected.tokens
 
+    async def cancelled_before_the_first_step() -> None:
+        doomed = asyncio.create_task(engine.generate(PROMPTS[2], params=FREE))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        await asyncio.gather(doomed, return_exceptions=True)
+
+    asyncio.run(cancelled_before_the_first_step())
+    assert answers(engine, (PROMPTS[1], params))[0].tokens == expected.tokens
+
 
 def test_several_event_loops_one_after_another_and_one_inside_a_pause_of_another(
     make_engine: Make, answers: Ask

@@ -47,10 +47,9 @@ class Cache:
         length = prompt_LT2KD.shape[1]
         self._slab[:, :, first : first + count, :, :length] = prompt_LT2KD.permute(0, 2, 3, 1, 4)[:, :, None]
 
-    def move(self, sources: list[int], targets: list[int], *, tokens: int) -> None:
-        """Copy slots onto others, their first `tokens` tokens."""
-        if sources:
-            self._slab[:, :, targets, :, :tokens] = self._slab[:, :, sources, :, :tokens]
+    def move(self, source: int, target: int, *, tokens: int) -> None:
+        """Copy a slot onto another one, its first `tokens` tokens."""
+        self._slab[:, :, target, :, :tokens] = self._slab[:, :, source, :, :tokens]
 
     def rows(self, positions_N: Tensor) -> Tensor:
         """Where token `positions_N` of slots 0, 1, 2 … goes: indices [N, 2K] for `append`."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.attention import Decode, Prefill
-from slimectl.engines.embedded.batch import Batch
 from slimectl.engines.embedded.cache import Cache
 from slimectl.engines.embedded.rope import Rope
 from slimectl.engines.embedded.weights import Weights
@@ -63,11 +62,10 @@ class Model:
         pieces = torch.split(attend.keys_values, lengths, dim=1)
         return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
 
-    def decode(self, batch: Batch, cache: Cache) -> Tensor:
-        """Logits [B, V] after one more token of every sequence."""
-        attend = Decode(cache, batch.positions_B, batch.longest, heads=self.heads, dtype=self._dtype)
-        rope = self._rope.rows(batch.positions_B, batch.longest)
-        return self._logits(self._hidden(batch.tokens_B, rope, attend))
+    def decode(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: Cache) -> Tensor:
+        """Logits [B, V] after one more token in each of the first B slots; no sequence is longer than `longest`."""
+        attend = Decode(cache, positions_B, longest, heads=self.heads, dtype=self._dtype)
+        return self._logits(self._hidden(tokens_B, self._rope.rows(positions_B, longest), attend))
 
     def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
         """The residual stream [N, E] after the last block."""

@@ -25,7 +25,7 @@ def requested(
     return Sequence(
         prompt=tuple(tokens),
         params=params,
-        seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+        seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
         limit=min(params.max_tokens, max_context - len(tokens)),
         end_tokens=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens),
         future=asyncio.get_running_loop().create_future(),

@@ -49,18 +49,19 @@ class Scheduler:
             self.running.extend(siblings)
         return admitted
 
-    def retire(self) -> tuple[list[Sequence], list[int], list[int]]:
-        """Drop finished sequences; the last ones move into their slots: (finished, from slots, to slots)."""
+    def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Drop finished sequences; the last ones move into their slots: (finished, moves from slot to slot)."""
         finished = [sequence for sequence in self.running if sequence.finish]
         if not finished:
-            return [], [], []
+            return [], []
         kept = len(self.running) - len(finished)
         targets = [slot for slot in range(kept) if self.running[slot].finish]
         sources = [slot for slot in range(kept, len(self.running)) if not self.running[slot].finish]
-        for source, target in zip(sources, targets, strict=True):
+        moves = list(zip(sources, targets, strict=True))
+        for source, target in moves:
             self.running[target] = self.running[source]
         del self.running[kept:]
-        return finished, sources, targets
+        return finished, moves
 
     def clear(self) -> list[Sequence]:
         """Everything that waited or ran, and forget it."""

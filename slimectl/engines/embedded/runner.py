@@ -1,0 +1,120 @@
+"""One step after another: who runs, through the model, to the next tokens.
+
+B rows · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimectl.engines.embedded.batch import Batch
+from slimectl.engines.embedded.model import Model, Prefix
+from slimectl.engines.embedded.sampler import sampled
+from slimectl.engines.embedded.scheduler import Scheduler
+from slimectl.engines.embedded.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Stats:
+    """What has been done so far; a prompt that siblings share counts once."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    steps: int = 0
+
+
+class Runner:
+    """Steps the sequences of its scheduler, whose slots are those of the cache."""
+
+    def __init__(self, model: Model, *, max_running: int, max_context: int, device: torch.device) -> None:
+        self.model = model
+        self.scheduler = Scheduler(max_running=max_running)
+        self.stats = Stats()
+        self._max_context = max_context
+        self._device = device
+        self._cache = model.new_cache()
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}  # computed prompts that siblings in the queue will use
+        self._batch: Batch | None = None  # None: the set of running sequences has changed
+
+    @torch.inference_mode()
+    def step(self, weight_version: str) -> list[Sequence]:
+        """One more token for every running sequence, the newly admitted ones included; those that it finished."""
+        admitted = self.scheduler.admit()
+        if not self.scheduler.running:
+            return []  # those who waited were cancelled
+        batch = self._rows(changed=bool(admitted))
+        logits_BV = self._logits(batch, admitted)
+        tokens_B, log_probs_B = sampled(logits_BV, batch)
+        for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs_B.tolist(), strict=True):
+            sequence.append(token, log_prob, weight_version)
+        batch.advance(tokens_B)
+        self.stats.steps += 1
+        return self._retire()
+
+    def _rows(self, *, changed: bool) -> Batch:
+        """The running sequences as a batch: the last one, unless some have joined or left."""
+        if self._batch is None or changed:
+            running = list(self.scheduler.running)
+            self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
+        return self._batch
+
+    def _logits(self, batch: Batch, admitted: dict[tuple[int, ...], list[Sequence]]) -> Tensor:
+        """Logits of the next token: decoded for those that ran already, then those of the new ones' prompts."""
+        self._cache.reserve(
+            slots=len(batch.sequences),
+            tokens=batch.longest,
+            max_slots=self.scheduler.max_running,
+            max_tokens=self._max_context,
+        )
+        decoding = len(batch.sequences) - sum(map(len, admitted.values()))
+        logits = [self._prefill(admitted, slot=decoding)] if admitted else []
+        if decoding:
+            self.stats.decode_tokens += decoding
+            tokens_B, positions_B = batch.tokens_B[:decoding], batch.positions_B[:decoding]
+            logits.insert(0, self.model.decode(tokens_B, positions_B, batch.longest, self._cache))
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _prefill(self, admitted: dict[tuple[int, ...], list[Sequence]], *, slot: int) -> Tensor:
+        """Compute new prompts, give each to all its siblings, from `slot` on; the logits [B, V] after them."""
+        new = [prompt for prompt in admitted if prompt not in self._prefixes]
+        self._prefixes |= dict(zip(new, self.model.prefill(new), strict=True)) if new else {}
+        self.stats.prefill_tokens += sum(map(len, new))
+        logits = []
+        for prompt, siblings in admitted.items():
+            prefix = self._prefixes[prompt]
+            self._cache.put(slot, len(siblings), prefix.keys_values)
+            slot += len(siblings)
+            logits += [prefix.logits_V] * len(siblings)
+            for sequence in siblings[prompt in new :]:
+                sequence.cached_tokens = len(prompt)
+            if not self.scheduler.awaits(prompt):
+                del self._prefixes[prompt]
+            elif prompt in new:
+                self._prefixes[prompt] = prefix.detached()
+        return torch.stack(logits)
+
+    def _retire(self) -> list[Sequence]:
+        """Let finished sequences go and close the gaps that they leave in the cache."""
+        finished, moves = self.scheduler.retire()
+        for source, target in moves:
+            self._cache.move(source, target, tokens=self.scheduler.running[target].length)
+        if finished:
+            self._batch = None
+        return finished
+
+    def forget_prefixes(self) -> None:
+        """Compute prompts anew from now on: the weights have changed."""
+        self._prefixes.clear()
+
+    def clear(self) -> list[Sequence]:
+        """Drop everything in flight, and return it."""
+        self._batch = None
+        self._prefixes.clear()
+        return self.scheduler.clear()
+
+    def free(self) -> None:
+        """Give back the memory of the cache; nothing may be in flight."""
+        self._cache = self.model.new_cache()
