@@ -50,6 +50,7 @@ class Job:
 
     def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
         """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
+        self._look_at_prompts()
         if resume:
             self._adopt()
         else:
@@ -64,6 +65,17 @@ class Job:
         if finished:
             manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
         return finished
+
+    def _look_at_prompts(self) -> None:
+        """Read one prompt of every source: a wrong path or key is said before a model is loaded or a folder made."""
+        settings = self.settings
+        for sources in (
+            list(settings.rollout.data),
+            list(settings.warmup.data),
+            *([s] for s in settings.eval.data.values()),
+        ):
+            if sources and "-" not in sources:
+                next(wiring.prompts(settings, sources, shuffle=False))
 
     def _adopt(self) -> None:
         """Clear away what a killed run left half-written."""

@@ -29,6 +29,11 @@ def explained_storage(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(path, error) from error
+    except Exception as error:
+        # safetensors writes in Rust and wraps the system's error in its own, which is no OSError.
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error):
+            raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
+        raise
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
@@ -92,10 +97,8 @@ def write_folder(target: Path, fill: Callable[[Path], None], *, about: dict[str,
             for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
                 sync_folder(folder)
             _replace_folder(staged, target)
-        except BaseException as error:
+        except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
-            if not isinstance(error, OSError) and isinstance(error.__cause__ or error.__context__, OSError):
-                raise (error.__cause__ or error.__context__) from error  # type: ignore[misc]
             raise
 
 

@@ -61,6 +61,7 @@ def rollout(
     window: deque[asyncio.Task[list[Sample]]] = deque()
     limit = max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_quiet_about_interrupts)
     try:
         for prompt in prompts:
             window.append(loop.create_task(attempt.group(prompt)))
@@ -71,6 +72,12 @@ def rollout(
     finally:
         _cancel(loop, window, engine)
         loop.close()
+
+
+def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An interrupt ends whichever task it hits, and is raised to the caller too: no need to print it as that task's."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, window: Iterable[asyncio.Task[Any]], engine: Engine) -> None:

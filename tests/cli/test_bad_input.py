@@ -11,7 +11,8 @@ import time
 import pytest
 from workshop import Workshop
 
-SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2, 3], "response": "b", "response_length": 1}
+SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2, 3], "response": "b", "response_length": 1,
+          "label": "b"}  # fmt: skip
 
 
 def refused(workshop: Workshop, *arguments: str, code: int, stdin: bytes | None = None) -> str:
@@ -59,8 +60,9 @@ def test_an_unsupported_model_family(workshop: Workshop):
 
 def test_an_empty_prompt_file(workshop: Workshop):
     (workshop.folder / "empty.jsonl").write_text("")
-    line = refused(workshop, "run", "--data", "empty.jsonl", code=3)
-    assert line.startswith("empty.jsonl: ")
+    line = refused(workshop, "run", "--data", "empty.jsonl", code=2)
+    assert line == "empty.jsonl: no rows; give a file or a slice that has some"
+    assert not (workshop.folder / "runs").exists()
 
 
 def test_a_prompt_file_without_the_key_lists_the_keys_that_are_there(workshop: Workshop):
