@@ -6,8 +6,9 @@ Rounds of the two alternate, so that a machine that slows down slows both; print
 ratios of neighbouring rounds. Both sample at temperature 1 and never stop early. Cases: a number is that many prompts
 of 64 tokens with answers of 64, all at once; `grpo` is 8 prompts of 16 to 128 tokens with 8 answers each whose lengths
 are log-normal (median 24, sigma 0.8, at most 128); `short` is 64 prompts of 6 to 14 tokens with 8 answers of 6 to 14.
-`generate` gets all rows at once, padded, and runs until the longest is done; only tokens asked for are counted. "of GEMM" is the engine's share of
-the product rate below: two operations for each parameter and token, tokens of prompts (shared ones once) included.
+`generate` gets all rows at once, padded, and runs until the longest is done; only tokens asked for are counted. "of
+GEMM" is the share of the product rate that the engine reaches: two operations for each parameter and token, tokens of
+prompts (shared ones once) included.
 """
 
 from __future__ import annotations

@@ -179,6 +179,16 @@ def test_a_shared_prompt_is_computed_once_even_if_siblings_are_admitted_later(ma
     assert [answer.tokens for answer in made[:8]] == [answer.tokens for answer in alone]
 
 
+def test_prompts_in_the_queue_are_computed_ahead_once(make_engine: Make, answers: Ask) -> None:
+    engine = make_engine(max_running=2)
+    prompts = [list(range(i, i + 10)) for i in range(6)]
+    made = answers(engine, *((prompt, GREEDY) for prompt in prompts))
+    assert engine.stats.prefill_tokens == 60
+    assert [answer.cached_tokens for answer in made] == [0] * 6
+    assert made[5].tokens == answers(make_engine(), (prompts[5], GREEDY))[0].tokens
+    assert not engine._runner._prefixes
+
+
 def test_abort_returns_what_there_is(make_engine: Make) -> None:
     engine = make_engine(max_running=2, max_context=250)
 

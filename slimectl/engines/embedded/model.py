@@ -24,14 +24,18 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 @dataclass(slots=True)
 class Prefix:
-    """A computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token."""
+    """A computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token.
+
+    `used` once a sequence has been given it.
+    """
 
     keys_values: Tensor
     logits_V: Tensor
+    used: bool = False
 
     def detached(self) -> Prefix:
         """A copy of its own, for one that outlives the prompts that it was computed with."""
-        return Prefix(self.keys_values.clone(), self.logits_V.clone())
+        return Prefix(self.keys_values.clone(), self.logits_V.clone(), self.used)
 
 
 class Model:

@@ -16,6 +16,9 @@ from slimectl.engines.embedded.sampler import sampled
 from slimectl.engines.embedded.scheduler import Scheduler
 from slimectl.engines.embedded.sequence import Sequence
 
+AHEAD = 512
+"""Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
+
 
 @dataclass(slots=True)
 class Stats:
@@ -79,22 +82,29 @@ class Runner:
 
     def _prefill(self, admitted: dict[tuple[int, ...], list[Sequence]], *, slot: int) -> Tensor:
         """Compute new prompts, give each to all its siblings, from `slot` on; the logits [B, V] after them."""
-        new = [prompt for prompt in admitted if prompt not in self._prefixes]
-        self._prefixes |= dict(zip(new, self.model.prefill(new), strict=True)) if new else {}
-        self.stats.prefill_tokens += sum(map(len, new))
+        self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
         logits = []
         for prompt, siblings in admitted.items():
             prefix = self._prefixes[prompt]
             self._cache.put(slot, len(siblings), prefix.keys_values)
             slot += len(siblings)
             logits += [prefix.logits_V] * len(siblings)
-            for sequence in siblings[prompt in new :]:
+            for sequence in siblings[not prefix.used :]:
                 sequence.cached_tokens = len(prompt)
-            if not self.scheduler.awaits(prompt):
-                del self._prefixes[prompt]
-            elif prompt in new:
-                self._prefixes[prompt] = prefix.detached()
+            prefix.used = True
+        self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if self.scheduler.awaits(prompt)}
         return torch.stack(logits)
+
+    def _compute(self, prompts: list[tuple[int, ...]]) -> None:
+        """Compute prompts, and while at it short ones that come next: a pass over few tokens costs as much."""
+        if not prompts:
+            return
+        ahead = self.scheduler.upcoming(prompts, tokens=AHEAD)
+        new = prompts + [prompt for prompt in ahead if prompt not in self._prefixes]
+        self.stats.prefill_tokens += sum(map(len, new))
+        for prompt, prefix in zip(new, self.model.prefill(new), strict=True):
+            # A copy where it outlives this step: a piece would keep all that it was computed with.
+            self._prefixes[prompt] = prefix.detached() if self.scheduler.awaits(prompt) else prefix
 
     def _retire(self) -> list[Sequence]:
         """Let finished sequences go and close the gaps that they leave in the cache."""

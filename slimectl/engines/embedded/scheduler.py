@@ -49,6 +49,16 @@ class Scheduler:
             self.running.extend(siblings)
         return admitted
 
+    def upcoming(self, prompts: list[tuple[int, ...]], *, tokens: int) -> list[tuple[int, ...]]:
+        """Prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
+        longest, ahead = max(map(len, prompts)), dict.fromkeys(prompts)
+        for sequence in self._waiting:
+            longest = max(longest, len(sequence.prompt))
+            if (len(ahead) + 1) * longest > tokens:
+                break
+            ahead[sequence.prompt] = None
+        return list(ahead)[len(prompts) :]
+
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Drop finished sequences; the last ones move into their slots: (finished, moves from slot to slot)."""
         finished = [sequence for sequence in self.running if sequence.finish]
