@@ -123,6 +123,15 @@ def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])  # of the whole distribution
 
 
+def test_banned_end_tokens_that_hold_all_the_mass_leave_something_to_draw() -> None:
+    logits = torch.tensor([[500.0, 1.0, 0.0]])
+    for temperature, expected in ((1.0, -499.0), (0.0, -499.0)):
+        params = SamplingParams(temperature=temperature, top_p=0.5, min_tokens=1)
+        tokens, log_probs = sampled(logits, batch_of(params, vocabulary=3, ends=frozenset({0})))
+        assert tokens.tolist() == [1]
+        assert expected < log_probs.item() < -80  # underflowed, and finite
+
+
 def scan(text: bytes, *stop: str, least: int = 0) -> tuple[int, str]:
     """How many of the bytes were taken when a stop string was seen, and the text then."""
     scanner = StopScanner(Detokenizer(byte_tokenizer()), stop)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, SlimectlError
 from slimectl.types import Completion, SamplingParams
 
 Make = Callable[..., EmbeddedEngine]
@@ -85,3 +85,16 @@ def test_a_family_that_is_not_known_is_refused_with_those_that_are(model_dir: Ca
 def test_bf16_is_close_to_fp32(make_engine: Make) -> None:
     exact, coarse = answer(make_engine()), answer(make_engine(dtype=torch.bfloat16))
     assert coarse.log_probs[0] == pytest.approx(exact.log_probs[0], abs=0.3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_numbers_fail_the_request_with_a_reason(
+    temperature: float, make_engine: Make, tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = make_engine()
+    broken = tensors | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")}
+    engine.load_weights(broken.items(), version="13")
+    with pytest.raises(SlimectlError, match=r"weight version '13' are not numbers"):
+        asyncio.run(engine.generate(PROMPT, params=SamplingParams(temperature=temperature)))
+    engine.load_weights(tensors.items(), version="14")
+    assert answer(engine).weight_versions == ["14"]

@@ -5,6 +5,7 @@ B rows · V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from slimectl.engines.embedded.model import Model, Prefix
 from slimectl.engines.embedded.sampler import sampled
 from slimectl.engines.embedded.scheduler import Scheduler
 from slimectl.engines.embedded.sequence import Sequence
+from slimectl.errors import SlimectlError
 
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
@@ -51,7 +53,13 @@ class Runner:
         batch = self._rows(changed=bool(admitted))
         logits_BV = self._logits(batch, admitted)
         tokens_B, log_probs_B = sampled(logits_BV, batch)
-        for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs_B.tolist(), strict=True):
+        log_probs = log_probs_B.tolist()
+        if not math.isfinite(sum(log_probs)):
+            raise SlimectlError(
+                f"the logits of weight version {weight_version!r} are not numbers: training has diverged, or the "
+                f"checkpoint is damaged; go back to an earlier one"
+            )
+        for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
             sequence.append(token, log_prob, weight_version)
         batch.advance(tokens_B)
         self.stats.steps += 1

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from slimectl.engines.embedded.batch import Batch
 
+SMALLEST = torch.finfo(torch.float32).tiny
+"""A probability that has underflowed is taken for this: the log of a drawn token stays finite."""
+
 WINDOW = 1024
 """The likeliest tokens that are looked at before the whole vocabulary is sorted."""
 
@@ -23,14 +26,24 @@ def sampled(logits_BV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if batch.temperature_B1 is not None:
         logits_BV = logits_BV.float() / batch.temperature_B1
     probs_BV = torch.softmax(logits_BV, -1, dtype=torch.float32)
-    drawable_BV = _drawable(probs_BV, batch)
+    drawable_BV = _drawable(_allowed(logits_BV, probs_BV, batch), batch)
     if batch.all_greedy:
         tokens_B1 = drawable_BV.argmax(-1, keepdim=True)
     else:
         tokens_B1 = _inverted(drawable_BV, batch.uniforms_B1())
         if batch.greedy_B1 is not None:
             tokens_B1 = torch.where(batch.greedy_B1, drawable_BV.argmax(-1, keepdim=True), tokens_B1)
-    return tokens_B1.squeeze(1), probs_BV.gather(1, tokens_B1).log_().squeeze(1)
+    return tokens_B1.squeeze(1), probs_BV.gather(1, tokens_B1).clamp_(min=SMALLEST).log_().squeeze(1)
+
+
+def _allowed(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
+    """The probabilities without the tokens that a row may not draw yet, even where those were all that was likely."""
+    banned = batch.banned()
+    if banned is None:
+        return probs_BV
+    allowed_BV = logits_BV.clone()
+    allowed_BV[banned] = float("-inf")
+    return torch.softmax(allowed_BV, -1, dtype=torch.float32)
 
 
 def _inverted(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
@@ -38,15 +51,12 @@ def _inverted(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     # A parallel float32 scan (CUDA) need not be monotone; on the CPU sums are carried in float64 already.
     exact = torch.float64 if weights_BV.is_cuda else torch.float32
     cumulative_BV = weights_BV.cumsum(-1, dtype=exact)
-    return torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+    tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+    return tokens_B1.clamp_(max=weights_BV.shape[1] - 1)  # beyond the end only where the weights are not numbers
 
 
 def _drawable(probs_BV: Tensor, batch: Batch) -> Tensor:
     """The probabilities with zeros where the row may not draw; the same tensor if all may draw everything."""
-    banned = batch.banned()
-    if banned is not None:
-        probs_BV = probs_BV.clone()
-        probs_BV[banned] = 0.0
     if batch.top_k_B1 is None and batch.top_p_B1 is None and batch.min_p_B1 is None:
         return probs_BV
     rows, vocabulary = probs_BV.shape
