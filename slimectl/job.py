@@ -157,7 +157,9 @@ class Job:
             if total is not None and self.state.rollout_id >= total:
                 say(f"all {total} rounds are done; raise run.num_rollout to go on")
                 return True
-            self.journal.trackers = wiring.trackers(settings, self.folder.path, resumed_at=self.state.step or None)
+            self.journal.trackers = wiring.trackers(
+                settings, self.folder.path, resumed_at=self.state.step or None, done=self.state.rollout_id
+            )
             engine = wiring.engine(settings, model, tokenizer, load=False)
             sync = wiring.sync(policy, engine)
             if self.state.rollout_id == 0 and not settings.eval.skip_before_train:

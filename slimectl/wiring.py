@@ -141,7 +141,7 @@ def new_model(card: str, into: Path, *, seed: int) -> None:
 
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
     """Any readable model source to a Hugging Face directory at `target`."""
-    from slimectl.checkpoints.convert import convert_checkpoint
+    from slimectl.conversions import convert_checkpoint
 
     return convert_checkpoint(source, target, **options)
 
@@ -234,17 +234,24 @@ def executor() -> LocalExecutor:
     return LocalExecutor()
 
 
-def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None) -> list[Tracker]:
+def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None, done: int = 0) -> list[Tracker]:
     """The trackers of [track]; metrics.jsonl is the run's own and not among them."""
     makers: dict[str, Callable[[dict[str, Any]], Tracker]] = {
-        "stdout": _stdout,
+        "stdout": partial(_stdout, settings.run.num_rollout, done),
         "tensorboard": partial(_tensorboard, folder, resumed_at),
     }
     chosen = [name for name in settings.track.with_ if name in makers]  # jsonl is the run's own metrics.jsonl
     return [makers[name](settings.track.kwargs.get(name, {})) for name in chosen]
 
 
-def _stdout(kwargs: dict[str, Any]) -> Tracker:
+def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
+    """A live bar on a terminal, a plain line a step elsewhere."""
+    import sys
+
+    if sys.stderr.isatty():
+        from slimectl.trackers.progress import ProgressTracker
+
+        return ProgressTracker(total=total, done=done)
     from slimectl.trackers.stdout import StdoutTracker
 
     return StdoutTracker(**kwargs)

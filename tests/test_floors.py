@@ -19,13 +19,13 @@ FLOORS = [
     ["ports", "hooks", "streams", "data"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
-    ["wiring", "recipes", "journal", "job"],
+    ["wiring", "conversions", "recipes", "journal", "job"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
-    ("journal", "job"), ("job", "wiring"), ("job", "journal"),
+    ("wiring", "conversions"), ("job", "wiring"), ("job", "journal"),
     ("__main__", "cli"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""
@@ -35,6 +35,11 @@ def unit(module: str) -> str:
     """`slimectl.data.jsonl` belongs to the unit `data`."""
     name = [*module.split("."), "__init__"][1]
     return "__init__" if name == "__version__" else name
+
+
+def unit_of(module: str) -> str | None:
+    """The unit of our own module; None for another library's."""
+    return unit(module) if module.startswith("slimectl.") else None
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -106,11 +111,19 @@ def test_low_floors_know_no_distributed_torch():
             assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")], path
 
 
-def test_adapters_are_named_in_wiring_only():
-    adapters = {"engines", "policies", "sync", "checkpoints", "executors", "trackers"}
+ADAPTERS = {"engines", "policies", "sync", "checkpoints", "executors", "trackers"}
+
+
+def test_adapters_never_import_stages():
     for owner, path in files():
-        if owner not in adapters | {"wiring"}:
-            named = {unit(module) for module, _ in imports(path) if module.startswith("slimectl.")} & adapters
+        if owner in ADAPTERS:
+            assert not [module for module, _ in imports(path) if unit_of(module) == "stages"], path
+
+
+def test_adapters_are_named_where_parts_are_put_together_only():
+    for owner, path in files():
+        if owner not in ADAPTERS | {"wiring", "conversions"}:
+            named = {unit_of(module) for module, _ in imports(path)} & ADAPTERS
             assert not named, f"{path.relative_to(ROOT)} names {named}"
 
 

@@ -28,15 +28,14 @@ def evaluate(
 ) -> Iterator[Sample]:
     """Sample and grade; what [eval] leaves open is as in [rollout]."""
     given = settings.eval
-    chosen = {
+    chosen: dict[str, Any] = {
         "temperature": given.temperature,
         "top_p": given.top_p,
         "top_k": given.top_k,
         "max_tokens": given.max_response_len,
     }
-    params = dataclasses.replace(
-        sampling_params(settings.rollout), **{name: value for name, value in chosen.items() if value is not None}
-    )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    params = dataclasses.replace(sampling_params(settings.rollout), **chosen)
     asked = settings.rollout.model_copy(update={"n_samples_per_prompt": given.n_samples_per_prompt})
     samples = rollout(prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True)
     return score(samples, reward, settings.score, executor=executor)

@@ -234,13 +234,9 @@ def reduction_and_loss(settings: Settings) -> tuple[Reduction, Loss]:
     algorithm = settings.algorithm
     if isinstance(algorithm, Sft):
         return ("per_token" if algorithm.calculate_per_token_loss else "rollout_mean"), SftLoss()
-    kind = (
-        "per_token"
-        if algorithm.calculate_per_token_loss
-        else "fixed_length"
-        if algorithm.fixed_length
-        else "rollout_mean"
-    )
+    kind: Reduction = "fixed_length" if algorithm.fixed_length else "rollout_mean"
+    if algorithm.calculate_per_token_loss:
+        kind = "per_token"
     return kind, PolicyLoss(
         eps_clip=algorithm.eps_clip,
         eps_clip_high=algorithm.eps_clip_high,

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.convert import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.conversions import convert_checkpoint
 from slimectl.data.rundir import damage
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.stages.convert import convert
@@ -123,7 +123,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_d
     """A limit on file sizes stands for the full disk: both reach safetensors as an error of the system."""
     program = (
         "import signal, sys; from pathlib import Path; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from slimectl.checkpoints.convert import convert_checkpoint\n"
+        "from slimectl.conversions import convert_checkpoint\n"
         "from slimectl.errors import StorageError\n"
         "try: convert_checkpoint(sys.argv[1], Path(sys.argv[2]))\n"
         "except StorageError as error: print(error)\n"

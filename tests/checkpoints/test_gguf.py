@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from slimectl.checkpoints.convert import convert_checkpoint
 from slimectl.checkpoints.gguf import GGUFFile
+from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")

@@ -1,0 +1,1 @@
+complete --command slimectl --no-files --arguments "(env _SLIMECTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) slimectl)" --condition "env _SLIMECTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) slimectl"

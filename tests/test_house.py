@@ -1,0 +1,49 @@
+"""What a reviewer would check by hand: lint, types, and files that are made from others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def clean(*command: str) -> None:
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_ruff_finds_nothing():
+    clean("ruff", "check", ".")
+    clean("ruff", "format", "--check", ".")
+
+
+def test_mypy_strict_on_the_low_floors():
+    clean("mypy")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completions_are_those_that_the_command_makes(shell: str):
+    """Make them anew with: _SLIMECTL_COMPLETE=source_SHELL slimectl > completions/slimectl.SHELL"""
+    script = Path(sys.executable).with_name("slimectl")
+    made = subprocess.run(
+        [script],
+        env={**os.environ, "_SLIMECTL_COMPLETE": f"source_{shell}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout == (ROOT / "completions" / f"slimectl.{shell}").read_text()
+
+
+def test_the_readme_has_the_two_commands_and_names_real_things():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("```sh quickstart\n") == 1
+    assert text.count("```sh test\n") == 1
+    for name in ("constraints.txt", "docs/records.md", "benchmarks/RESULTS.md"):
+        assert name in text
+        assert (ROOT / name).exists()
