@@ -78,10 +78,20 @@ def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) ->
         device=device(settings.engine.device),
         max_running=settings.engine.max_running_requests,
         max_context=settings.rollout.max_context_len,
+        end_token_ids=_end_tokens(folder),
     )
     if load:
         made.load_weights(HFCheckpoint().read(folder), version="0")
     return made
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """The end tokens that generation_config.json adds to those of the config: chat models often have several."""
+    import json
+
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    return [given] if isinstance(given, int) else list(given or [])
 
 
 def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None) -> Policy:
@@ -235,13 +245,13 @@ def executor() -> LocalExecutor:
 
 
 def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None, done: int = 0) -> list[Tracker]:
-    """The trackers of [track]; metrics.jsonl is the run's own and not among them."""
+    """The trackers of [track]; the run's own metrics.jsonl is written besides."""
     makers: dict[str, Callable[[dict[str, Any]], Tracker]] = {
         "stdout": partial(_stdout, settings.run.num_rollout, done),
+        "jsonl": partial(_jsonl, folder),
         "tensorboard": partial(_tensorboard, folder, resumed_at),
     }
-    chosen = [name for name in settings.track.with_ if name in makers]  # jsonl is the run's own metrics.jsonl
-    return [makers[name](settings.track.kwargs.get(name, {})) for name in chosen]
+    return [makers[name](settings.track.kwargs.get(name, {})) for name in settings.track.with_]
 
 
 def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
@@ -255,6 +265,13 @@ def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
     from slimectl.trackers.stdout import StdoutTracker
 
     return StdoutTracker(**kwargs)
+
+
+def _jsonl(folder: Path, kwargs: dict[str, Any]) -> Tracker:
+    """What every tracker gets, metrics and times in one line; metrics.jsonl has only what the seed decides."""
+    from slimectl.trackers.jsonl import JsonlTracker
+
+    return JsonlTracker(Path(kwargs.get("path", folder / "tracked.jsonl")))
 
 
 def _tensorboard(folder: Path, resumed_at: int | None, kwargs: dict[str, Any]) -> Tracker:
