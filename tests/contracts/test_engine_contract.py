@@ -1,0 +1,196 @@
+"""What every engine promises to the stages (ports.Engine, ports.WeightReceiver), whichever adapter keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.errors import CheckpointError, SettingsError
+from slimectl.types import Completion, SamplingParams
+
+CONTEXT = 256
+PROMPT = list(b"once upon a time")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+ModelDir = Callable[..., Path]
+
+
+def embedded(folder: Path) -> Any:
+    from slimectl.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+
+
+ADAPTERS: dict[str, Callable[[Path], Any]] = {"embedded": embedded}
+"""Each makes an engine for the model in a folder, before any weights have come."""
+
+
+@pytest.fixture(params=ADAPTERS)
+def engine(request: pytest.FixtureRequest, model_dir: ModelDir) -> Any:
+    made = ADAPTERS[request.param](model_dir())
+    made.load_weights(HFCheckpoint().read(model_dir()), version="0")
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def tensors(model_dir: ModelDir) -> dict[str, torch.Tensor]:
+    return dict(HFCheckpoint().read(model_dir()))
+
+
+def answers(engine: Any, *requests: tuple[list[int], SamplingParams]) -> list[Completion]:
+    """All requests in flight at once."""
+
+    async def gathered() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(tokens, params=params) for tokens, params in requests))
+
+    return asyncio.run(gathered())
+
+
+def interrupted(engine: Any, by: Callable[[], Awaitable[None]], *, count: int = 1) -> list[Completion]:
+    """`count` long requests, to which something happens after they have begun to write."""
+
+    async def scene() -> list[Completion]:
+        under_way = [asyncio.create_task(engine.generate(PROMPT, params=LONG)) for _ in range(count)]
+        # A short one that joins them and ends: by then each of the others has written something.
+        await engine.generate(PROMPT, params=dataclasses.replace(GREEDY, max_tokens=3))
+        assert not any(task.done() for task in under_way)
+        await by()
+        return await asyncio.gather(*under_way)
+
+    return asyncio.run(scene())
+
+
+def test_many_in_flight_answer_as_each_would_alone_whatever_their_order(engine: Any):
+    requests = [([65 + i, *PROMPT[: i % 7]], dataclasses.replace(GREEDY, max_tokens=1 + i % 9)) for i in range(48)]
+    together = answers(engine, *requests)
+    backwards = answers(engine, *reversed(requests))[::-1]
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in backwards]
+    assert [len(answer.tokens) for answer in together] == [1 + i % 9 for i in range(48)]
+    for i in (0, 17, 47):
+        assert answers(engine, requests[i])[0].tokens == together[i].tokens
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(engine: Any):
+    async def order() -> list[str]:
+        ended: list[str] = []
+
+        async def ask(name: str, params: SamplingParams) -> None:
+            await engine.generate(PROMPT, params=params)
+            ended.append(name)
+
+        await asyncio.gather(ask("long", LONG), ask("short", dataclasses.replace(GREEDY, max_tokens=2)))
+        return ended
+
+    assert asyncio.run(order()) == ["short", "long"]
+
+
+def test_a_log_probability_for_every_token_tempered_and_not_renormalised(engine: Any, model_dir: ModelDir):
+    params = SamplingParams(temperature=0.7, top_k=4, top_p=0.9, max_tokens=20, ignore_eos=True, seed=5)
+    answer = answers(engine, (PROMPT, params))[0]
+    assert len(answer.tokens) == len(answer.log_probs) == 20
+    reference = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / 0.7).log_softmax(-1)[torch.arange(20), answer.tokens]
+    assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_seed_draws_the_same_answer_again_and_another_seed_another(engine: Any):
+    seeded = [(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True, seed=seed)) for seed in (1, 2, 1, 3)]
+    one, two, again, three = (answer.tokens for answer in answers(engine, *seeded))
+    assert one == again == answers(engine, seeded[0])[0].tokens
+    assert len({tuple(tokens) for tokens in (one, two, three)}) == 3
+
+
+def test_finish_says_length_at_max_tokens_and_at_the_end_of_the_context(engine: Any):
+    near_the_end = [66] * (CONTEXT - 5)
+    cut, full = answers(engine, (PROMPT, GREEDY), (near_the_end, GREEDY))
+    assert (len(cut.tokens), cut.finish) == (12, "length")
+    assert (len(full.tokens), full.finish) == (5, "length")
+
+
+def test_finish_says_stop_at_a_stop_token_which_belongs_to_the_answer(engine: Any):
+    whole = answers(engine, (PROMPT, GREEDY))[0].tokens
+    wanted = whole[4]
+    answer = answers(engine, (PROMPT, dataclasses.replace(GREEDY, stop_token_ids=(wanted,))))[0]
+    assert (answer.tokens, answer.finish) == (whole[: whole.index(wanted) + 1], "stop")
+    assert len(answer.log_probs) == len(answer.tokens)
+
+
+def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Any):
+    letters = [(PROMPT, SamplingParams(max_tokens=150, temperature=5.0, stop=("e",), seed=i)) for i in range(4)]
+    stopped = [a for a in answers(engine, *letters) if a.finish == "stop" and a.tokens[-1] == ord("e")]
+    assert stopped
+    assert all("e" not in answer.text for answer in stopped)
+
+
+def test_abort_returns_what_each_has_and_the_engine_lives_on(engine: Any):
+    whole = answers(engine, (PROMPT, LONG))[0].tokens
+    parts = interrupted(engine, engine.abort, count=3)
+    for part in parts:
+        assert part.finish == "abort"
+        assert 0 < len(part.tokens) == len(part.log_probs) < 200
+        assert part.tokens == whole[: len(part.tokens)]
+    assert answers(engine, (PROMPT, GREEDY))[0].tokens == whole[:12]
+
+
+def test_close_ends_what_is_in_flight(engine: Any):
+    assert [answer.finish for answer in interrupted(engine, engine.close, count=2)] == ["abort", "abort"]
+
+
+def test_an_answer_names_the_versions_of_the_weights_that_wrote_it(engine: Any, tensors: dict[str, torch.Tensor]):
+    assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == ["0"]
+
+    async def push() -> None:
+        await asyncio.to_thread(engine.load_weights, list(tensors.items()), version="1")
+
+    assert interrupted(engine, push)[0].weight_versions == ["0", "1"]
+    assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == ["1"]
+
+
+def test_new_weights_write_other_answers_and_the_old_ones_the_old(engine: Any, tensors: dict[str, torch.Tensor]):
+    old = answers(engine, (PROMPT, GREEDY))[0]
+    generator = torch.Generator().manual_seed(3)
+    changed = {name: t + 0.3 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    engine.load_weights(changed.items(), version="1")
+    assert answers(engine, (PROMPT, GREEDY))[0].tokens != old.tokens
+    engine.load_weights(tensors.items(), version="2")
+    assert answers(engine, (PROMPT, GREEDY))[0].log_probs == old.log_probs
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_and_whole_ones_mend_it(
+    engine: Any, tensors: dict[str, torch.Tensor]
+):
+    name = "model.layers.1.self_attn.q_proj.weight"
+    missing = {other: tensor for other, tensor in tensors.items() if other != name}
+    extra = tensors | {"model.layers.7.self_attn.q_proj.weight": tensors[name]}
+    for wrong, named in (
+        (missing, name),
+        (extra, "model.layers.7.self_attn.q_proj.weight"),
+        (tensors | {name: torch.zeros(3, 64)}, name),
+    ):
+        with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
+            engine.load_weights(wrong.items(), version="9")
+    engine.load_weights(tensors.items(), version="2")
+    assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == ["2"]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_costs_the_others_nothing(engine: Any):
+    async def both() -> list[Any]:
+        asked = (engine.generate(tokens, params=GREEDY) for tokens in ([66] * CONTEXT, PROMPT))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    refused, answer = asyncio.run(both())
+    assert isinstance(refused, SettingsError)
+    assert "256" in str(refused)
+    assert len(answer.tokens) == 12
