@@ -6,6 +6,7 @@ the others live inside a process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -209,5 +210,6 @@ class StepReport:
             "step": self.step,
             "rollout_id": self.rollout_id,
             "weight_version": self.weight_version,
-            "metrics": self.metrics,
+            # JSON has no NaN: a gradient norm that is not finite is null, and its update was left out.
+            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
         }

@@ -12,6 +12,7 @@ from slimectl.data.hashing import content_hash
 from slimectl.data.jsonl import JsonlWriter
 from slimectl.data.manifest import Manifest
 from slimectl.data.records import sample_to_json
+from slimectl.errors import RecordError
 from slimectl.settings import Settings
 from slimectl.types import Sample
 
@@ -40,6 +41,8 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
             writer.write(sample_to_json(sample))
             counts["out"] += 1
             counts[str(sample.status)] += 1
+        if not counts:
+            raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
     if out != "-":
         manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts

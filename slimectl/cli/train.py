@@ -19,6 +19,7 @@ from slimectl.cli.options import (
     print_settings,
     resolved,
 )
+from slimectl.errors import RecordError
 
 
 def train(
@@ -73,6 +74,8 @@ def train(
         for report in stage(stream, policy, settings, state=state):
             print(json.dumps(report.to_json()), flush=True)
             steps += 1
+        if steps == 0:
+            raise RecordError(f"{samples}: no samples came; look at what the stage before said")
         if save is not None:
             write_folder(save, policy.save, about=manifest.signed({"steps": steps}, parents=inputs))
     finally:

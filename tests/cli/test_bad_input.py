@@ -97,6 +97,12 @@ def test_a_sample_without_reward_given_to_train(workshop: Workshop):
     assert line == "sample 0: no reward; run `slimectl score` on these samples first"
 
 
+@pytest.mark.parametrize("command", [["score", "-", "--rm-type", "exact"], ["train", "-", "-c", "slimectl.toml"]])
+def test_an_empty_pipe_is_an_error_not_an_empty_success(workshop: Workshop, command: list[str]):
+    line = refused(workshop, *command, code=3, stdin=b"")
+    assert line.endswith("no samples came; look at what the stage before said")
+
+
 def test_a_group_of_one(workshop: Workshop):
     name = samples_file(workshop, {**SAMPLE, "reward": 1.0}, {**SAMPLE, "group_index": 1, "index": 1, "reward": 0.0})
     line = refused(workshop, "train", name, "-c", "slimectl.toml", code=3)
