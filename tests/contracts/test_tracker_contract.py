@@ -1,0 +1,129 @@
+"""What every tracker promises (ports.Tracker): the numbers that went in can be read where people look for them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from slimectl.ports import Tracker
+from slimectl.trackers.jsonl import JsonlTracker
+from slimectl.trackers.stdout import StdoutTracker
+from slimectl.trackers.tensorboard import TensorboardTracker
+
+Seen = dict[str, list[tuple[int, float]]]
+"""Of every metric, its points (step, value)."""
+
+TRACKED = {
+    1: {"train/loss": 0.5, "rollout/raw_reward": 0.25, "train/grad_norm": 2.0},
+    2: {"train/loss": -0.125, "rollout/raw_reward": 0.75, "train/grad_norm": 0.0625, "eval/small_accuracy": 0.375},
+    7: {"train/loss": 1e-6, "rollout/raw_reward": 0.0},
+}
+EXPECTED: Seen = {
+    "train/loss": [(1, 0.5), (2, -0.125), (7, 1e-6)],
+    "rollout/raw_reward": [(1, 0.25), (2, 0.75), (7, 0.0)],
+    "train/grad_norm": [(1, 2.0), (2, 0.0625)],
+    "eval/small_accuracy": [(2, 0.375)],
+}
+
+
+class Jsonl:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "tracked.jsonl"
+
+    def open(self, resumed_at: int | None = None) -> Tracker:
+        return JsonlTracker(self.path)
+
+    def seen(self) -> Seen:
+        found: Seen = {}
+        for line in map(json.loads, self.path.read_text().splitlines()):
+            for name, value in line["metrics"].items():
+                found.setdefault(name, []).append((line["step"], value))
+        return found
+
+
+class Tensorboard:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tensorboard"
+
+    def open(self, resumed_at: int | None = None) -> Tracker:
+        return TensorboardTracker(self.folder, purge_step=resumed_at)
+
+    def seen(self) -> Seen:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(self.folder), size_guidance={"scalars": 0})
+        read.Reload()
+        return {name: [(at.step, at.value) for at in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+
+SHORT = {
+    "loss": "train/loss",
+    "reward": "rollout/raw_reward",
+    "grad": "train/grad_norm",
+    "small_accuracy": "eval/small_accuracy",
+}
+"""What a line for people calls them."""
+
+
+class Stdout:
+    def __init__(self, folder: Path) -> None:
+        self.stream = io.StringIO()
+
+    def open(self, resumed_at: int | None = None) -> Tracker:
+        return StdoutTracker(self.stream)
+
+    def seen(self) -> Seen:
+        found: Seen = {}
+        for line in self.stream.getvalue().splitlines():
+            step, rest = re.fullmatch(r"step +(\d+)  (.*)", line).groups()
+            for name, value in (pair.rsplit(" ", 1) for pair in rest.split("  ")):
+                found.setdefault(SHORT[name], []).append((int(step), float(value)))
+        return found
+
+
+@pytest.fixture(params=[Jsonl, Tensorboard, Stdout], ids=lambda kind: kind.__name__.lower())
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jsonl:
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    return request.param(tmp_path)
+
+
+def approximately(seen: Seen) -> dict[str, list]:
+    """Trackers round: event files hold float32, a line for people four digits."""
+    return {name: [(step, pytest.approx(value, rel=1e-3)) for step, value in points] for name, points in seen.items()}
+
+
+def test_every_number_is_found_under_its_name_and_step(place: Jsonl):
+    tracker = place.open()
+    for step, metrics in TRACKED.items():
+        tracker.log(metrics, step=step)
+    tracker.close()
+    assert place.seen() == approximately(EXPECTED)
+
+
+def test_a_step_is_there_before_the_tracker_is_closed(place: Jsonl):
+    tracker = place.open()
+    tracker.log(TRACKED[1], step=1)
+    seen = place.seen()
+    tracker.close()
+    assert seen["train/loss"] == [(1, 0.5)]
+    assert seen["rollout/raw_reward"] == [(1, 0.25)]
+
+
+def test_a_resumed_run_goes_on_in_the_same_place(place: Jsonl):
+    for resumed_at, steps in ((None, (1, 2)), (3, (7,))):
+        tracker = place.open(resumed_at)
+        for step in steps:
+            tracker.log(TRACKED[step], step=step)
+        tracker.close()
+    assert place.seen()["train/loss"] == approximately(EXPECTED)["train/loss"]
+
+
+def test_nothing_to_say_is_no_error(place: Jsonl):
+    tracker = place.open()
+    tracker.log({}, step=1)
+    tracker.close()
+    assert place.seen() == {}
