@@ -117,7 +117,8 @@ class Job:
         samples = demonstrations(prompts, tokenizer, self.settings.rollout)
         say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
         for report in islice(train(samples, policy, sft), warmup.max_steps):
-            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in report.metrics.items()}
+            learnt = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
+            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in learnt.items()}
             if report.step % warmup.check_interval == 0:
                 engine.load_weights(policy.weights(), version=policy.weight_version)
                 metrics["warmup/accuracy"] = self._warmup_accuracy(engine, tokenizer)

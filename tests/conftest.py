@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from workshop import REWARD, SETTINGS, Workshop
+from workshop import Workshop, set_up
 
 from slimectl.checkpoints.create import create_model
 
@@ -57,9 +56,4 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def workshop(tmp_path: Path, model_dir: Callable[[str], Path]) -> Workshop:
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    prompts = [{"prompt": f"say {word}", "label": word} for word in words]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "slimectl.toml").write_text(SETTINGS.format(model=model_dir("llama")))
-    return Workshop(tmp_path, model_dir("llama"))
+    return set_up(tmp_path, model_dir("llama"))

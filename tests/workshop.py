@@ -78,3 +78,13 @@ keep_samples = true
 [track]
 plot = false
 """
+
+
+def set_up(folder: Path, model: Path) -> Workshop:
+    """A workshop in an empty folder."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    prompts = [{"prompt": f"say {word}", "label": word} for word in words]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "slimectl.toml").write_text(SETTINGS.format(model=model))
+    return Workshop(folder, model)
