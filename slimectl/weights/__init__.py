@@ -1,1 +1,0 @@
-"""Names and shapes of weights, one file per family."""
