@@ -21,7 +21,9 @@ def create_model(config: dict[str, Any], path: Path, *, seed: int, tokenizer: st
     The same seed gives the same weights, bit for bit. Raises SettingsError for a config that transformers refuses.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if tokenizer != "byte":
         raise SettingsError(f"tokenizer {tokenizer!r}: a new model can be given the tokenizer 'byte' only")
     text = byte_tokenizer()

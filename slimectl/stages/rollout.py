@@ -82,6 +82,9 @@ def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, 
 
 def _cancel(loop: asyncio.AbstractEventLoop, window: Iterable[asyncio.Task[Any]], engine: Engine) -> None:
     """End what is still in flight, so that neither the engine nor the loop holds on to it."""
+    for task in window:
+        if task.done() and not task.cancelled():
+            task.exception()  # looked at: asyncio prints those that nobody saw, and the first has been raised already
     left = [task for task in window if not task.done()]
     for task in left:
         task.cancel()

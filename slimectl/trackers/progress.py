@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slimectl.trackers.stdout import SHOWN, is_accuracy
+from slimectl.trackers.stdout import is_accuracy, shown_of
 
 KEPT = 0.9
 """How much of the smoothed reward stays at each round."""

@@ -8,12 +8,13 @@ from typing import TextIO
 
 SHOWN = {
     "rollout/raw_reward": "reward",
-    "train/loss": "loss",
     "train/grad_norm": "grad",
     "rollout/response_len/mean": "length",
+    "rollout/truncation_rate": "cut",
+    "train/lr": "lr",
     "rollout/staleness/max": "stale",
 }
-"""What a line shows of a step's metrics, and under which short name."""
+"""What a line shows of a step's metrics, and under which short name. Not the loss: on-policy it is 0 by construction."""
 
 
 class StdoutTracker:
@@ -26,11 +27,17 @@ class StdoutTracker:
         evaluated = [
             f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if is_accuracy(name)
         ]
-        shown = [f"{short} {metrics[name]:.4g}" for name, short in SHOWN.items() if name in metrics]
+        shown = shown_of(metrics)
         if evaluated or shown:
             print(f"step {step:>4}  " + "  ".join(shown + evaluated), file=self.stream, flush=True)
 
     def close(self) -> None: ...
+
+
+def shown_of(metrics: Mapping[str, float]) -> list[str]:
+    """The parts of a step's line; staleness only where there is any."""
+    names = [name for name in SHOWN if name in metrics and (SHOWN[name] != "stale" or metrics[name] > 0)]
+    return [f"{SHOWN[name]} {metrics[name]:.3g}" for name in names]
 
 
 def is_accuracy(name: str) -> bool:
