@@ -32,9 +32,7 @@ class ProgressTracker:
                 self._console.print(f"step {step:>4}  {name.removeprefix('eval/')} {value:.3f}", highlight=False)
         if "rollout/step" not in metrics:
             return
-        shown = [
-            f"{short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics and short != "stale"
-        ]
+        shown = shown_of(metrics)
         reward = metrics.get("rollout/raw_reward")
         if reward is not None:
             self._smooth = reward if self._smooth is None else KEPT * self._smooth + (1 - KEPT) * reward

@@ -14,7 +14,7 @@ SHOWN = {
     "train/lr": "lr",
     "rollout/staleness/max": "stale",
 }
-"""What a line shows of a step's metrics, and under which short name. Not the loss: on-policy it is 0 by construction."""
+"""What a line shows of a step's metrics, and under which short name; not the loss, 0 by construction on-policy."""
 
 
 class StdoutTracker:

@@ -18,12 +18,12 @@ Seen = dict[str, list[tuple[int, float]]]
 """Of every metric, its points (step, value)."""
 
 TRACKED = {
-    1: {"train/loss": 0.5, "rollout/raw_reward": 0.25, "train/grad_norm": 2.0},
-    2: {"train/loss": -0.125, "rollout/raw_reward": 0.75, "train/grad_norm": 0.0625, "eval/small_accuracy": 0.375},
-    7: {"train/loss": 1e-6, "rollout/raw_reward": 0.0},
+    1: {"train/lr": 0.5, "rollout/raw_reward": 0.25, "train/grad_norm": 2.0},
+    2: {"train/lr": -0.125, "rollout/raw_reward": 0.75, "train/grad_norm": 0.0625, "eval/small_accuracy": 0.375},
+    7: {"train/lr": 1e-6, "rollout/raw_reward": 0.0},
 }
 EXPECTED: Seen = {
-    "train/loss": [(1, 0.5), (2, -0.125), (7, 1e-6)],
+    "train/lr": [(1, 0.5), (2, -0.125), (7, 1e-6)],
     "rollout/raw_reward": [(1, 0.25), (2, 0.75), (7, 0.0)],
     "train/grad_norm": [(1, 2.0), (2, 0.0625)],
     "eval/small_accuracy": [(2, 0.375)],
@@ -61,7 +61,7 @@ class Tensorboard:
 
 
 SHORT = {
-    "loss": "train/loss",
+    "lr": "train/lr",
     "reward": "rollout/raw_reward",
     "grad": "train/grad_norm",
     "small_accuracy": "eval/small_accuracy",
@@ -109,7 +109,7 @@ def test_a_step_is_there_before_the_tracker_is_closed(place: Jsonl):
     tracker.log(TRACKED[1], step=1)
     seen = place.seen()
     tracker.close()
-    assert seen["train/loss"] == [(1, 0.5)]
+    assert seen["train/lr"] == [(1, 0.5)]
     assert seen["rollout/raw_reward"] == [(1, 0.25)]
 
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_goes_on_in_the_same_place(place: Jsonl):
         for step in steps:
             tracker.log(TRACKED[step], step=step)
         tracker.close()
-    assert place.seen()["train/loss"] == approximately(EXPECTED)["train/loss"]
+    assert place.seen()["train/lr"] == approximately(EXPECTED)["train/lr"]
 
 
 def test_nothing_to_say_is_no_error(place: Jsonl):
