@@ -1,0 +1,148 @@
+"""Rewards come in the order of the samples, from the function that is meant, within their time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.errors import HookError, SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.policies.fsdp.optimizer import OptimizerOptions
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
+from slimectl.stages.score import Grader, reward_number, score
+from slimectl.types import Row, Sample, Status
+
+ModelDir = Callable[..., Path]
+
+
+@pytest.fixture
+def executor() -> Iterator[LocalExecutor]:
+    made = LocalExecutor()
+    yield made
+    made.close()
+
+
+def answered(response: str, index: int = 0, **fields: object) -> Sample:
+    tokens = list(response.encode())
+    return Sample(index=index, tokens=[63, *tokens], response=response, response_length=len(tokens),
+                  status=Status.COMPLETED, **fields)  # fmt: skip
+
+
+def slow_for_even_ones(sample: Sample) -> float:
+    time.sleep(0.0 if sample.index % 2 else 0.1)
+    return float(sample.index)
+
+
+def hangs_on_stuck(sample: Sample) -> float:
+    while sample.response == "stuck":
+        pass
+    return 1.0
+
+
+def rewards(settings: Settings, *samples: Sample) -> list[object]:
+    grade = Grader(settings)
+    return [sample.reward for sample in score(samples, grade, settings.score, executor=LocalExecutor())]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rewards_stay_with_their_samples_whatever_each_takes(executor: LocalExecutor, workers: int):
+    given = [answered("x", index) for index in range(9)]
+    scored = list(score(given, slow_for_even_ones, ScoreSettings(workers=workers), executor=executor))
+    assert [id(sample) for sample in scored] == [id(sample) for sample in given]
+    assert [sample.reward for sample in scored] == [float(index) for index in range(9)]
+
+
+def test_an_overrun_time_limit_is_reward_0_with_the_reason_and_costs_no_other_sample(executor: LocalExecutor):
+    given = [answered("stuck" if index == 2 else "fine", index) for index in range(6)]
+    settings = ScoreSettings(workers=2, timeout_s=1.5)
+    scored = list(score(given, hangs_on_stuck, settings, executor=executor))
+    assert [sample.reward for sample in scored] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert scored[2].metadata == {"reward_error": "took longer than 1.5 s"}
+    assert all(sample.metadata == {} for sample in scored if sample.index != 2)
+
+
+def test_nothing_is_graded_before_it_is_asked_for(executor: LocalExecutor):
+    pulled = []
+
+    def source() -> Iterator[Sample]:
+        for index in range(100):
+            pulled.append(index)
+            yield answered("x", index)
+
+    scored = score(source(), slow_for_even_ones, ScoreSettings(), executor=executor)
+    assert [next(scored).index for _ in range(3)] == [0, 1, 2]
+    assert pulled == [0, 1, 2]
+
+
+def test_a_failed_attempt_gets_0_whatever_the_reward_function_says(executor: LocalExecutor):
+    failed = Sample(index=7, status=Status.FAILED, remove_sample=True)
+    assert [s.reward for s in score([failed], slow_for_even_ones, ScoreSettings(), executor=executor)] == [0.0]
+
+
+def test_the_reference_attaches_its_own_log_probabilities(executor: LocalExecutor, model_dir: ModelDir):
+    frozen = FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=0.0))
+    given = [answered(word, index, group_index=index // 2) for index, word in enumerate(["a", "bcd", "efg hi", "j"])]
+    scored = list(score(given, slow_for_even_ones, ScoreSettings(), executor=executor, reference=frozen))
+    rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in given]
+    assert [sample.ref_log_probs for sample in scored] == frozen.log_probs(rows)
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    for sample in scored:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([sample.tokens])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs[torch.arange(len(sample.tokens) - 1), sample.tokens[1:]]
+        assert sample.ref_log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(executor: LocalExecutor):
+    def graded(sample: Sample) -> dict[str, object]:
+        return {"accuracy": 1.0, "format": 0.25, "why": "right"}
+
+    settings = ScoreSettings(reward_key="format")
+    sample = next(score([answered("x")], graded, settings, executor=executor))
+    assert sample.reward == {"accuracy": 1.0, "format": 0.25, "why": "right"}
+    assert reward_number(sample, "format") == 0.25
+    assert reward_number(Sample(reward={"score": 0.5, "why": ""}), None) == 0.5  # the key that needs no setting
+    assert reward_number(Sample(reward=True), None) == 1.0
+    with pytest.raises(HookError, match=r"'style' is not in the reward of sample 0 \(accuracy, format, why\)"):
+        next(score([answered("x")], graded, ScoreSettings(reward_key="style"), executor=executor))
+    with pytest.raises(HookError, match=r"'right', not a finite number; .* \(key 'why'\)"):
+        next(score([answered("x")], graded, ScoreSettings(reward_key="why"), executor=executor))
+
+
+def test_the_nearest_word_decides_who_grades(tmp_path: Path):
+    (tmp_path / "graders.py").write_text("def of_run(sample): return 0.1\ndef of_sample(sample): return 0.2\n")
+    own, runs = f"{tmp_path}/graders.py:of_sample", f"{tmp_path}/graders.py:of_run"
+    everything = Settings.model_validate({"score": {"rm_type": "exact", "custom_rm_path": runs}})
+    by_type = Settings.model_validate({"score": {"rm_type": "exact"}})
+    sample = {"response": "about 4 apples", "label": "4"}
+    contains = {"metadata": {"rm_type": "contains"}}
+    assert rewards(everything, answered(**sample, **contains, custom_rm_path=own)) == [0.2]
+    assert rewards(everything, answered(**sample, **contains)) == [0.1]
+    assert rewards(by_type, answered(**sample, **contains)) == [1.0]
+    assert rewards(by_type, answered(**sample)) == [0.0]
+    assert rewards(by_type, answered(response="4", label="4")) == [1.0]
+    with pytest.raises(SettingsError, match=r"sample 0: no reward is named; give score\.rm_type"):
+        rewards(Settings(), answered(**sample))
+
+
+def test_an_async_reward_is_awaited_here_and_in_workers(tmp_path: Path, executor: LocalExecutor):
+    file = tmp_path / "waiting.py"
+    file.write_text(
+        "import asyncio\n"
+        "async def reward(args, sample):\n"
+        "    await asyncio.sleep(0.01)\n"
+        "    return len(sample.response) * args.rollout_temperature\n"
+    )
+    given = {"score": {"custom_rm_path": f"{file}:reward"}, "rollout": {"temperature": 0.5}}
+    settings = Settings.model_validate(given)
+    assert rewards(settings, answered("abcd"), answered("ab")) == [2.0, 1.0]
+    in_workers = score([answered("abcd")], Grader(settings), ScoreSettings(workers=1), executor=executor)
+    assert [sample.reward for sample in in_workers] == [2.0]
