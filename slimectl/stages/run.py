@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any, Protocol
 
 from slimectl.ports import Agent, Engine, Executor, Policy, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.rollout import rollout
 from slimectl.stages.score import score
-from slimectl.stages.train import TrainState, train
+from slimectl.stages.train import TrainState, train_rounds
 from slimectl.streams import batched
 from slimectl.types import Prompt, Sample, StepReport
 
@@ -52,8 +51,8 @@ def run(
             yield scored
 
     sync.push()
-    scored = chain.from_iterable(executor.stream(rounds, ahead=settings.run.ahead))
-    for report in train(scored, policy, settings, state=state):
+    scored = executor.stream(rounds, ahead=settings.run.ahead)
+    for report in train_rounds(scored, policy, settings, state=state):
         started = clock()
         if report.ends_round:
             sync.push()

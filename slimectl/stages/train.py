@@ -13,7 +13,6 @@ from slimectl.settings import Settings
 from slimectl.settings.algorithm import Grpo
 from slimectl.stages.objective import grpo_rows, loss_of, require_groups, sft_rows, weigh
 from slimectl.stages.score import reward_number
-from slimectl.streams import batched
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
 
@@ -36,18 +35,44 @@ def train(
 ) -> Iterator[StepReport]:
     """Learn from samples, round by round; one report per optimizer step.
 
-    A round is `settings.rollouts_per_round` samples: advantages need whole groups. Nothing beyond a round is pulled
-    before its steps are done and reported, so a lazy source is sampled on-policy. Samples left over at the end make a
-    last, smaller step. Raises RecordError for samples that this algorithm cannot learn from.
+    A round is `settings.rollouts_per_round` rollouts: advantages need whole groups. Nothing beyond a round is pulled
+    before its steps are done and reported, so a lazy source is sampled on-policy (only where a rollout came as several
+    samples, the one after the last is looked at). Samples left over at the end make a last, smaller step. Raises
+    RecordError for samples that this algorithm cannot learn from.
     """
+    yield from train_rounds(_rounds(samples, settings.rollouts_per_round), policy, settings, state=state)
+
+
+def train_rounds(
+    rounds: Iterable[list[Sample]], policy: Policy, settings: Settings, *, state: TrainState | None = None
+) -> Iterator[StepReport]:
+    """The same, from rounds that are known as such."""
     state = state or TrainState()
-    for batch in batched(samples, settings.rollouts_per_round):
+    for samples in rounds:
         state.rollout_id += 1
-        yield from _round(batch, policy, settings, state)
+        yield from _round(samples, policy, settings, state)
     if state.pending:
         rows, state.pending = state.pending, []
         state.step += 1
         yield _step(rows, policy, settings, state, {}, [])
+
+
+def _rounds(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    """Lists of `size` whole rollouts; the samples of one that fanned out stand together and share their rollout_id."""
+    batch: list[Sample] = []
+    count = 0
+    for sample in samples:
+        goes_on = bool(batch) and sample.rollout_id is not None and sample.rollout_id == batch[-1].rollout_id
+        if count == size and not goes_on:
+            yield batch
+            batch, count = [], 0
+        batch.append(sample)
+        count += not goes_on
+        if count == size and sample.rollout_id is None:
+            yield batch
+            batch, count = [], 0
+    if batch:
+        yield batch
 
 
 def _round(samples: list[Sample], policy: Policy, settings: Settings, state: TrainState) -> Iterator[StepReport]:
