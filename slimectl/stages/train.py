@@ -82,8 +82,11 @@ def _round(samples: list[Sample], policy: Policy, settings: Settings, state: Tra
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
     metrics |= rollout_metrics(samples, rewards)
     state.pending += zip((sample.execution for sample in kept), rows, strict=True)
-    perf = {"perf/data_preprocess_time": time.perf_counter() - started}
+    waiting = [row for _, row in state.pending]
     steps = list(_steps(state, settings))
+    if isinstance(settings.algorithm, Grpo):
+        _fix_old_log_probs(waiting, policy, moves_on=len(steps) > 1 or bool(state.pending))
+    perf = {"perf/data_preprocess_time": time.perf_counter() - started}
     for i, chosen in enumerate(steps or [[]]):
         state.step += 1
         report = _step(chosen, policy, settings, state, metrics if i == 0 else {}, samples if i == 0 else [])
@@ -103,15 +106,22 @@ def _rows(
     require_groups(samples)
     kept, rows = grpo_rows(kept, algorithm, reward_key=settings.score.reward_key, metrics=metrics)
     _require_log_probs(kept, algorithm)
-    # With one step per round the policy is still the one of the old pass, and the loss takes its own values without
-    # gradient: the same numbers for one forward pass less.
     if algorithm.use_rollout_logprobs:
         for row in rows:
             row.old_log_probs = row.rollout_log_probs
-    elif settings.steps_per_round > 1:
-        for row, log_probs in zip(rows, policy.log_probs(rows), strict=True):
-            row.old_log_probs = log_probs
     return kept, rows
+
+
+def _fix_old_log_probs(rows: list[Row], policy: Policy, *, moves_on: bool) -> None:
+    """Write down whose probabilities the ratio is taken against, where the policy `moves_on` before all are used.
+
+    Where all rows are new and make one step, the policy is still the one of the old pass, and the loss takes its own
+    values without gradient: the same numbers for one forward pass less.
+    """
+    lacking = [row for row in rows if row.old_log_probs is None]
+    if lacking and (moves_on or len(lacking) < len(rows)):
+        for row, log_probs in zip(lacking, policy.log_probs(lacking), strict=True):
+            row.old_log_probs = log_probs
 
 
 def _fresh(samples: list[Sample], version: int, max_staleness: int | None, metrics: Metrics) -> list[Sample]:
@@ -132,7 +142,10 @@ def _fresh(samples: list[Sample], version: int, max_staleness: int | None, metri
 def _age(sample: Sample, version: int) -> int | None:
     """Weight versions between the oldest part of a sample and now; None for samples from elsewhere."""
     versions = sample.weight_versions
-    return version - min(map(int, versions)) if versions and all(v.isdecimal() for v in versions) else None
+    if not versions or not all(given.isdecimal() for given in versions):
+        return None
+    # A policy that starts anew from a trained checkpoint counts from 0 again: its own samples are not from the future.
+    return max(0, version - min(map(int, versions)))
 
 
 def _require_log_probs(samples: Sequence[Sample], algorithm: Grpo) -> None:
