@@ -50,7 +50,7 @@ class Job:
 
     def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
         """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
-        self._look_at_prompts()
+        self._look_at_sources()
         if resume:
             self._adopt()
         else:
@@ -66,9 +66,11 @@ class Job:
             manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
         return finished
 
-    def _look_at_prompts(self) -> None:
-        """Read one prompt of every source: a wrong path or key is said before a model is loaded or a folder made."""
+    def _look_at_sources(self) -> None:
+        """Find the model, read one prompt of every source: what is wrong is said before a folder is made."""
         settings = self.settings
+        if settings.model.path is not None:
+            wiring.source_of(settings.model.path)
         for sources in (
             list(settings.rollout.data),
             list(settings.warmup.data),

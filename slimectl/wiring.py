@@ -81,8 +81,16 @@ def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) ->
         end_token_ids=_end_tokens(folder),
     )
     if load:
-        made.load_weights(HFCheckpoint().read(folder), version="0")
+        made.load_weights(HFCheckpoint().read(folder), version=_version(folder))
     return made
+
+
+def _version(folder: Path) -> str:
+    """The weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
+    import json
+
+    file = folder / "trainer.json"
+    return str(json.loads(file.read_text())["step"]) if file.exists() else "0"
 
 
 def _end_tokens(folder: Path) -> list[int]:

@@ -144,9 +144,13 @@ class RunDir:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def start(self, settings_toml: str, *, force: bool = False) -> None:
-        """Make the folder and write run.toml. Raises SettingsError if a run is already there."""
+        """Make the folder and write run.toml. Raises SettingsError if a run is already there.
+
+        A run that failed before it had anything to show (no model to convert, say) is no run: it is replaced.
+        """
         if (self.path / "run.toml").exists():
-            if not force:
+            begun = bool(self.checkpoints()) or any(file.stat().st_size for file in self.path.glob("*.jsonl"))
+            if begun and not force:
                 raise SettingsError(
                     f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
                     f"or -s run.name=ANOTHER"

@@ -83,6 +83,8 @@ def test_growing_files_are_cut_back_to_what_a_checkpoint_saw(tmp_path: Path):
 def test_a_second_run_under_the_same_name_is_refused(tmp_path: Path):
     run = RunDir(tmp_path / "a")
     run.start("")
+    run.start("")  # nothing has come of the first start
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(SettingsError, match="--resume"):
         run.start("")
     run.start("x = 1", force=True)
