@@ -1,0 +1,64 @@
+"""A million prompts cost no more memory than ten, and the first answer does not wait for the last prompt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop import Workshop
+
+LINES = 1_000_000
+FIRST_SAMPLE_S = 30.0
+EXTRA_MIB = 150.0
+
+
+@dataclass
+class Outcome:
+    """Of a command whose reader leaves after some lines."""
+
+    code: int
+    stderr: bytes
+    seconds: float
+    """From the start of the process to its first line."""
+    peak_mib: float
+
+
+def read_some(workshop: Workshop, prompts: Path, lines: int) -> Outcome:
+    command = workshop.command("rollout", "-c", "slimectl.toml", "--data", prompts.name, "-n", "1",
+                               "--max-response-len", "2")  # fmt: skip
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=workshop.folder, env=workshop.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    limit = threading.Timer(90, process.kill)
+    limit.start()
+    try:
+        assert process.stdout.readline().startswith(b'{"')
+        seconds = time.monotonic() - started
+        for _ in range(lines - 1):
+            assert process.stdout.readline()
+        process.stdout.close()
+        words = process.stderr.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        limit.cancel()
+        process.stderr.close()
+    return Outcome(process.returncode, words, seconds, used.ru_maxrss / 1024)
+
+
+def test_a_million_prompts_stream(workshop: Workshop):
+    few, many = workshop.folder / "few.jsonl", workshop.folder / "many.jsonl"
+    few.write_text("".join(f'{{"prompt": "add {i}", "label": "{i}"}}\n' for i in range(10)))
+    many.write_text("".join(f'{{"prompt": "add {i}", "label": "{i}"}}\n' for i in range(LINES)))
+    small, large = read_some(workshop, few, 10), read_some(workshop, many, 10)
+    assert small.code == 0
+    assert (large.code, large.stderr) == (141, b"")
+    assert large.seconds < FIRST_SAMPLE_S
+    assert large.peak_mib < small.peak_mib + EXTRA_MIB
