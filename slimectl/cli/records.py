@@ -24,13 +24,21 @@ def say(text: str) -> None:
 
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
     """The manifest to sign the output with; None (and a word) if `out` already is what would be made."""
-    hashes = {name: content_hash(Path(name)) for name in inputs if Path(name).exists()}
+    named = {*inputs, *_hook_files(settings)}
+    hashes = {name: content_hash(Path(name)) for name in sorted(named) if Path(name).exists()}
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes)
-    known = len(hashes) == len(inputs)
+    known = len(hashes) == len(named)
     if out != "-" and not force and known and manifest.unchanged(Path(out)):
         say(f"{out}: is made of the same inputs and settings already; --force makes it again")
         return None
     return manifest
+
+
+def _hook_files(settings: Settings) -> list[str]:
+    """The files of the user's own functions: a changed one makes other records under the same settings."""
+    given = [item for section in settings.model_dump().values() for item in section.items()]
+    paths = [str(value).rpartition(":")[0] for key, value in given if key.endswith("_path") and value]
+    return [path for path in paths if path.endswith(".py")]
 
 
 def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
