@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,8 @@ class Job:
         settings = self.settings
         if settings.model.path is not None:
             wiring.source_of(settings.model.path)
-        for sources in (
-            list(settings.rollout.data),
-            list(settings.warmup.data),
-            *([s] for s in settings.eval.data.values()),
-        ):
+        held_out = [[source] for source in settings.eval.data.values()]
+        for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
             if sources and "-" not in sources:
                 next(wiring.prompts(settings, sources, shuffle=False))
 
@@ -119,6 +117,9 @@ class Job:
         samples = demonstrations(prompts, tokenizer, self.settings.rollout)
         say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
         for report in islice(train(samples, policy, sft), warmup.max_steps):
+            if self.interrupted():
+                say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
+                raise KeyboardInterrupt
             learnt = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in learnt.items()}
             if report.step % warmup.check_interval == 0:
@@ -152,8 +153,12 @@ class Job:
     def _loop(self, model: Path) -> bool:
         settings, total = self.settings, self.settings.run.num_rollout
         tokenizer = wiring.tokenizer(model)
-        policy = wiring.policy(settings, model, total_steps=wiring.total_steps(settings))
-        try:
+        with ExitStack() as closing:
+            policy = wiring.policy(settings, model, total_steps=wiring.total_steps(settings))
+            closing.callback(policy.close)
+            reference = wiring.reference(settings, model)
+            if reference is not None:
+                closing.callback(reference.close)
             self.state = self.journal.restore(policy, say)
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
@@ -177,13 +182,11 @@ class Job:
                 sync,
                 settings,
                 executor=self.executor,
-                reference=wiring.reference(settings, model),
+                reference=reference,
                 agent=self.agent,
                 state=self.state,
             )
             return self._follow(reports, policy, engine, tokenizer)
-        finally:
-            policy.close()
 
     def _follow(self, reports: Iterator[StepReport], policy: Policy, engine: Any, tokenizer: Any) -> bool:
         """Record every report; evaluate and save when it is time. The last round is evaluated and saved in any case."""
