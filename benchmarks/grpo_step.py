@@ -119,6 +119,7 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
         turns.told["train"] = report.perf["perf/train_time"]
         turns.done()
     if given["save"]:
+        Path(given["save"]).mkdir()
         policy.save(Path(given["save"]))
 
 
@@ -329,7 +330,8 @@ def measure(options: argparse.Namespace, case: Case) -> None:
             print(f"step {done + 1}: {name} {side.steps[-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
     show(sides, options.skip)
     for side in sides.values():
-        side.process.wait()
+        if side.process.wait():
+            raise SystemExit("a side failed after its steps; say --verbose to see why")
     if options.accuracy:
         found = {"start": options.model} | {name: path for name, path in saved.items() if path}
         told = ", ".join(f"{name} {accuracy(case, path):.3f}" for name, path in found.items())
