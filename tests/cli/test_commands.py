@@ -7,9 +7,11 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from workshop import Workshop
+from workshop import Workshop, set_up
 
 from slimectl.cli.app import app
 
@@ -46,9 +48,8 @@ def example(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_example_runs(command: list[str], workshop: Workshop):
+def test_the_example_runs(command: list[str], furnished: Workshop):
     line = example(command)
-    prepared(workshop)
     # The real model of the examples takes its time; a small one stands under the same name.
     if command[0] == "convert":
         pytest.skip("runs on the real GGUF in tests/checkpoints")
@@ -57,11 +58,13 @@ def test_the_example_runs(command: list[str], workshop: Workshop):
     words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
     if " > " in line:
         words.pop()
-    workshop.slimectl(*words)
+    furnished.slimectl(*words)
 
 
-def prepared(workshop: Workshop) -> None:
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> Workshop:
     """What the examples name: prompts, samples, scored samples, a model, a run."""
+    workshop = set_up(tmp_path_factory.mktemp("examples"), model_dir("llama"))
     folder = workshop.folder
     (folder / "models").mkdir()
     (folder / "models" / "smollm2").symlink_to(workshop.model)
@@ -71,6 +74,7 @@ def prepared(workshop: Workshop) -> None:
     workshop.slimectl("score", "samples.jsonl", "-c", "small.toml", "--out", "scored.jsonl")
     (folder / "runs" / "quickstart").mkdir(parents=True)
     (folder / "runs" / "quickstart" / "run.toml").write_text("")
+    return workshop
 
 
 def test_help_takes_less_than_half_a_second():
