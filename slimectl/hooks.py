@@ -106,8 +106,12 @@ class Hook:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        chosen = offered if self._takes_all else {name: offered[name] for name in self._wanted if name in offered}
         try:
-            return self.function(**chosen)
+            return self.bare(offered)
         except Exception as error:
             raise HookError(f"{self.setting}: {self.path} raised {type(error).__name__}: {error}") from error
+
+    def bare(self, offered: Mapping[str, Any]) -> Any:
+        """The same call, with whatever it raises left as it is."""
+        chosen = offered if self._takes_all else {name: offered[name] for name in self._wanted if name in offered}
+        return self.function(**chosen)

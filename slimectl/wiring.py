@@ -243,7 +243,8 @@ def agent(settings: Settings) -> Agent | None:
         return None
     hook = Hook(path, setting="rollout.custom_generate_function_path", offers=AGENT_OFFERS)
     args = Args(settings)
-    return lambda offered: hook({**offered, "args": args, "settings": args})
+    # Bare: an attempt that raises is a failed sample, whether the function is async or not.
+    return lambda offered: hook.bare({**offered, "args": args, "settings": args})
 
 
 def executor() -> LocalExecutor:
@@ -257,7 +258,7 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
     makers: dict[str, Callable[[dict[str, Any]], Tracker]] = {
         "stdout": partial(_stdout, settings.run.num_rollout, done),
         "jsonl": partial(_jsonl, folder),
-        "tensorboard": partial(_tensorboard, folder, resumed_at),
+        "tensorboard": partial(_tensorboard, folder, resumed_at, settings.track.always_use_train_step),
     }
     return [makers[name](settings.track.kwargs.get(name, {})) for name in settings.track.with_]
 
@@ -282,10 +283,10 @@ def _jsonl(folder: Path, kwargs: dict[str, Any]) -> Tracker:
     return JsonlTracker(Path(kwargs.get("path", folder / "tracked.jsonl")))
 
 
-def _tensorboard(folder: Path, resumed_at: int | None, kwargs: dict[str, Any]) -> Tracker:
+def _tensorboard(folder: Path, resumed_at: int | None, one_axis: bool, kwargs: dict[str, Any]) -> Tracker:
     from slimectl.trackers.tensorboard import TensorboardTracker
 
-    return TensorboardTracker(folder / "tensorboard", purge_step=resumed_at, **kwargs)
+    return TensorboardTracker(folder / "tensorboard", one_axis=one_axis, purge_step=resumed_at, **kwargs)
 
 
 def device(wanted: str) -> str:

@@ -61,3 +61,9 @@ def test_args_read_by_the_flat_names_that_people_know():
     assert args.train.lr == 1e-6
     with pytest.raises(AttributeError, match="stands in several sections"):
         _ = args.seed
+
+
+def test_a_bare_call_leaves_the_exception_as_it_is(tmp_path: Path):
+    found = hook(tmp_path, "def f(sample): raise KeyError('gold')")
+    with pytest.raises(KeyError):
+        found.bare({"sample": 1})

@@ -11,20 +11,26 @@ from slimectl.errors import MissingExtraError
 
 
 class TensorboardTracker:
-    """Scalars under `log_dir` (TENSORBOARD_DIR in the environment goes before it)."""
+    """Scalars under `log_dir` (TENSORBOARD_DIR in the environment goes before it).
 
-    def __init__(self, log_dir: Path, *, purge_step: int | None = None, **kwargs: Any) -> None:
+    Each metric stands on its own axis: `rollout/*` on `rollout/step`, `eval/*` on `eval/step`, the others on the train
+    step; `one_axis` puts all on the train step.
+    """
+
+    def __init__(self, log_dir: Path, *, one_axis: bool = False, purge_step: int | None = None, **kwargs: Any) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with") from error
         folder = os.environ.get("TENSORBOARD_DIR") or str(log_dir)
+        self._one_axis = one_axis
         # purge_step hides what a resumed run is about to write again.
         self._writer = SummaryWriter(log_dir=folder, purge_step=purge_step, **kwargs)  # type: ignore[no-untyped-call]
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)  # type: ignore[no-untyped-call]
+            axis = metrics.get(f"{name.partition('/')[0]}/step", step)
+            self._writer.add_scalar(name, value, global_step=step if self._one_axis else int(axis))  # type: ignore[no-untyped-call]
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

@@ -127,3 +127,14 @@ def test_nothing_to_say_is_no_error(place: Jsonl):
     tracker.log({}, step=1)
     tracker.close()
     assert place.seen() == {}
+
+
+@pytest.mark.parametrize(("one_axis", "steps"), [(False, [1, 3]), (True, [4, 12])])
+def test_tensorboard_puts_each_metric_on_its_own_axis(tmp_path: Path, one_axis: bool, steps: list[int]):
+    place = Tensorboard(tmp_path)
+    tracker = TensorboardTracker(place.folder, one_axis=one_axis)
+    for step, rollout in ((4, 1), (12, 3)):  # four optimizer steps a round
+        tracker.log({"train/lr": 1.0, "rollout/raw_reward": 0.5, "rollout/step": float(rollout)}, step=step)
+    tracker.close()
+    assert [at for at, _ in place.seen()["rollout/raw_reward"]] == steps
+    assert [at for at, _ in place.seen()["train/lr"]] == [4, 12]
