@@ -137,6 +137,11 @@ def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
         assert without["metrics"][name] == pytest.approx(metrics[name], rel=1e-6), name
 
 
+def test_a_function_that_is_not_async_fails_alone_too(workshop: Workshop):
+    samples = rolled_out(with_hook(workshop, "def generate(sample): raise OSError('no route')"))
+    assert {(sample["status"], sample["metadata"]["error"]) for sample in samples} == {("failed", "OSError: no route")}
+
+
 def test_a_run_survives_groups_of_which_one_answer_is_left(workshop: Workshop):
     with_hook(workshop, SOME_FAIL.replace("sample.index % 4 == 2", "sample.index % 4 != 2"))
     workshop.slimectl("run", *HOOK, "-s", "run.num_rollout=1", "-s", "eval.skip_before_train=true")
