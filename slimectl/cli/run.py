@@ -36,7 +36,8 @@ def run(
     """
     from slimectl import recipes
 
-    chosen = recipes.Recipe(None, {}) if resume else recipes.find(recipe, fallback=not config)
+    said = bool(config or assign or model or data or resume)
+    chosen = recipes.find(recipe, instead=bool(config or resume), needed=not said)
     flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
     flags |= {"run.seed": seed, "rollout.seed": seed}
     if resume:

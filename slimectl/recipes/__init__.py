@@ -26,15 +26,18 @@ def names() -> list[str]:
     return sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
 
 
-def find(wanted: str | None, *, fallback: bool) -> Recipe:
-    """The recipe of that name or file; ./slimectl.toml where none is named and `fallback` allows.
+def find(wanted: str | None, *, instead: bool, needed: bool) -> Recipe:
+    """The recipe of that name or file; where none is named, ./slimectl.toml.
 
-    Raises SettingsError with the nearest name.
+    `instead`: other files were given, so that one is left alone. `needed`: nothing else was said of the run, so its
+    absence is an error. Raises SettingsError, for an unknown name with the nearest one.
     """
-    if wanted is None and not fallback:
+    if wanted is None and (instead or not DEFAULT.exists()):
+        if needed:
+            raise SettingsError(
+                f"no {DEFAULT} here; name a recipe ({', '.join(names())}) or a TOML file, or give -c FILE"
+            )
         return Recipe(None, {})
-    if wanted is None and not DEFAULT.exists():
-        raise SettingsError(f"no {DEFAULT} here; name a recipe ({', '.join(names())}) or a TOML file, or give -c FILE")
     path = Path(wanted or DEFAULT)
     if path.suffix != ".toml":
         path = Path(__file__).parent / f"{wanted}.toml"
