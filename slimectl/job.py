@@ -20,7 +20,7 @@ from slimectl.journal import Journal
 from slimectl.ports import Policy
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Grpo, Sft
-from slimectl.stages.evaluate import evaluate, summarize
+from slimectl.stages.evaluate import evaluate, summarized
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
@@ -230,19 +230,13 @@ class Job:
             self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)
 
     def _evaluated(self, name: str, prompts: Iterator[Prompt], engine: Any, tokenizer: Any, **changed: Any) -> Metrics:
-        settings = self.settings.model_copy(update=changed)
-        samples = list(
-            evaluate(prompts, engine, tokenizer, self.reward, settings, executor=self.executor, agent=self.agent)
-        )
+        settings, metrics = self.settings.model_copy(update=changed), Metrics()
+        found = evaluate(prompts, engine, tokenizer, self.reward, settings, executor=self.executor, agent=self.agent)
+        samples = list(summarized(name, found, metrics, settings))
         if settings.eval.keep_samples and not changed:
             out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
             self.journal.keep_samples(out, samples)
-        return summarize(
-            name,
-            samples,
-            success_threshold=settings.eval.success_threshold,
-            reward_key=settings.score.reward_key,
-        )
+        return metrics
 
 
 def check_runnable(settings: Settings) -> None:

@@ -45,8 +45,7 @@ def evaluate(
     from slimectl import wiring
     from slimectl.cli.records import say, told, up_to_date, write_out
     from slimectl.stages.evaluate import evaluate as stage
-    from slimectl.stages.evaluate import summarize
-    from slimectl.streams import tee
+    from slimectl.stages.evaluate import summarized
     from slimectl.types import Metrics, Sample
 
     reward, agent, executor = wiring.reward(settings), wiring.agent(settings), wiring.executor()
@@ -58,13 +57,8 @@ def evaluate(
 
     def graded() -> Iterator[Sample]:
         for name, prompts in sources.items():
-            samples: list[Sample] = []
             found = stage(prompts, engine, tokenizer, reward, settings, executor=executor, agent=agent)
-            for sample in tee(found, samples.append):
-                sample.metadata.setdefault("dataset", name)
-                yield sample
-            threshold, key = settings.eval.success_threshold, settings.score.reward_key
-            metrics.update(summarize(name, samples, success_threshold=threshold, reward_key=key))
+            yield from summarized(name, found, metrics, settings)
 
     try:
         if out is None:

@@ -13,6 +13,7 @@ from slimectl.ports import Agent, Engine, Executor, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.score import reward_number, score
+from slimectl.streams import tee
 from slimectl.types import Metrics, Prompt, Sample, Status
 
 
@@ -39,6 +40,16 @@ def evaluate(
     asked = settings.rollout.model_copy(update={"n_samples_per_prompt": given.n_samples_per_prompt})
     samples = rollout(prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True)
     return score(samples, reward, settings.score, executor=executor)
+
+
+def summarized(name: str, samples: Iterable[Sample], metrics: Metrics, settings: Settings) -> Iterator[Sample]:
+    """The graded samples of one dataset, as they come; when they have ended, `metrics` has their summary."""
+    seen: list[Sample] = []
+    for sample in tee(samples, seen.append):
+        sample.metadata.setdefault("dataset", name)
+        yield sample
+    threshold, key = settings.eval.success_threshold, settings.score.reward_key
+    metrics |= summarize(name, seen, success_threshold=threshold, reward_key=key)
 
 
 def summarize(
