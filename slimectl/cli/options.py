@@ -27,7 +27,9 @@ Samples = Annotated[str, typer.Argument(metavar="[SAMPLES]", help="Samples (JSON
 RmType = Annotated[
     str | None, typer.Option("--rm-type", help="Verifier: math, exact, numeric, regex, reasoning_gym, …")
 ]
-Workers = Annotated[int | None, typer.Option("--workers", help="Worker processes that grade; 0 is this process")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="Worker processes that grade; 0 is this process, without a time limit")
+]
 OnError = Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings with their origins and do nothing")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is already there")]

@@ -103,8 +103,9 @@ def _graded(
             waiting.append(sample)
             yield sample
 
-    timeout_s = settings.timeout_s if settings.workers else None
-    for result in executor.map(reward, handed_out(), workers=settings.workers, timeout_s=timeout_s):
+    workers = settings.processes
+    timeout_s = settings.timeout_s if workers else None
+    for result in executor.map(reward, handed_out(), workers=workers, timeout_s=timeout_s):
         sample = waiting.popleft()
         if sample.status is Status.FAILED:
             sample.reward = 0.0

@@ -110,3 +110,17 @@ def test_every_setting_has_words():
 
     wordless = [entry.key for entry in entries() if not entry.text]
     assert wordless == []
+
+
+@pytest.mark.parametrize(
+    ("assignments", "workers"),
+    [
+        (["score.rm_type=exact"], False),
+        (["score.rm_type=math"], True),
+        (["score.rm_type=math", "score.workers=0"], False),
+        (["score.custom_rm_path=a.py:f"], False),
+        ([], False),
+    ],
+)
+def test_symbolic_verifiers_get_processes_that_a_time_limit_can_kill(assignments: list[str], workers: bool):
+    assert (settle(*assignments).settings.score.processes > 0) == workers
