@@ -14,7 +14,7 @@ from slimectl.errors import SettingsError
 def models(
     action: Annotated[str | None, typer.Argument(help="list, show or create")] = None,
     name: Annotated[str | None, typer.Argument(help="A card's name")] = None,
-    target: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Directory to create the model in")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="DIR", help="Directory to create the model in")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the new weights")] = 0,
 ) -> None:
     """List the model cards, show one, or create a model of random weights from it.

@@ -13,7 +13,7 @@ from slimectl.errors import EXIT_INTERRUPTED, SettingsError
 
 
 def run(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name or a TOML file")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
     model: Model = None,
     data: Data = None,
     name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,

@@ -41,7 +41,7 @@ def _of(prefix: str, cls: type[Section]) -> Iterator[Entry]:
             f"{prefix}.{shown}",
             field.get_default(call_default_factory=True),
             _kind(properties[shown]),
-            field.description or "",
+            " ".join((field.description or "").split()),
         )
 
 
