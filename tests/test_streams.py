@@ -36,8 +36,11 @@ def test_prefetch_never_makes_more_than_ahead_items_before_they_are_asked_for(ah
     items = prefetch(lambda: counting(made), ahead=ahead)
     for i in range(10):
         assert next(items) == i
-        time.sleep(0.02)
-        # i is in hand; at most `ahead` further ones exist, and after a while exactly so many do.
+        # i is in hand; after a while exactly `ahead` further ones exist, and a moment later no more.
+        deadline = time.monotonic() + 5
+        while len(made) < i + 1 + ahead and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.005)
         assert len(made) == i + 1 + ahead
     items.close()
 
