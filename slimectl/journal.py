@@ -95,11 +95,17 @@ class Journal:
         self.folder.cut_back(facts["sizes"])
         self.scores = [(number, score) for number, score in facts["scores"]]
         self.evaluations = [(number, metrics) for number, metrics in facts["evaluations"]]
-        return load_state(folder)
+        return load_state(folder, policy)
 
 
-def load_state(folder: Path) -> TrainState:
-    """Where training stood when the checkpoint in `folder` was written."""
-    facts = json.loads((folder / "state.json").read_text())
+def load_state(folder: Path, policy: Policy) -> TrainState:
+    """Where training stood when the checkpoint in `folder` was written, which `policy` has loaded.
+
+    A checkpoint outside a run (`slimectl train --save`) has no state of its own: it goes on at the policy's step.
+    """
+    file = folder / "state.json"
+    if not file.exists():
+        return TrainState(step=int(policy.weight_version))
+    facts = json.loads(file.read_text())
     pending = [(execution, Row(**row)) for execution, row in facts["pending"]]
     return TrainState(step=facts["step"], rollout_id=facts["rollout_id"], pending=pending)

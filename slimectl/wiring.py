@@ -12,7 +12,7 @@ from slimectl import cards
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import Args, Hook
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Sft
+from slimectl.settings.algorithm import Grpo, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
@@ -171,18 +171,18 @@ def source_of(source: str) -> Path:
     return resolve_source(source)
 
 
-def frozen(settings: Settings, path: str) -> Policy:
+def frozen(settings: Settings, folder: Path) -> Policy:
     """A model that is only asked for log-probabilities."""
-    return policy(settings, model_folder(path, setting="--reference"), total_steps=None, lr=0.0)
+    return policy(settings, folder, total_steps=None, lr=0.0)
 
 
-def reference(settings: Settings, fallback: Path | None = None) -> Policy | None:
-    """The frozen reference model, where the algorithm measures a divergence from one."""
-    path = settings.reference_path
-    if path is None:
+def reference(settings: Settings, start: Path) -> Policy | None:
+    """The frozen reference, where the loss measures a divergence: algorithm.ref_load, else the model at `start`."""
+    algorithm = settings.algorithm
+    if not isinstance(algorithm, Grpo) or algorithm.kl_loss_coef == 0:
         return None
-    folder = model_folder(path, setting="algorithm.ref_load") if getattr(settings.algorithm, "ref_load", None) else None
-    return policy(settings, folder or fallback or model_folder(path), total_steps=None, lr=0.0)
+    path = algorithm.ref_load
+    return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)
 
 
 def prompts(

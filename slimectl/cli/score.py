@@ -66,7 +66,7 @@ def score(
     manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
     if manifest is None:
         return
-    frozen = wiring.frozen(settings, reference) if reference else None
+    frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
     executor = wiring.executor()
     rewards: list[float] = []
     try:

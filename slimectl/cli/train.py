@@ -19,7 +19,7 @@ from slimectl.cli.options import (
     print_settings,
     resolved,
 )
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 
 
 def train(
@@ -41,7 +41,9 @@ def train(
 
         slimectl train scored.jsonl --model models/smollm2 --save models/better --lr 1e-5
     """
-    flags = {"model.path": model or (str(load) if load else None), "algorithm.name": algorithm, "train.lr": lr}
+    if model and load:
+        raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
+    flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
     found = resolved(config, assign, flags)
     check_on_error(on_error)
     if dry_run:
@@ -68,9 +70,10 @@ def train(
     policy = wiring.policy(settings, folder, total_steps=wiring.total_steps(settings))
     steps = 0
     try:
+        state = None
         if load is not None:
             policy.load(folder)
-        state = load_state(load) if load is not None else None
+            state = load_state(load, policy)
         for report in stage(stream, policy, settings, state=state):
             print(json.dumps(report.to_json()), flush=True)
             steps += 1

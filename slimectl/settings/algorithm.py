@@ -46,7 +46,7 @@ class Grpo(Section):
     """Weight the estimator by the importance ratio."""
 
     ref_load: str | None = None
-    """Model to measure the divergence from; model.path where not given."""
+    """Model to measure the divergence from; the one that the run starts from where not given."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; 0 builds no entropy graph."""

@@ -49,13 +49,6 @@ class Settings(Section):
     def steps_per_round(self) -> int:
         return -(-self.rollouts_per_round // self.rollouts_per_step)
 
-    @property
-    def reference_path(self) -> str | None:
-        """The frozen reference model, where the algorithm measures a divergence from one."""
-        if isinstance(self.algorithm, Grpo) and self.algorithm.kl_loss_coef > 0:
-            return self.algorithm.ref_load or self.model.path
-        return None
-
 
 def contradictions(settings: Settings) -> Iterator[str]:
     """Each contradiction between sections, as a line that names both keys and the way out."""

@@ -65,3 +65,26 @@ def test_working_ahead_is_never_staler_than_asked(workshop: Workshop):
     assert max(stale) in (1, 2)
     workshop.slimectl("run", "--name", "b")
     assert {line["metrics"]["rollout/staleness/max"] for line in without_eval(workshop.metrics("b"))} == {0}
+
+
+def test_a_new_model_is_its_own_reference(workshop: Workshop):
+    """The divergence from the start is 0 at the first step and grows from there, whatever the model came from."""
+    settings = (workshop.folder / "slimectl.toml").read_text().replace(f'path = "{workshop.model}"', 'card = "tiny"')
+    (workshop.folder / "slimectl.toml").write_text(settings)
+    workshop.slimectl("run", "-s", "algorithm.kl_loss_coef=0.1", "-s", "run.num_rollout=2")
+    first, second = (line["metrics"]["train/kl_loss"] for line in without_eval(workshop.metrics("a")))
+    assert abs(first) < 1e-6 < second
+
+
+def test_training_goes_on_from_what_train_saved(workshop: Workshop):
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "sampled.jsonl")
+    workshop.slimectl("score", "sampled.jsonl", "-c", "slimectl.toml", "--out", "scored.jsonl")
+    train = ("train", "scored.jsonl", "-c", "slimectl.toml")
+    workshop.slimectl(*train, "--save", "once")
+    lines = workshop.slimectl(*train, "--load", "once").decode().splitlines()
+    # 32 samples are two rounds of 16; the schedule and the versions go on after the two steps of the first time.
+    assert [json.loads(line)["weight_version"] for line in lines] == ["3", "4"]
+    assert [json.loads(line)["step"] for line in lines] == [3, 4]
+    assert json.loads(lines[0])["metrics"]["train/lr"] < 1e-3
+    workshop.slimectl(*train, "--load", "once", "--model", str(workshop.model), code=2)
+    assert workshop.stderr.startswith("slimectl: --model starts from weights alone")
