@@ -1,0 +1,1 @@
+"""Hugging Face and Megatron names and shapes, declared once per family; pure."""

@@ -1,0 +1,92 @@
+"""A model's architecture in Megatron's words: what config.json says, as fields of mcore's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Config = dict[str, Any]
+"""A complete Hugging Face configuration: every key of the model's class, not only those that differ from defaults."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding.
+
+    `percent` of each head is rotated; `interleaved` pairs neighbours instead of halves; `scaling` is the Hugging Face
+    `rope_parameters` (with `rope_type`) where it is not plain.
+    """
+
+    theta: float
+    percent: float = 1.0
+    interleaved: bool = False
+    scaling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a Megatron GPTModel needs to be built.
+
+    `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig where `mla`) under their
+    own names, plain data only (`activation_func` is left out: every family here is SwiGLU). `layer` names the shape of
+    a decoder layer: "plain" is mcore's own, the others are built by policies/megatron.
+    """
+
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_positions: int
+    tied: bool
+    rope: Rope
+    mla: bool = False
+    layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta"] = "plain"
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What a layer that is not plain needs besides."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+    @property
+    def experts(self) -> int:
+        return int(self.transformer.get("num_moe_experts") or 0)
+
+
+def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> Rope:
+    """The rotary facts of a configuration, written the new way (rope_parameters) or the old (rope_theta)."""
+    given: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = given.get("rope_type", given.get("type", "default"))
+    percent = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or percent)
+    scaling = None if kind == "default" else {**given, "rope_type": kind, "rope_theta": theta}
+    return Rope(theta, percent, interleaved, scaling)
+
+
+def head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def dense(config: Config, **fields: Any) -> Architecture:
+    """A plain decoder: RMSNorm before attention and MLP, grouped-query attention, SwiGLU."""
+    transformer = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": head_dim(config),
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return Architecture(
+        {**transformer, **fields},
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        tied=bool(config.get("tie_word_embeddings")),
+        rope=rope(config),
+    )

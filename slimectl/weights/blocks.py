@@ -1,0 +1,78 @@
+"""The parts that families share: embeddings, grouped-query attention, gated MLPs.
+
+`hf` and `mcore` are the prefixes of one layer (or of one part of it) in both worlds, without the last dot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slimectl.weights.architecture import Config, head_dim
+from slimectl.weights.links import GroupedRows, Link, Rows, Split
+
+
+def same(megatron: str, hf: str, *shape: int, split: Split | None = None, padded: bool = False) -> Link:
+    """A parameter that both sides store alike."""
+    return Link(megatron, (hf,), (shape,), split=split, padded=padded)
+
+
+def outer(config: Config) -> list[Link]:
+    """Embedding, last norm and head; a tied head is the embedding."""
+    V, H = config["vocab_size"], config["hidden_size"]
+    links = [
+        same("embedding.word_embeddings.weight", "model.embed_tokens.weight", V, H, split=Split(0), padded=True),
+        same("decoder.final_layernorm.weight", "model.norm.weight", H),
+    ]
+    if not config.get("tie_word_embeddings"):
+        links.append(same("output_layer.weight", "lm_head.weight", V, H, split=Split(0), padded=True))
+    return links
+
+
+def norms(config: Config, mcore: str, hf: str) -> list[Link]:
+    """The norms before attention and before the MLP."""
+    H = config["hidden_size"]
+    return [
+        same(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", H),
+        same(f"{mcore}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", H),
+    ]
+
+
+def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_norm: bool = False) -> list[Link]:
+    """Grouped-query attention; `qk_norm` is RMSNorm over each head, `bias` on query, key and value."""
+    H, D, groups = config["hidden_size"], head_dim(config), config["num_key_value_heads"]
+    q, kv = config["num_attention_heads"] * D, groups * D
+    mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
+    names = [f"{hf}.{part}_proj" for part in "qkv"]
+    fused = f"{mcore}.linear_qkv"
+    qkv, one = GroupedRows(groups), Split(0)
+    links = [
+        Link(f"{fused}.weight", tuple(f"{n}.weight" for n in names), ((q, H), (kv, H), (kv, H)), qkv, one),
+        same(f"{mcore}.linear_proj.weight", f"{hf}.o_proj.weight", H, q, split=Split(1)),
+    ]
+    if bias:
+        links.append(Link(f"{fused}.bias", tuple(f"{n}.bias" for n in names), ((q,), (kv,), (kv,)), qkv, one))
+    if qk_norm:
+        links += [same(f"{mcore}.{x}_layernorm.weight", f"{hf}.{x}_norm.weight", D) for x in "qk"]
+    return links
+
+
+def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int) -> list[Link]:
+    """down(silu(gate(x)) · up(x)); `mcore` and `hf` name the MLP itself."""
+    return [
+        Link(
+            f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+            ((ffn, hidden), (ffn, hidden)), Rows(), Split(0, (ffn, ffn)),
+        ),
+        same(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight", hidden, ffn, split=Split(1)),
+    ]  # fmt: skip
+
+
+def layered(config: Config, layer: Callable[[int, str, str], list[Link]]) -> list[Link]:
+    """`outer`, with `layer(i, megatron prefix, Hugging Face prefix)` of every layer between embedding and last norm."""
+    embedding, *rest = outer(config)
+    inner = [
+        link
+        for i in range(config["num_hidden_layers"])
+        for link in layer(i, f"decoder.layers.{i}", f"model.layers.{i}")
+    ]
+    return [embedding, *inner, *rest]
