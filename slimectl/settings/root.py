@@ -9,6 +9,7 @@ from pydantic import Field
 from slimectl.settings.algorithm import AlgorithmSettings, Grpo, Sft
 from slimectl.settings.base import Section
 from slimectl.settings.evaluate import EvalSettings
+from slimectl.settings.megatron import MegatronSettings, megatron_contradictions
 from slimectl.settings.model import EngineSettings, ModelSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.run import ClusterSettings, RunSettings, TrackSettings, WarmupSettings
@@ -25,6 +26,7 @@ class Settings(Section):
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = Field(default=Grpo())
     train: TrainSettings = TrainSettings()
+    megatron: MegatronSettings = MegatronSettings()
     eval: EvalSettings = EvalSettings()
     warmup: WarmupSettings = WarmupSettings()
     run: RunSettings = RunSettings()
@@ -77,6 +79,9 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     if run.max_staleness is not None and run.ahead == 0 and run.max_staleness > 0:
         yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
+    if train.freeze_params_name_list and train.only_train_params_name_list:
+        yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     if isinstance(algorithm, Grpo):
         yield from _grpo_contradictions(algorithm)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimectl.settings.base import Section
+from slimectl.settings.base import Section, Texts
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -14,8 +14,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 class TrainSettings(Section):
     """Scored samples in, new weights out."""
 
-    policy: Literal["fsdp"] = "fsdp"
-    """Which trainer; fsdp is the Hugging Face module, in one process or sharded over ranks."""
+    policy: Literal["fsdp", "megatron"] = "fsdp"
+    """Which trainer: fsdp is the Hugging Face module, in one process or sharded; megatron is Megatron-core (see
+    [megatron])."""
 
     lr: NonNegative = 1e-6
     """Learning rate at its peak."""
@@ -61,6 +62,12 @@ class TrainSettings(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; auto takes the GPU if there is one."""
+
+    freeze_params_name_list: Texts = []
+    """Regular expressions; parameters whose Hugging Face name matches one stay as they are."""
+
+    only_train_params_name_list: Texts = []
+    """Regular expressions; only parameters whose Hugging Face name matches one are trained."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

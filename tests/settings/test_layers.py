@@ -58,6 +58,19 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["run.num_rollout=2", "run.num_epoch=2"], ["run.num_rollout", "run.num_epoch"]),
         (["algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"], ["use_tis", "use_rollout_logprobs"]),
         (["eval.interval=2"], ["eval.interval", "eval.data"]),
+        (["megatron.tensor_model_parallel_size=2"], ["megatron.tensor_model_parallel_size", "train.policy"]),
+        (
+            ["train.policy=megatron", "megatron.context_parallel_size=2"],
+            ["cluster.actor_num_gpus_per_node", "[megatron]"],
+        ),
+        (
+            ["train.policy=megatron", "megatron.expert_model_parallel_size=4", "cluster.actor_num_gpus_per_node=2"],
+            ["megatron.expert_model_parallel_size", "cluster"],
+        ),
+        (
+            ["train.freeze_params_name_list=a", "train.only_train_params_name_list=b"],
+            ["train.freeze_params_name_list", "train.only_train_params_name_list"],
+        ),
         (["rollout.min_new_tokens=300"], ["rollout.min_new_tokens", "rollout.max_response_len"]),
         (["train.min_lr=1"], ["train.min_lr", "train.lr"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
