@@ -22,6 +22,7 @@ Assign = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")]
 Data = Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")]
+Trainer = Annotated[str | None, typer.Option("--policy", help="Trainer: fsdp or megatron")]
 Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[

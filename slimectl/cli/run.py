@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slimectl.cli.options import Assign, Config, Data, DryRun, Force, Model, print_settings, resolved
+from slimectl.cli.options import Assign, Config, Data, DryRun, Force, Model, Trainer, print_settings, resolved
 from slimectl.errors import EXIT_INTERRUPTED, SettingsError
 
 
@@ -16,6 +16,7 @@ def run(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
     model: Model = None,
     data: Data = None,
+    policy: Trainer = None,
     name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
@@ -39,7 +40,7 @@ def run(
     said = bool(config or assign or model or data or resume)
     chosen = recipes.find(recipe, instead=bool(config or resume), needed=not said)
     flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
-    flags |= {"run.seed": seed, "rollout.seed": seed}
+    flags |= {"train.policy": policy, "run.seed": seed, "rollout.seed": seed}
     if resume:
         if not (resume / "run.toml").exists():
             raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")

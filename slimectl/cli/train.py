@@ -15,6 +15,7 @@ from slimectl.cli.options import (
     Model,
     OnError,
     Samples,
+    Trainer,
     check_on_error,
     print_settings,
     resolved,
@@ -28,6 +29,7 @@ def train(
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo or sft")] = None,
+    trainer: Trainer = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
     on_error: OnError = "stop",
     config: Config = None,
@@ -44,6 +46,7 @@ def train(
     if model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
     flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
+    flags["train.policy"] = trainer
     found = resolved(config, assign, flags)
     check_on_error(on_error)
     if dry_run:
