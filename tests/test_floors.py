@@ -15,7 +15,7 @@ PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
     ["__init__", "errors", "types"],
-    ["algorithms", "rewards", "weights", "settings", "cards", "metrics"],
+    ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics"],
     ["ports", "hooks", "streams", "data"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
