@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.types import Row
 
 Step = Callable[[], float]

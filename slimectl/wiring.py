@@ -114,8 +114,8 @@ def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: flo
 
 def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None) -> Policy:
     from slimectl.checkpoints.hf import HFCheckpoint
-    from slimectl.policies.fsdp.optimizer import OptimizerOptions
     from slimectl.policies.fsdp.policy import FsdpPolicy
+    from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
     options = OptimizerOptions(

@@ -13,9 +13,9 @@ import torch
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.group import GroupPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import Policy
 from slimectl.types import Row
 

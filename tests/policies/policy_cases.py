@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.types import Row
 
 FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.types import Row
 
 ModelDir = Callable[..., Path]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.errors import CheckpointError
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 
 ModelDir = Callable[..., Path]
 FALLING = OptimizerOptions(lr=1e-3, schedule="linear", decay_steps=6, warmup_steps=1)

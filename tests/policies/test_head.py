@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimectl.policies.fsdp import head
-from slimectl.policies.fsdp.head import linear_log_probs
+from slimectl.policies import head
+from slimectl.policies.head import linear_log_probs
 
 
 @pytest.mark.parametrize("kept_logits", [0, 40, 10**6])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.policies.fsdp.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.optimizer import OptimizerOptions, lr_at
 
 
 def rates(count: int, **options: object) -> list[float]:

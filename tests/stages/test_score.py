@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.score import Grader, reward_number, score

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from workshop import Workshop
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.policies.fsdp.optimizer import OptimizerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.stages.train import train
 from slimectl.types import Row, Sample, Status, StepReport

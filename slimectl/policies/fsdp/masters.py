@@ -40,6 +40,8 @@ class Masters:
         if self.copies:
             for parameter in self.parameters.values():
                 parameter.data = torch.empty_like(parameter, dtype=DTYPES[dtype])
+        self.trained = {name: self.tensors[name] for name, p in self.parameters.items() if p.requires_grad}
+        """Those that the optimizer updates; the others are frozen."""
         self._sums: dict[str, Tensor] = {}
         """Float32 gradients of bfloat16 copies, their memory kept from step to step."""
         self.in_checkpoint: list[tuple[str, str]] = []
@@ -94,13 +96,13 @@ class Masters:
 
     def gradients(self) -> list[Tensor]:
         """The gradient of each master, set on it; zeros where nothing was trained."""
-        for name, master in self.tensors.items():
+        for name, master in self.trained.items():
             if not self.copies:
                 gradient = self.parameters[name].grad
                 master.grad = gradient.to_local() if self.mesh is not None and gradient is not None else gradient
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [master.grad for master in self.tensors.values() if master.grad is not None]
+        return [master.grad for master in self.trained.values() if master.grad is not None]
 
     def drop_gradients(self) -> None:
         for name, master in self.tensors.items():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp import attention
-from slimectl.policies.fsdp.head import linear_log_probs
 from slimectl.policies.fsdp.layout import PackLayout
+from slimectl.policies.head import linear_log_probs
 
 
 class PackedModel(nn.Module):

@@ -15,23 +15,25 @@ from torch import Tensor
 
 from slimectl.algorithms.packing import Pack, planned
 from slimectl.errors import CheckpointError
+from slimectl.policies.freezing import trained
 from slimectl.policies.fsdp.layout import PackLayout, laid_out
 from slimectl.policies.fsdp.masters import DTYPES, Masters
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
-from slimectl.policies.fsdp.optimizer import OptimizerOptions, adamw, clip, lr_at, squared_norm
-from slimectl.policies.fsdp.state import (
+from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
+from slimectl.policies.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.state import (
+    MOMENTS,
     OPTIMIZER,
     copy_companions,
+    moment_shapes,
     read_tensors,
     read_trainer,
     write_float32,
     write_trainer,
 )
-from slimectl.policies.fsdp.tokens import present, response_tokens
+from slimectl.policies.tokens import present, response_tokens
 from slimectl.ports import CheckpointFormat, Loss
 from slimectl.types import Metrics, Row
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpPolicy:
@@ -52,6 +54,8 @@ class FsdpPolicy:
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
         share_prompts: bool = True,
+        freeze: Sequence[str] = (),
+        train_only: Sequence[str] = (),
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -67,11 +71,14 @@ class FsdpPolicy:
         if gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = PackedModel(hf)
+        names = trained((name for name, _ in hf.named_parameters()), freeze=freeze, train_only=train_only)
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(name in names)
         self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh)
         self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)
-        dims = [len(shape) for shape in self.masters.shapes.values()]
-        self.optimizer = adamw(list(self.masters.tensors.values()), dims, optimizer)
+        dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
+        self.optimizer = adamw(list(self.masters.trained.values()), dims, optimizer)
 
     @property
     def weight_version(self) -> str:
@@ -95,7 +102,10 @@ class FsdpPolicy:
         for pack in self._share(rows):
             layout, logprobs_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
             if pack:
-                value, metrics = loss(response_tokens(rows, names, layout, logprobs_R, entropy_R))
+                tokens = response_tokens(
+                    rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R
+                )
+                value, metrics = loss(tokens)
             else:
                 value, metrics = logprobs_R.sum(), {}
             value.backward()
@@ -186,14 +196,14 @@ class FsdpPolicy:
 
     def _updates(self) -> int:
         """Updates that the optimizer has made: steps, less those left out."""
-        slots = [self.optimizer.state[master] for master in self.masters.tensors.values()]
+        slots = [self.optimizer.state[master] for master in self.masters.trained.values()]
         return int(slots[0]["step"]) if slots and slots[0] else 0
 
     def _moment_shapes(self) -> dict[str, torch.Size]:
-        return {f"{moment}.{name}": shape for name, shape in self.masters.shapes.items() for moment in MOMENTS}
+        return moment_shapes({name: self.masters.shapes[name] for name in self.masters.trained})
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        for name, master in self.masters.tensors.items():
+        for name, master in self.masters.trained.items():
             for moment in MOMENTS:
                 local = self.optimizer.state[master].get(moment)
                 yield f"{moment}.{name}", self.masters.full(name, torch.zeros_like(master) if local is None else local)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import RecordError
-from slimectl.policies.fsdp.layout import PackLayout
 from slimectl.types import Row
 
 CONSTANTS = {
@@ -48,15 +47,22 @@ def present(rows: Sequence[Row]) -> list[str]:
 
 
 def response_tokens(
-    rows: Sequence[Row], names: Sequence[str], layout: PackLayout, logprobs_R: Tensor, entropy_R: Tensor | None
+    rows: Sequence[Row],
+    names: Sequence[str],
+    *,
+    members: Sequence[int],
+    row_R: Tensor,
+    logprobs_R: Tensor,
+    entropy_R: Tensor | None,
 ) -> ResponseTokens:
-    """The pack that `layout` describes, with the constants called `names`."""
+    """A pack whose rows are `members` of `rows`, with the constants called `names`.
+
+    `row_R` says which of the members each token belongs to.
+    """
     columns = {
         CONSTANTS[name]: torch.tensor(
-            [value for i in layout.rows for value in getattr(rows[i], name)],
-            dtype=torch.float32,
-            device=logprobs_R.device,
+            [value for i in members for value in getattr(rows[i], name)], dtype=torch.float32, device=logprobs_R.device
         )
         for name in names
     }
-    return ResponseTokens(logprobs_R, entropy_R, layout.row_R, len(layout.rows), **columns)
+    return ResponseTokens(logprobs_R, entropy_R, row_R, len(members), **columns)

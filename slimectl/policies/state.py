@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,17 @@ from slimectl.errors import CheckpointError
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
     "vocab.*", "merges.txt", "added_tokens.json",
 )  # fmt: skip
+
+
+def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """What OPTIMIZER holds, in order, for parameters of these Hugging Face names and shapes."""
+    return {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
 
 
 def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,40 @@
+"""Which parameters are trained, by regular expressions over their Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from slimectl.errors import SettingsError
+
+
+def trained(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> set[str]:
+    """The names that no pattern of `freeze` matches and, where `train_only` is given, one of its patterns does.
+
+    A pattern matches anywhere in a name. Raises SettingsError for one that matches no name, or if nothing is left.
+
+    >>> sorted(trained(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
+    ['a.mlp']
+    """
+    names = list(names)
+    for pattern in (*freeze, *train_only):
+        try:
+            matches = any(re.search(pattern, name) for name in names)
+        except re.error as error:
+            raise SettingsError(f"{pattern!r} is not a regular expression ({error})") from error
+        if not matches:
+            raise SettingsError(
+                f"{pattern!r} matches no parameter; names look like {names[len(names) // 2]} (regular expressions of"
+                " train.freeze_params_name_list and train.only_train_params_name_list)"
+            )
+    left = {
+        name
+        for name in names
+        if not any(re.search(pattern, name) for pattern in freeze)
+        and (not train_only or any(re.search(pattern, name) for pattern in train_only))
+    }
+    if not left:
+        raise SettingsError(
+            "train.freeze_params_name_list and train.only_train_params_name_list leave no parameter to train; drop one"
+        )
+    return left

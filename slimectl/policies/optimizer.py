@@ -1,0 +1,53 @@
+"""AdamW's settings and the course of its learning rate, for every policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from slimectl.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """AdamW and the course of its learning rate.
+
+    `weight_decay` spares one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
+    for no clipping. The rate rises linearly over `warmup_steps`, then is constant or falls to `min_lr` at step
+    `decay_steps` (counted from the first step, warm-up included).
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise SettingsError(f"schedule {self.schedule!r}: must be constant, linear or cosine")
+        if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+            raise SettingsError(
+                f"schedule {self.schedule!r} needs decay_steps (the step at which min_lr is reached) above"
+                f" warmup_steps ({self.warmup_steps}), got {self.decay_steps}"
+            )
+
+
+def lr_at(step: int, options: OptimizerOptions) -> float:
+    """The learning rate of update `step`, counted from 0.
+
+    >>> [lr_at(step, OptimizerOptions(lr=1.0, warmup_steps=2, schedule="linear", decay_steps=6)) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    if options.schedule == "constant" or options.decay_steps is None:
+        return options.lr
+    done = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)
+    left = 1 - done if options.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return options.min_lr + (options.lr - options.min_lr) * left

@@ -1,0 +1,45 @@
+"""Frozen parameters stay, cost no optimizer state, and are named by patterns that must match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import Clipped, new_policy, random_rows
+from safetensors.torch import load_file
+
+from slimectl.errors import SettingsError
+from slimectl.policies.freezing import trained
+
+ModelDir = Callable[..., Path]
+NAMES = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+
+
+def test_freezing_and_training_only_are_taken_together():
+    assert trained(NAMES) == set(NAMES)
+    assert trained(NAMES, freeze=["embed", "norm"]) == {NAMES[1]}
+    assert trained(NAMES, freeze=["embed"], train_only=["model"]) == {NAMES[1], NAMES[2]}
+
+
+def test_patterns_that_make_no_sense_are_refused():
+    with pytest.raises(SettingsError, match=r"'lm_haed' matches no parameter; names look like model\.layers\.0"):
+        trained(NAMES, freeze=["lm_haed"])
+    with pytest.raises(SettingsError, match=r"'\(' is not a regular expression"):
+        trained(NAMES, train_only=["("])
+    with pytest.raises(SettingsError, match="leave no parameter to train"):
+        trained(NAMES, freeze=["model"])
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(model_dir: ModelDir, tmp_path: Path):
+    policy = new_policy(model_dir("qwen3"), freeze=["embed_tokens", r"layers\.0\."])
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    policy.forward_backward(random_rows(), Clipped())
+    assert policy.optim_step()["grad_norm"] > 0
+    stayed = {name for name, tensor in policy.weights() if torch.equal(tensor, before[name])}
+    assert stayed == {name for name in before if "embed_tokens" in name or "layers.0." in name}
+    policy.save(tmp_path)
+    moments = load_file(tmp_path / "optimizer.safetensors")
+    assert {name.partition(".")[2] for name in moments} == set(before) - stayed
+    policy.load(tmp_path)
