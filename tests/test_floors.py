@@ -24,6 +24,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
+    ("cards", "weights"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("wiring", "conversions"), ("job", "wiring"), ("job", "journal"),
     ("__main__", "cli"),

@@ -3,36 +3,87 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slimectl import cards
 from slimectl.errors import SettingsError
 
+USAGE = "models: write `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
+COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
+
 
 def models(
-    action: Annotated[str | None, typer.Argument(help="list, show or create")] = None,
+    action: Annotated[str | None, typer.Argument(help="list, show, check or create")] = None,
     name: Annotated[str | None, typer.Argument(help="A card's name")] = None,
-    target: Annotated[Path | None, typer.Argument(metavar="DIR", help="Directory to create the model in")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="DIR", help="Checkpoint to check, or model to make")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the new weights")] = 0,
 ) -> None:
-    """List the model cards, show one, or create a model of random weights from it.
+    """List the model cards, show one, check a checkpoint against one, or create a model of random weights from it.
 
     Example:
 
         slimectl models create tiny models/tiny-0 --seed 0
     """
     if action in (None, "list"):
-        for card in cards.names():
-            print(f"{card:<12} {cards.load(card)['family']}")
-        return
-    if action not in ("show", "create") or name is None:
-        raise SettingsError("models: write `slimectl models`, `models show NAME` or `models create NAME DIR`")
+        print_table([COLUMNS, *(row(card) for card in cards.names())])
+    elif action == "show" and name is not None:
+        print(cards.path_of(name).read_text(encoding="utf-8"), end="")
+    elif action == "check" and name is not None and target is not None:
+        check(name, target)
+    elif action == "create" and name is not None:
+        create(name, target, seed)
+    else:
+        raise SettingsError(USAGE)
+
+
+def row(name: str) -> tuple[str, ...]:
     card = cards.load(name)
-    if action == "show":
-        print((cards.folder() / f"{name}.toml").read_text(), end="")
-        return
+    config = cards.language_model(card["config"])
+    total = card["parameters"]
+    layers, hidden = str(config["num_hidden_layers"]), str(config["hidden_size"])
+    return name, card["family"], short(total), short(card.get("activated", total)), layers, hidden
+
+
+def short(count: int) -> str:
+    """A number of parameters in three digits.
+
+    >>> short(596_049_920), short(1_720_574_976), short(1_026_408_209_408)
+    ('596 M', '1.72 B', '1.03 T')
+    """
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count / 1000:.3g} k"
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+        print("  ".join(left + right))
+
+
+def check(name: str, folder: Path) -> None:
+    """The differences line by line and exit code 1; one line if there are none."""
+    from slimectl import wiring
+    from slimectl.cli.records import say
+    from slimectl.weights.complete import read_config
+
+    card: dict[str, Any] = cards.load(name)
+    found = cards.differences(card, read_config(wiring.model_folder(str(folder), setting="models check")))
+    for difference in found:
+        print(cards.told(difference))
+    if found:
+        raise typer.Exit(1)
+    say(f"{folder}: agrees with the card {name}")
+
+
+def create(name: str, target: Path | None, seed: int) -> None:
+    card = cards.load(name)
     if target is None or target.exists():
         raise SettingsError(f"models create: give a directory that does not exist yet, not {target}")
     from slimectl import wiring
