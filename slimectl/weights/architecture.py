@@ -50,6 +50,18 @@ class Architecture:
     def experts(self) -> int:
         return int(self.transformer.get("num_moe_experts") or 0)
 
+    def moe(self, layer: int) -> bool:
+        """Whether this layer (the first is 0) has experts."""
+        return self.experts > 0 and _in_pattern(self.transformer.get("moe_layer_freq"), layer, otherwise=True)
+
+    def linear_attention(self, layer: int) -> bool:
+        """Whether this layer (the first is 0) has linear attention."""
+        return _in_pattern(self.transformer.get("linear_attention_freq"), layer, otherwise=False)
+
+
+def _in_pattern(pattern: list[int] | None, layer: int, *, otherwise: bool) -> bool:
+    return otherwise if pattern is None else bool(pattern[layer])
+
 
 def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> Rope:
     """The rotary facts of a configuration, written the new way (rope_parameters) or the old (rope_theta)."""

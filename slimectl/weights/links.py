@@ -5,6 +5,7 @@ H hidden · D head · R rows · a block is a part of an axis that tensor paralle
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -128,6 +129,12 @@ class Link:
     @property
     def shape(self) -> Shape:
         return self.join.shape(self.shapes)
+
+    @property
+    def expert(self) -> int | None:
+        """Which routed expert it belongs to; those are cut by expert tensor parallelism. None: every rank's part."""
+        found = re.search(r"\.local_experts\.(\d+)\.", self.megatron)
+        return int(found[1]) if found else None
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The Megatron parameter. Raises CheckpointError for a tensor of another shape."""

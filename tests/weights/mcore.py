@@ -1,0 +1,63 @@
+"""A GPTModel as Megatron-core itself builds it, in this process alone: no module of ours in its layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import slimectl.policies.megatron  # noqa: F401  (prepares megatron.core for this machine)
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from slimectl.weights.architecture import Architecture
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A world of one rank, without a port."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def bare_model(architecture: Architecture) -> GPTModel:
+    """mcore's own layers with the architecture's fields."""
+    kind = MLATransformerConfig if architecture.mla else TransformerConfig
+    config = kind(
+        **architecture.transformer,
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=64,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+    )
+
+
+def sharded(model: GPTModel, **metadata: bool) -> dict[str, list[ShardedTensor]]:
+    """What a torch_dist checkpoint of the model holds: by key, the regions in it (state objects left out)."""
+    found: dict[str, list[ShardedTensor]] = {}
+    values = list(nested_values(model.sharded_state_dict(metadata=metadata or None)))
+    while values:
+        value = values.pop(0)
+        if isinstance(value, ShardedTensorFactory):
+            values = list(nested_values(value.build())) + values
+        elif not isinstance(value, ShardedObject):
+            found.setdefault(value.key, []).append(value)
+    return found

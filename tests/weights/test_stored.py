@@ -1,0 +1,104 @@
+"""torch_dist names: mcore's own sharded_state_dict has exactly these keys, shapes and offsets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from importlib.util import find_spec
+
+import pytest
+from hf_models import CONFIGS, config_of
+from slimectl.errors import CheckpointError
+from slimectl.weights.families import family_of
+from slimectl.weights.links import Link
+from slimectl.weights.stored import Naming, Stored, naming, naming_of, stored, tensors
+
+PLAIN = [name for name in CONFIGS if family_of(config_of(name)).architecture(config_of(name)).layer == "plain"]
+"""Families whose layers are mcore's own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    from mcore import alone
+
+    with alone():
+        yield
+
+
+def parts(name):
+    config = config_of(name)
+    family = family_of(config)
+    return family.links(config), family.architecture(config)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_model_of_mcore_stores_the_same_keys_shapes_and_offsets(name):
+    from mcore import bare_model, sharded
+
+    links, architecture = parts(name)
+    model = bare_model(architecture)
+    theirs = sharded(model)
+    ours = tensors(links, architecture)
+    assert set(theirs) == set(ours)
+    for key, pieces in ours.items():
+        whole = {(*region.counts, *region.shape) for _, region in pieces}
+        assert whole == {piece.global_shape for piece in theirs[key]}, key
+        # gate and up of a fused matrix are two pieces of theirs and one region of ours
+        starts = {piece.global_offset[: piece.prepend_axis_num] for piece in theirs[key]}
+        assert {region.offsets for _, region in pieces} == starts, key
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_parameters_of_mcores_model_are_those_of_the_links(name):
+    from mcore import bare_model
+
+    links, architecture = parts(name)
+    state = {key: value for key, value in bare_model(architecture).state_dict().items() if "_extra_state" not in key}
+    theirs = {key: tuple(value.shape) for key, value in state.items() if value is not None}
+    assert theirs == {link.megatron: link.shape for link in links}
+
+
+def test_layers_that_mcore_is_told_to_keep_apart_have_keys_of_their_own():
+    from mcore import bare_model, sharded
+
+    links, architecture = parts("qwen3")
+    theirs = sharded(bare_model(architecture), non_homogeneous_layers=True)
+    assert set(theirs) == set(tensors(links, architecture, Naming(stacked=False)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_regions_fill_every_tensor_exactly_once(name, fused, stacked):
+    links, architecture = parts(name)
+    stacked = stacked and naming(architecture).stacked
+    for key, pieces in tensors(links, architecture, Naming(stacked, fused)).items():
+        assert len({(region.counts, region.shape) for _, region in pieces}) == 1, key
+        offsets = Counter(region.offsets for _, region in pieces)
+        assert set(offsets.values()) == {1} and len(offsets) == math.prod(pieces[0][1].counts), key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_naming_is_found_from_the_keys(name, fused):
+    links, architecture = parts(name)
+    how = naming(architecture, fused=fused)
+    keys = tensors(links, architecture, how)
+    assert set(tensors(links, architecture, naming_of(keys, links, architecture))) == set(keys)
+
+
+def test_key_that_is_missing_is_named():
+    links, architecture = parts("qwen3")
+    keys = set(tensors(links, architecture)) - {"decoder.layers.mlp.linear_fc2.weight"}
+    with pytest.raises(CheckpointError, match=r"no tensor decoder\.layers\.mlp\.linear_fc2\.weight"):
+        naming_of(keys, links, architecture)
+
+
+def test_norm_takes_the_name_of_the_projection_after_it():
+    _, architecture = parts("llama")
+    norm = Link("decoder.layers.1.pre_mlp_layernorm.weight", ("norm",), ((32,),))
+    assert stored(norm, architecture) == (
+        Stored("decoder.layers.mlp.linear_fc1.layer_norm_weight", (1,), (2,), (32,), (0, 32)),
+    )
