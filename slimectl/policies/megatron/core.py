@@ -1,0 +1,63 @@
+"""The way to megatron.core: present, of a known version, mended for this machine, and quiet about what it misses."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+
+from slimectl.errors import BackendError, MissingExtraError
+
+OLDEST, NEWER = (0, 16), (0, 20)
+"""megatron-core from the first of these versions, below the second."""
+
+_PARTS = (
+    "models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "transformer.multi_latent_attention",
+    "transformer.moe.moe_layer", "transformer.moe.experts", "distributed", "distributed.finalize_model_grads",
+    "optimizer", "optimizer_param_scheduler", "pipeline_parallel", "pipeline_parallel.p2p_communication",
+    "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel",
+)  # fmt: skip
+"""What is imported before patching: every module of megatron.core that this package calls, and what those import."""
+
+_QUIET = (
+    r"Transformer Engine and Apex are not installed", r"Apex is not installed",
+    r"The following imports from `dynamic_context.py`", r"\s*The 'megatron.core.transformer.custom_layers",
+    r"`torch.jit.script_method` is deprecated", r"`torch.jit.script` is deprecated",
+)  # fmt: skip
+"""Warnings of the import that tell a user nothing: the absence of those libraries is a choice."""
+
+
+def prepare() -> None:
+    """Import megatron.core and mend it where this machine needs that.
+
+    Raises MissingExtraError if megatron-core or psutil is absent, BackendError for a version that is not supported.
+    """
+    version = _version()
+    with warnings.catch_warnings():
+        for message in _QUIET:
+            warnings.filterwarnings("ignore", message=message)
+        for part in _PARTS:
+            importlib.import_module(f"megatron.core.{part}")
+    from slimectl.policies.megatron import cpu_device, no_te_fixes
+
+    if no_te_fixes.needed():
+        no_te_fixes.install()
+    if cpu_device.needed():
+        cpu_device.install(version)
+
+
+def _version() -> str:
+    """The installed version of megatron-core."""
+    for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
+        # Without psutil a checkpoint's save waits for ever (megatron-core 0.16.1).
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(package, extra="megatron", wanted_by='train.policy = "megatron"')
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"') from error
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= numbers < NEWER:
+        raise BackendError(f"megatron-core {version} is not supported; run: pip install 'megatron-core>=0.16.1,<0.20'")
+    return version

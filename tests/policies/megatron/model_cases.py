@@ -1,0 +1,177 @@
+"""Tiny models of every family, as Hugging Face computes them and as Megatron-core does, with the same numbers.
+
+T tokens of all sequences · V vocabulary · H hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron.model import PackedGPT
+from slimectl.policies.megatron.parallel import parallel_state
+from slimectl.weights.complete import read_config
+from slimectl.weights.families import family_of
+from slimectl.weights.links import Link
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "llama_linear_rope": {"model_type": "llama", "rope_parameters": LINEAR},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_yarn": {"model_type": "qwen2", "rope_parameters": YARN},
+    "qwen3": {"model_type": "qwen3"},
+}
+
+LENGTHS = (7, 12, 12, 5, 1)
+"""Unequal on purpose, with two neighbours alike and a single token."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Hugging Face's model answers; gradients are those of `loss_of(logits)`, by their names on disk."""
+
+    config: dict[str, Any]
+    links: list[Link]
+    weights: dict[str, Tensor]
+    tokens: list[list[int]]
+    logits_TV: Tensor
+    gradients: dict[str, Tensor]
+
+    @property
+    def tokens_T(self) -> Tensor:
+        """All sequences one after another."""
+        return torch.tensor([token for row in self.tokens for token in row])
+
+    def megatron(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole Megatron parameters of tensors by their names on disk."""
+        return {link.megatron: link.to_megatron([tensors[name] for name in link.hf]) for link in self.links}
+
+
+def reference(name: str, folder: Path, *, lengths: Sequence[int] = LENGTHS) -> Reference:
+    """A random model of the case, its answers to sequences of these lengths, each computed alone."""
+    model = _hf_model(CASES[name])
+    weights = _on_disk(model, folder / "weights")
+    tokens = tokens_of(lengths)
+    logits_TV = torch.cat([model(torch.tensor([row])).logits[0] for row in tokens])
+    loss_of(logits_TV).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    config = read_config(folder / "weights")
+    return Reference(
+        config, family_of(config).links(config), weights, tokens, logits_TV.detach(), _on_disk(model, folder / "grads")
+    )
+
+
+def tokens_of(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, SHAPE["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+
+def loss_of(logits_TV: Tensor) -> Tensor:
+    """Some function of every logit."""
+    weights_TV = torch.randn(logits_TV.shape, generator=torch.Generator().manual_seed(2)).to(logits_TV)
+    return (torch.log_softmax(logits_TV, dim=-1) * weights_TV).sum()
+
+
+def _hf_model(case: dict[str, Any]) -> Any:
+    """Every parameter random, norms and biases too: ones and zeros would hide mistakes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SHAPE, **case})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for value in [*model.parameters(), *biases]:
+            if value.ndim > 1:
+                value.normal_(0, 0.15)
+            else:
+                value.add_(torch.randn_like(value) * 0.1)
+    return model.eval()
+
+
+def _on_disk(model: Any, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def parameters_of(chunks: Iterable[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that checkpoints keep, by the names that they have in the whole model."""
+    experts = parallel_state.get_expert_model_parallel_rank()
+    for chunk in chunks:
+        kept = set(chunk.state_dict())
+        for name, value in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if name not in kept:
+                continue
+            name = re.sub(
+                r"^decoder\.layers\.(\d+)",
+                lambda m, c=chunk: f"decoder.layers.{c.decoder.layers[int(m[1])].layer_number - 1}",
+                name,
+            )
+            held = (
+                chunk.config.num_moe_experts and chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+            )
+            yield (
+                re.sub(r"local_experts\.(\d+)", lambda m, h=held: f"local_experts.{int(m[1]) + experts * h}", name),
+                value,
+            )
+
+
+def share(link: Link, whole: Tensor, layout: ParallelLayout) -> Tensor:
+    """The part of a whole Megatron parameter that this rank holds."""
+    expert = ".local_experts." in link.megatron
+    ranks = layout.expert_tensor if expert else layout.tensor
+    rank = (
+        parallel_state.get_expert_tensor_parallel_rank() if expert else parallel_state.get_tensor_model_parallel_rank()
+    )
+    if link.padded:
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, -whole.shape[0] % ranks))
+    return whole if link.split is None else link.split.shard(whole, rank, ranks)
+
+
+def load(chunks: list[PackedGPT], reference: Reference, layout: ParallelLayout) -> None:
+    """Fill every parameter of the chunks with its part of the reference's weights."""
+    links = {link.megatron: link for link in reference.links}
+    wholes = reference.megatron(reference.weights)
+    with torch.no_grad():
+        for name, value in parameters_of(chunks):
+            name = _tied(name, links)
+            value.copy_(share(links[name], wholes[name], layout))
+
+
+def _tied(name: str, links: dict[str, Link]) -> str:
+    """The last stage's copy of a tied embedding goes by the embedding's name."""
+    return "embedding.word_embeddings.weight" if name == "output_layer.weight" and name not in links else name
