@@ -132,6 +132,9 @@ def _parallel(layout: ParallelLayout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.tensor > 1,
+        # Interleaved stages on two ranks exchange both ways with the same peer: one batch of messages mixes them up.
+        "overlap_p2p_comm": layout.virtual_pipeline is not None,
+        "batch_p2p_comm": layout.virtual_pipeline is None,
     }
 
 

@@ -85,7 +85,7 @@ def reference(name: str, folder: Path, *, lengths: Sequence[int] = LENGTHS) -> R
     weights = _on_disk(model, folder / "weights")
     tokens = tokens_of(lengths)
     logits_TV = torch.cat([model(torch.tensor([row])).logits[0] for row in tokens])
-    loss_of(logits_TV).backward()
+    loss_of(logits_TV, loss_weights(len(logits_TV))).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -100,10 +100,13 @@ def tokens_of(lengths: Sequence[int]) -> list[list[int]]:
     return [torch.randint(0, SHAPE["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
 
 
-def loss_of(logits_TV: Tensor) -> Tensor:
+def loss_of(logits_TV: Tensor, weights_TV: Tensor) -> Tensor:
     """Some function of every logit."""
-    weights_TV = torch.randn(logits_TV.shape, generator=torch.Generator().manual_seed(2)).to(logits_TV)
     return (torch.log_softmax(logits_TV, dim=-1) * weights_TV).sum()
+
+
+def loss_weights(tokens: int) -> Tensor:
+    return torch.randn(tokens, SHAPE["vocab_size"], generator=torch.Generator().manual_seed(2))
 
 
 def _hf_model(case: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_cases import CASES, load, loss_of, parameters_of, reference
+from model_cases import CASES, load, loss_of, loss_weights, parameters_of, reference
 
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron import parallel
@@ -33,7 +33,7 @@ def test_logits_and_gradients_equal_those_of_hugging_face(name, tmp_path):
     logits_TV = hidden_TH @ model.output_weight.T
     assert (logits_TV - hf.logits_TV).abs().max() < 1e-5
 
-    loss_of(logits_TV).backward()
+    loss_of(logits_TV, loss_weights(len(logits_TV))).backward()
     expected = hf.megatron(hf.gradients)
     for parameter_name, parameter in parameters_of([model]):
         if isinstance(parameter, torch.nn.Parameter):

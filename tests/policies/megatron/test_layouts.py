@@ -1,0 +1,52 @@
+"""However a model is cut over ranks, it computes what Hugging Face's model does: logits and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from layout_ranks import Trial, run
+from model_cases import reference
+
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron.config import Recompute
+
+LENGTHS = (7, 12, 12, 5, 1, 9, 4, 16)
+PLAIN = Recompute()
+
+
+def trials(layouts: dict[str, list[ParallelLayout]]) -> list[Trial]:
+    return [(name, layout, PLAIN) for name, some in layouts.items() for layout in some]
+
+
+def compare(folder: Path, world: int, chosen: list[Trial]) -> None:
+    for name in {name for name, _, _ in chosen}:
+        torch.save(reference(name, folder / name, lengths=LENGTHS), folder / f"{name}.pt")
+    torch.multiprocessing.spawn(run, (world, folder, chosen), nprocs=world)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    cut = {
+        "llama_tied": [
+            ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2), ParallelLayout(),
+            ParallelLayout(pipeline=2, virtual_pipeline=2),
+        ],
+        "qwen2_yarn": [ParallelLayout(tensor=2), ParallelLayout(context=2)],
+        "qwen3": [ParallelLayout(tensor=2)],
+    }  # fmt: skip
+    recomputed = [
+        ("qwen3", ParallelLayout(pipeline=2), Recompute("full")),
+        ("qwen3", ParallelLayout(context=2), Recompute("selective", ("core_attn", "mlp"))),
+    ]
+    compare(tmp_path, 2, trials(cut) + recomputed)
+
+
+def test_four_ranks_equal_one(tmp_path):
+    cut = {
+        "llama_tied": [
+            ParallelLayout(tensor=2, pipeline=2), ParallelLayout(tensor=2, context=2),
+            ParallelLayout(context=2, pipeline=2), ParallelLayout(tensor=2),
+        ],
+    }  # fmt: skip
+    compare(tmp_path, 4, trials(cut))
