@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl import cards
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import Args, Hook
+from slimectl.layouts import ParallelLayout
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Grpo, Sft
 from slimectl.stages.score import Grader
@@ -19,6 +20,7 @@ from slimectl.types import Prompt, Sample
 if TYPE_CHECKING:
     from slimectl.engines.embedded.engine import EmbeddedEngine
     from slimectl.executors.local import LocalExecutor
+    from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.ports import Agent, Policy, Tracker
     from slimectl.sync.in_process import InProcessSync
 
@@ -113,12 +115,53 @@ def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: flo
 
 
 def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None) -> Policy:
+    """What every rank builds for itself."""
     from slimectl.checkpoints.hf import HFCheckpoint
-    from slimectl.policies.fsdp.policy import FsdpPolicy
+
+    train, megatron = settings.train, settings.megatron
+    shared: dict[str, Any] = {
+        "optimizer": _optimizer(settings, total_steps, lr),
+        "temperature": settings.rollout.temperature,
+        "max_tokens_per_pack": train.max_tokens_per_gpu,
+        "dtype": train.dtype,
+        "freeze": train.freeze_params_name_list,
+        "train_only": train.only_train_params_name_list,
+        "device": device(train.device),
+        "seed": settings.run.seed,
+    }
+    if train.policy == "fsdp":
+        from slimectl.policies.fsdp.policy import FsdpPolicy
+
+        return FsdpPolicy(
+            folder,
+            HFCheckpoint(),
+            gradient_checkpointing=train.gradient_checkpointing,
+            share_prompts=train.share_prompts,
+            **shared,
+        )
+    from slimectl.policies.megatron.config import Recompute
+    from slimectl.policies.megatron.policy import MegatronPolicy
+
+    granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
+    return MegatronPolicy(
+        folder,
+        HFCheckpoint(),
+        layout=layout(settings),
+        recompute=Recompute(granularity, tuple(megatron.recompute_modules)),
+        distributed_optimizer=megatron.use_distributed_optimizer,
+        optimizer_cpu_offload=megatron.optimizer_cpu_offload,
+        routing_replay=megatron.use_routing_replay,
+        args=megatron.args,
+        **shared,
+    )
+
+
+def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:
+    """The optimizer of [train]; `lr` given is a constant one."""
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
-    options = OptimizerOptions(
+    return OptimizerOptions(
         lr=train.lr if lr is None else lr,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_eps,
@@ -129,17 +172,18 @@ def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr:
         decay_steps=train.lr_decay_iters or total_steps,
         min_lr=train.min_lr if lr is None else 0.0,
     )
-    return FsdpPolicy(
-        folder,
-        HFCheckpoint(),
-        optimizer=options,
-        temperature=settings.rollout.temperature,
-        max_tokens_per_pack=train.max_tokens_per_gpu,
-        dtype=train.dtype,
-        gradient_checkpointing=train.gradient_checkpointing,
-        share_prompts=train.share_prompts,
-        device=device(train.device),
-        seed=settings.run.seed,
+
+
+def layout(settings: Settings) -> ParallelLayout:
+    """How [megatron] lays a model over ranks."""
+    megatron = settings.megatron
+    return ParallelLayout(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size,
     )
 
 
