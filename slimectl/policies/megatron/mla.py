@@ -41,7 +41,14 @@ class LatentAttention(MegatronModule):
     gradient of the rotary key, silently.
     """
 
-    def __init__(self, config: Any, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        norm_epsilon: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
@@ -51,14 +58,15 @@ class LatentAttention(MegatronModule):
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
         H, hidden = config.num_attention_heads, config.hidden_size
+        eps = norm_epsilon or config.layernorm_epsilon
         if config.q_lora_rank:
             self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config)
-            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=config.layernorm_epsilon)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=eps)
             self.linear_q_up_proj = self._column(config.q_lora_rank, H * self.query_width)
         else:
             self.linear_q_proj = self._column(hidden, H * self.query_width)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
-        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=config.layernorm_epsilon)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=eps)
         self.linear_kv_up_proj = self._column(config.kv_lora_rank, H * (config.qk_head_dim + config.v_head_dim))
         self.core_attention = PackedCoreAttention(
             config, softmax_scale=config.softmax_scale, pg_collection=pg_collection

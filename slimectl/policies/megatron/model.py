@@ -51,14 +51,24 @@ class PackedGPT(GPTModel):
         is applied; under tensor parallelism each rank returns its part of the tokens (T / tensor rows).
         """
         packed.angles = self.rotary(packed.positions_T)
-        experts = self.config.num_moe_experts
         return super().forward(
             input_ids=None if tokens_T is None else tokens_T[None],
             position_ids=None,
             attention_mask=None,
             packed_seq_params=packed,
-            padding_mask=packed.padding_T[None] if experts else None,
+            padding_mask=self._padding(packed) if self.config.num_moe_experts else None,
         )
+
+    def _padding(self, packed: PackedSequences) -> Tensor:
+        """What the routers leave out of their counts, [1, T].
+
+        mcore (0.16.1) cuts it for sequence parallelism on the first pipeline stage only.
+        """
+        padding_1T = packed.padding_T[None]
+        if self.pre_process or not self.config.sequence_parallel:
+            return padding_1T
+        group = self.pg_collection.tp
+        return padding_1T.chunk(group.size(), dim=1)[group.rank()]
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

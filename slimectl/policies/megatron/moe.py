@@ -1,17 +1,88 @@
-"""Mixture of experts: the router's choices as the Hugging Face models make them, and the experts.
+"""Mixture of experts: mcore's router without its trap for padding, and its experts computed together.
 
-N tokens of this rank · E experts · k experts of a token.
+N rows, one for each choice of a token, experts' rows together · E experts of this rank · I input width · O output
+width · F an expert's inner width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 
 class Router(TopKRouter):
-    """mcore's router."""
+    """mcore's router; its softmax and sigmoid choices are those of the Hugging Face models."""
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of every expert, for the update of its bias.
+
+        megatron-core (0.16.1) combines [tokens, experts] with a mask [tokens], which fails or counts wrong, and
+        compiles the function, which needs a C++ compiler. Delete when neither is so.
+        """
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += counted.sum(dim=0)
 
 
 class Experts(SequentialMLP):
-    """mcore's experts, one MLP each."""
+    """mcore's experts, an MLP each by parameters, with one matrix product for all of them.
+
+    Needs no TransformerEngine, as mcore's own grouped experts do.
+    """
+
+    def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
+        """Every row through its expert, times its weight; rows come one expert after another."""
+        ends_E = tokens_per_expert_E.to(rows_NI.device).cumsum(0).to(torch.int32)
+        up = [expert.linear_fc1.weight for expert in self.local_experts]
+        down = [expert.linear_fc2.weight for expert in self.local_experts]
+        gate_NF, up_NF = _GroupedLinear.apply(rows_NI, ends_E, *up).chunk(2, dim=-1)
+        inner_NF = (self.config.activation_func(gate_NF) * up_NF * weights_N[:, None]).to(rows_NI.dtype)
+        return _GroupedLinear.apply(inner_NF, ends_E, *down), None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows times the transposed matrix [O, I] of their expert.
+
+    The product wants the matrices in one tensor: they are stacked for it, forward and backward, and not kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, ends_E: Tensor, *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NI, ends_E, *matrices)
+        return _grouped(rows_NI, torch.stack(matrices).transpose(1, 2), ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_NI, ends_E, *matrices = ctx.saved_tensors
+        grad_NO = grad_NO.contiguous()
+        grad_NI = _grouped(grad_NO, torch.stack(matrices), ends_E) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return (grad_NI, None, *[None] * len(matrices))
+        return (grad_NI, None, *_outer(grad_NO, rows_NI, ends_E))
+
+
+def _grouped(rows_NI: Tensor, matrices_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    if _aligned(rows_NI, matrices_EIO):
+        return F.grouped_mm(rows_NI, matrices_EIO, offs=ends_E)
+    parts = rows_NI.split(ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices_EIO, strict=True)])
+
+
+def _outer(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
+    """Gradient of every matrix, [O, I] each; zero where an expert has no rows."""
+    if _aligned(grad_NO, rows_NI):
+        return F.grouped_mm(grad_NO.T, rows_NI, offs=ends_E).unbind()
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    return tuple(grad.T @ rows for grad, rows in zip(grad_NO.split(sizes), rows_NI.split(sizes), strict=True))
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether grouped_mm takes them: every row starts at a multiple of 16 bytes."""
+    return all(
+        size * each.element_size() % 16 == 0 for each in operands for size in each.shape[-2 if each.ndim > 2 else -1 :]
+    )

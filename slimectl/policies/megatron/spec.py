@@ -37,7 +37,7 @@ def block_spec(architecture: Architecture, config: Any, *, virtual_stage: int | 
 
 def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
     experts = _has_experts(config, index)
-    attention = ModuleSpec(module=LatentAttention) if architecture.mla else _attention(architecture, config)
+    attention = _latent_attention(architecture) if architecture.mla else _attention(architecture, config)
     return ModuleSpec(
         module=SandwichLayer if architecture.layer == "sandwich" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -64,6 +64,10 @@ def _has_experts(config: Any, index: int) -> bool:
         return False
     pattern = config.moe_layer_freq
     return bool(pattern[index]) if isinstance(pattern, list) else index % pattern == 0
+
+
+def _latent_attention(architecture: Architecture) -> ModuleSpec:
+    return ModuleSpec(module=LatentAttention, params={"norm_epsilon": architecture.extra.get("latent_norm_epsilon")})
 
 
 def _attention(architecture: Architecture, config: Any) -> ModuleSpec:

@@ -44,6 +44,14 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+LATENT = {
+    **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "routed_scaling_factor": 1.7, "head_dim": 8,
+}  # fmt: skip
+LATENT_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -52,7 +60,18 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_yarn": {"model_type": "qwen2", "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3"},
-}
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False, "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT},
+    "deepseek_v3_yarn": {
+        "model_type": "deepseek_v3", **LATENT, "rope_parameters": LATENT_YARN, "q_lora_rank": None, "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT},
+}  # fmt: skip
 
 LENGTHS = (7, 12, 12, 5, 1)
 """Unequal on purpose, with two neighbours alike and a single token."""
