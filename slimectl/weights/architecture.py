@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from slimectl.errors import CheckpointError
+
 Config = dict[str, Any]
 """A complete Hugging Face configuration: every key of the model's class, not only those that differ from defaults."""
 
@@ -75,6 +77,16 @@ def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> 
 
 def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def refuse(config: Config, **wanted: Any) -> None:
+    """Raises CheckpointError if a key has a value that this family's layers do not know; absent keys are right."""
+    for key, value in {"hidden_act": "silu", "use_sliding_window": False, **wanted}.items():
+        if (config.get(key) or value) != value:
+            raise CheckpointError(
+                f"config.json: {key} {config[key]!r}: {config.get('model_type')} models are trained and converted only"
+                f" with {value!r}"
+            )
 
 
 def dense(config: Config, **fields: Any) -> Architecture:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slimectl.weights.architecture import Config, head_dim
 from slimectl.weights.links import GroupedRows, Link, Rows, Split
+
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""What most families call the matrices of a gated MLP."""
 
 
 def same(megatron: str, hf: str, *shape: int, split: Split | None = None, padded: bool = False) -> Link:
@@ -56,15 +59,13 @@ def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_nor
     return links
 
 
-def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int) -> list[Link]:
-    """down(silu(gate(x)) · up(x)); `mcore` and `hf` name the MLP itself."""
+def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] = MLP_NAMES) -> list[Link]:
+    """down(silu(gate(x)) · up(x)); `mcore` and `hf` name the MLP itself, `names` its matrices on disk."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [
-        Link(
-            f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
-            ((ffn, hidden), (ffn, hidden)), Rows(), Split(0, (ffn, ffn)),
-        ),
-        same(f"{mcore}.linear_fc2.weight", f"{hf}.down_proj.weight", hidden, ffn, split=Split(1)),
-    ]  # fmt: skip
+        Link(f"{mcore}.linear_fc1.weight", (gate, up), ((ffn, hidden),) * 2, Rows(), Split(0, (ffn, ffn))),
+        same(f"{mcore}.linear_fc2.weight", down, hidden, ffn, split=Split(1)),
+    ]
 
 
 def layered(config: Config, layer: Callable[[int, str, str], list[Link]]) -> list[Link]:

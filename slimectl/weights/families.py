@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from slimectl.errors import CheckpointError
-from slimectl.weights import llama, qwen2, qwen3
+from slimectl.weights import deepseek_v3, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from slimectl.weights.architecture import Config
 from slimectl.weights.family import Family
 
-FAMILIES = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+FAMILIES = {
+    family.name: family
+    for family in (
+        llama.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen2_moe.FAMILY,
+        qwen3_moe.FAMILY,
+        deepseek_v3.FAMILY,
+        deepseek_v3.GLM,
+    )
+}
 
 
 def family_of(config: Config) -> Family:
@@ -15,7 +26,11 @@ def family_of(config: Config) -> Family:
     model_type = config.get("model_type", "")
     for family in FAMILIES.values():
         if model_type in family.model_types:
-            return family
+            return family.of(config)
     raise CheckpointError(
-        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(sorted(FAMILIES))}"
+        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_known())}"
     )
+
+
+def _known() -> list[str]:
+    return sorted(name for family in FAMILIES.values() for name in family.model_types)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimectl.weights.architecture import Architecture, Config
 from slimectl.weights.links import Link
@@ -15,7 +15,8 @@ class Family:
 
     `model_types` are the values of `model_type` in config.json that belong to it. `carried` are regular expressions
     for tensors that checkpoints hold and training does not use (multi-token prediction layers): conversions keep them
-    untouched.
+    untouched. With `spare_layers` so are the layers numbered past the last (DeepSeek's for multi-token prediction), as
+    many as num_nextn_predict_layers says.
     """
 
     name: str
@@ -23,3 +24,12 @@ class Family:
     architecture: Callable[[Config], Architecture]
     links: Callable[[Config], list[Link]]
     carried: tuple[str, ...] = ()
+    spare_layers: bool = False
+
+    def of(self, config: Config) -> Family:
+        """The family as this configuration makes it: the numbers of its spare layers are among `carried`."""
+        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        if not self.spare_layers or not count:
+            return self
+        numbers = "|".join(str(number) for number in range(first, first + count))
+        return replace(self, carried=(*self.carried, rf"^model\.layers\.({numbers})\."))

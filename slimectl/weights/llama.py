@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from slimectl.weights import blocks
-from slimectl.weights.architecture import Architecture, Config, dense
+from slimectl.weights.architecture import Architecture, Config, dense, refuse
 from slimectl.weights.family import Family
 from slimectl.weights.links import Link
 
 
 def architecture(config: Config) -> Architecture:
+    refuse(config, attention_bias=False, mlp_bias=False)
     return dense(config)
 
 

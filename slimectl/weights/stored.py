@@ -1,4 +1,4 @@
-"""Where Megatron's torch_dist checkpoints keep each parameter: keys and offsets, as mcore's sharded_state_dict has them.
+"""Where Megatron's torch_dist checkpoints keep each parameter: keys and offsets of mcore's sharded_state_dict.
 
 A model of equal layers stacks them: `decoder.layers.mlp.linear_fc2.weight` is [layers, H, F], and its experts
 `decoder.layers.mlp.experts.experts.linear_fc2.weight` [layers, experts, H, F]. Where layers differ (some dense, some

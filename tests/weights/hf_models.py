@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from slimectl.weights.complete import STAND_INS, completed
 
 SMALL = {
@@ -14,11 +15,59 @@ SMALL = {
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 
+MLA = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "qwen3 tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **MLA,
+        "q_lora_rank": 20,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3",
+        **MLA,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 2.446,
+        "n_shared_experts": 2,
+        "rms_norm_eps": 1e-5,
+    },
+    "kimi_k2": {"model_type": "kimi_k2", **MLA, "q_lora_rank": 20, "num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA, "q_lora_rank": 20},
 }
 
 

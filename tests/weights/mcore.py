@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import slimectl.policies.megatron  # noqa: F401  (prepares megatron.core for this machine)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,7 +13,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+import slimectl.policies.megatron  # noqa: F401  (prepares megatron.core for this machine)
 from slimectl.weights.architecture import Architecture
 
 
@@ -40,9 +43,15 @@ def bare_model(architecture: Architecture) -> GPTModel:
         use_cpu_initialization=True,
         moe_token_dispatcher_type="alltoall",
     )
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False  # mcore (0.16.1) says that it has what it failed to import
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in block.layer_specs:
+        # It has no parameters, and mcore's own (0.16.1) does not take part in latent attention.
+        layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        block,
         vocab_size=architecture.vocab_size,
         max_sequence_length=64,
         share_embeddings_and_output_weights=architecture.tied,

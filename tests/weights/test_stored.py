@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 from hf_models import CONFIGS, config_of
+
 from slimectl.errors import CheckpointError
 from slimectl.weights.families import family_of
 from slimectl.weights.links import Link
@@ -77,7 +78,8 @@ def test_regions_fill_every_tensor_exactly_once(name, fused, stacked):
     for key, pieces in tensors(links, architecture, Naming(stacked, fused)).items():
         assert len({(region.counts, region.shape) for _, region in pieces}) == 1, key
         offsets = Counter(region.offsets for _, region in pieces)
-        assert set(offsets.values()) == {1} and len(offsets) == math.prod(pieces[0][1].counts), key
+        assert set(offsets.values()) == {1}, key
+        assert len(offsets) == math.prod(pieces[0][1].counts), key
 
 
 @pytest.mark.parametrize("name", CONFIGS)
