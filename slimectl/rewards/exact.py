@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimectl.rewards.extraction import Source, label_text, read
+from slimectl.rewards.extraction import SOURCE_WORDS, Source, find, label_text, missing, text_of
+from slimectl.rewards.verdict import Verdict, Verifier, graded, nothing
 from slimectl.types import Sample
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Verifier):
     """1.0 if the answer equals the label, both stripped; case counts unless `ignore_case`."""
 
     source: Source = "response"
     ignore_case: bool = False
 
-    def __call__(self, sample: Sample) -> float:
-        label, answer = label_text(sample, "exact"), self.extract(sample)
+    def explain(self, sample: Sample) -> Verdict:
+        label, answer = label_text(sample, "exact"), find(sample, self.source)
         if answer is None:
-            return 0.0
-        return float(answer.casefold() == label.casefold() if self.ignore_case else answer == label)
+            return nothing(SOURCE_WORDS[self.source], missing(self.source))
+        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+        return graded(right, SOURCE_WORDS[self.source], answer, label)
 
     def extract(self, sample: Sample) -> str | None:
-        return read(sample, self.source)
+        return text_of(find(sample, self.source))

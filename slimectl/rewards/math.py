@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from slimectl.rewards.extraction import label_text, last_boxed
+from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing
 from slimectl.rewards.latex import Answer, assigned, normalized, taken_apart, value_of_equation
 from slimectl.rewards.numerals import exact_number
 from slimectl.rewards.symbolic import same_equation, symbolically_equal
+from slimectl.rewards.verdict import Verdict, Verifier, graded, nothing, shown
 from slimectl.types import Sample
 
 MAX_ANSWER = 2000
@@ -18,7 +19,7 @@ _RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\[lg]t(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
-class Math:
+class Math(Verifier):
     r"""1.0 if what the last \boxed{} or \fbox{} holds equals the label; 0.0 if not, or if there is no closed box.
 
     >>> Math()(Sample(response=r"Half of it: \boxed{\frac{2}{4}}", label="0.5"))
@@ -27,12 +28,15 @@ class Math:
     Equality is exact (1/3 is not 0.333333, \pi is not 3.14159), by `equal`. A label that is itself boxed is unpacked.
     """
 
-    def __call__(self, sample: Sample) -> float:
-        label, answer = label_text(sample, "math"), self.extract(sample)
+    def explain(self, sample: Sample) -> Verdict:
+        label, answer = label_text(sample, "math"), find_boxed(sample.response)
         if answer is None:
-            return 0.0
+            return nothing(SOURCE_WORDS["boxed"], missing("boxed"))
         boxed = last_boxed(label)
-        return float(equal(label if boxed is None else boxed, answer))
+        label = label if boxed is None else boxed
+        right = equal(label, answer.text)
+        note = "" if right or len(answer.text) > MAX_ANSWER else f" (read as {shown(normalized(answer.text))})"
+        return graded(right, SOURCE_WORDS["boxed"], answer, label, ("equals", "does not equal"), note)
 
     def extract(self, sample: Sample) -> str | None:
         return last_boxed(sample.response)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
+
+from slimectl.rewards.verdict import Found
 
 MAX_DIGITS = 1000
 MAX_EXPONENT = 300
@@ -44,14 +47,24 @@ def exact_number(text: str) -> Fraction | None:
     return -value if (sign == "-") != (sign_below == "-") else value
 
 
-def last_number(text: str) -> str | None:
+def find_last_number(text: str) -> Found | None:
     """The last number of a text, as written; a minus after a digit is not its sign. None if there is none.
 
-    >>> last_number("From 5-3 follows $1,234.50.")
-    '1,234.50'
+    >>> find_last_number("From 5-3 follows $1,234.50.")
+    Found(text='1,234.50', start=18)
     """
-    found = _IN_TEXT.findall(text[-MAX_SEARCHED:].replace("−", "-"))
-    return str(found[-1]).rstrip(".") if found else None
+    before = max(0, len(text) - MAX_SEARCHED)
+    matches = deque(_IN_TEXT.finditer(text[before:].replace("−", "-")), maxlen=1)
+    if not matches:
+        return None
+    start, end = (before + at for at in matches[0].span())
+    return Found(text[start:end].rstrip("."), start)
+
+
+def last_number(text: str) -> str | None:
+    """The text of `find_last_number`."""
+    found = find_last_number(text)
+    return None if found is None else found.text
 
 
 def _decimal(text: str) -> Fraction | None:

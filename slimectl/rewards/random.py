@@ -6,11 +6,12 @@ import hashlib
 from dataclasses import dataclass
 
 from slimectl.errors import SettingsError
+from slimectl.rewards.verdict import Verdict, Verifier, nothing
 from slimectl.types import Sample
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Verifier):
     """1.0 with probability `p`, else 0.0; the same for the same sample (index and response) whenever it is graded."""
 
     seed: int = 0
@@ -20,10 +21,11 @@ class Random:
         if not 0 <= self.p <= 1:
             raise SettingsError(f"score.rm_options.p: {self.p} is no probability; give 0 to 1")
 
-    def __call__(self, sample: Sample) -> float:
+    def explain(self, sample: Sample) -> Verdict:
         key = f"{self.seed}\0{sample.index}\0{sample.response}".encode("utf-8", "surrogatepass")
         drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
-        return float(drawn < self.p)
+        right = drawn < self.p
+        return nothing("seeded coin", f"drew {drawn:.3f}, {'below' if right else 'not below'} {self.p:g}", float(right))
 
     def extract(self, sample: Sample) -> str | None:
         return None

@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 from slimectl.errors import MissingExtraError, RecordError
-from slimectl.rewards.extraction import last_tagged
+from slimectl.rewards.extraction import SOURCE_WORDS, find_tagged, trimmed
+from slimectl.rewards.verdict import Found, Verdict, Verifier, shown
 from slimectl.types import Sample
 
 MAX_ANSWER = 20_000
@@ -28,7 +29,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Po
 
 
 @dataclass(frozen=True)
-class ReasoningGym:
+class ReasoningGym(Verifier):
     """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response where there is none.
 
     `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is made of
@@ -36,19 +37,32 @@ class ReasoningGym:
     arithmetic, anything else is 0.0. Raises RecordError for metadata that names no task.
     """
 
-    def __call__(self, sample: Sample) -> float:
-        scorer, evaluates = _scorer(_task(sample))
-        answer = self.extract(sample)
-        if answer is None or len(answer) > MAX_ANSWER or (evaluates and not is_inert(answer)):
-            return 0.0
-        try:
-            return min(1.0, max(0.0, float(scorer(answer, _entry(sample)))))
-        except Exception:  # whatever a scorer trips over is an answer that it does not accept
-            return 0.0
+    def explain(self, sample: Sample) -> Verdict:
+        task = _task(sample)
+        scorer, evaluates = _scorer(task)
+        answer, source = _find(sample)
+        reward = 0.0
+        if len(answer.text) > MAX_ANSWER:
+            why = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
+        elif evaluates and not is_inert(answer.text):
+            why = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
+        else:
+            try:
+                reward = min(1.0, max(0.0, float(scorer(answer.text, _entry(sample)))))
+                why = f"the scorer of {task} gives {reward:g}; the label is {shown(str(sample.label))}"
+            except Exception as error:  # whatever a scorer trips over is an answer that it does not accept
+                why = f"the scorer of {task} does not accept it: {type(error).__name__}"
+        return Verdict(reward, source, why, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
-        tagged = last_tagged(sample.response)
-        return sample.response.strip() if tagged is None else tagged
+        return _find(sample)[0].text
+
+
+def _find(sample: Sample) -> tuple[Found, str]:
+    tagged = find_tagged(sample.response)
+    if tagged is None:
+        return trimmed(sample.response), SOURCE_WORDS["response"]
+    return tagged, SOURCE_WORDS["answer_tag"]
 
 
 def is_inert(text: str) -> bool:

@@ -7,12 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards.extraction import Source, label_text, read
+from slimectl.rewards.extraction import SOURCE_WORDS, Source, find, label_text, missing, text_of, trimmed
+from slimectl.rewards.verdict import Found, Verdict, Verifier, graded, nothing, shown
 from slimectl.types import Sample
 
 
 @dataclass(frozen=True)
-class Regex:
+class Regex(Verifier):
     r"""With a `pattern`, 1.0 if its last match captures the label; without, if the label is a pattern that is found.
 
     >>> Regex(pattern=r"Answer:\s*(\w+)").extract(Sample(response="Answer: A. No, wait. Answer: B"))
@@ -34,24 +35,30 @@ class Regex:
                 f"score.rm_options.pattern: {self.pattern!r} is no regular expression: {error}"
             ) from None
 
-    def __call__(self, sample: Sample) -> float:
-        label, answer = label_text(sample, "regex"), self.extract(sample)
+    def explain(self, sample: Sample) -> Verdict:
+        label, answer = label_text(sample, "regex"), self._find(sample)
+        pattern = label if self.pattern is None else self.pattern
+        source = f"last match in the {SOURCE_WORDS[self.source]}"
         if answer is None:
-            return 0.0
+            absent = find(sample, self.source) is None
+            return nothing(source, missing(self.source) if absent else f"no match of {shown(pattern)}")
         if self.pattern is None:
-            return 1.0
-        return float(answer.casefold() == label.casefold() if self.ignore_case else answer == label)
+            return Verdict(1.0, source, f"the label {shown(label)} matches", answer.text, answer.span)
+        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+        return graded(right, source, answer, label)
 
     def extract(self, sample: Sample) -> str | None:
-        text = read(sample, self.source)
+        return text_of(self._find(sample))
+
+    def _find(self, sample: Sample) -> Found | None:
+        part = find(sample, self.source)
         pattern = label_text(sample, "regex") if self.pattern is None else self.pattern
         try:
             compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
         except re.error as error:
             raise RecordError(f"sample {sample.index}: label: no regular expression: {error}") from None
-        matches = deque(compiled.finditer(text or ""), maxlen=1)
-        if not matches:
+        matches = deque(compiled.finditer(part.text), maxlen=1) if part else None
+        if not part or not matches:
             return None
-        found = matches.pop()
-        captured = found["answer"] if "answer" in compiled.groupindex else found[1 if compiled.groups else 0]
-        return None if captured is None else str(captured).strip()
+        start, end = matches[0].span("answer" if "answer" in compiled.groupindex else min(compiled.groups, 1))
+        return None if start < 0 else trimmed(sample.response, part.start + start, part.start + end)

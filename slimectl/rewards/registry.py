@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import SettingsError
 from slimectl.rewards.contains import Contains
 from slimectl.rewards.exact import Exact
-from slimectl.rewards.extraction import SOURCES, Source, last_boxed
+from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
 from slimectl.rewards.math import Math
 from slimectl.rewards.numeric import Numeric
 from slimectl.rewards.random import Random
 from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.rewards.regex import Regex
+from slimectl.rewards.verdict import Verdict, Verifier, nothing
 from slimectl.types import Sample
 
 BOXED = "boxed_"
 
 
-class Verifier(Protocol):
-    """Grades a sample; a picklable value. Raises on a bad label or metadata, never on what a model wrote."""
-
-    def __call__(self, sample: Sample) -> float | dict[str, Any]: ...
-
-    def extract(self, sample: Sample) -> str | None:
-        """What of the response is graded, for explanations; None where nothing was found."""
-        ...
-
-
 @dataclass(frozen=True)
-class Boxed:
+class Boxed(Verifier):
     r"""Grades only what the last \boxed{} holds; 0.0 if there is none."""
 
     inner: Verifier
 
-    def __call__(self, sample: Sample) -> float | dict[str, Any]:
-        boxed = last_boxed(sample.response)
-        return 0.0 if boxed is None else self.inner(replace(sample, response=boxed))
+    def explain(self, sample: Sample) -> Verdict:
+        boxed = find_boxed(sample.response)
+        if boxed is None:
+            empty = self.inner.explain(replace(sample, response="")).reward
+            return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
+        inner = self.inner.explain(replace(sample, response=boxed.text))
+        span = (boxed.start + inner.span[0], boxed.start + inner.span[1]) if inner.span else None
+        return replace(inner, source=f"{inner.source} of the {SOURCE_WORDS['boxed']}", span=span)
 
     def extract(self, sample: Sample) -> str | None:
         boxed = last_boxed(sample.response)
         return None if boxed is None else self.inner.extract(replace(sample, response=boxed))
 
 
-_TYPES: dict[str, type[Any]] = {
+TYPES: dict[str, type[Verifier]] = {
     "contains": Contains,
     "exact": Exact,
     "math": Math,
@@ -58,7 +54,7 @@ _TYPES: dict[str, type[Any]] = {
 
 def known_types() -> list[str]:
     """Every `rm_type`, sorted; each also works with the prefix `boxed_`."""
-    return sorted(_TYPES)
+    return sorted(TYPES)
 
 
 def verifier(rm_type: str, **options: Any) -> Verifier:
@@ -70,27 +66,31 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
     `boxed_math` is `math`, which reads nothing but the box anyhow. Raises SettingsError for an unknown type or option.
     """
     name = rm_type.removeprefix(BOXED)
-    if name not in _TYPES:
+    if name not in TYPES:
         hint = _hint(name, known_types())
         known = ", ".join(known_types())
         raise SettingsError(f"score.rm_type: no verifier {rm_type!r}{hint} (known: {known}; each also with {BOXED})")
-    made: Verifier = _TYPES[name](**_checked(name, options))
+    made = TYPES[name](**_checked(name, options))
     return Boxed(made) if rm_type.startswith(BOXED) and name != "math" else made
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, when the verifier has them and their values are of the kind it takes."""
-    kinds = {field.name: get_type_hints(_TYPES[name])[field.name] for field in fields(_TYPES[name])}
+    given: Any = TYPES[name]
+    kinds = {field.name: get_type_hints(given)[field.name] for field in fields(given)}
     for option, value in options.items():
         where = f"score.rm_options.{option}"
         if option not in kinds:
             known = ", ".join(kinds) or "none"
             raise SettingsError(f"{where}: no option of {name}{_hint(option, list(kinds))} (it has: {known})")
-        if kinds[option] == Source:
-            if value not in SOURCES:
-                raise SettingsError(f"{where}: {value!r} is no source{_hint(str(value), list(SOURCES))} ({SOURCES})")
+        if get_origin(kinds[option]) is Literal:
+            if value not in (allowed := get_args(kinds[option])):
+                raise SettingsError(f"{where}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
         elif not isinstance(value, kinds[option] if kinds[option] is not float else float | int):
             raise SettingsError(f"{where}: {value!r} is of the wrong kind ({kinds[option]} expected)")
+    for field in fields(given):
+        if field.name not in options and field.default is MISSING:
+            raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
 
 

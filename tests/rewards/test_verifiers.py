@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import known_types, verifier
-from slimectl.rewards.extraction import last_boxed, last_line, last_tagged
+from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
 from slimectl.rewards.numerals import exact_number, last_number
 from slimectl.types import Sample
 
@@ -65,6 +65,34 @@ def test_verifier(rm_type, options, label, response, extracted, reward):
     assert (grade.extract(sample), grade(sample)) == (extracted, reward)
 
 
+@pytest.mark.parametrize(("rm_type", "options", "label", "response", "extracted", "reward"), TABLE)
+def test_an_explanation_grades_alike_and_points_at_what_was_graded(
+    rm_type, options, label, response, extracted, reward
+):
+    verdict = verifier(rm_type, **options).explain(Sample(response=response, label=label))
+    assert (verdict.reward, verdict.extracted) == (reward, extracted)
+    assert extracted is None or response[slice(*verdict.span)] == extracted
+
+
+WHYS = [
+    ("exact", {}, "Paris", "paris", "whole response", "is not the label 'Paris'"),
+    ("exact", {"source": "boxed"}, "B", "B", r"last \boxed{}", r"no \boxed{} or \fbox{}, or the last one never closes"),
+    ("contains", {"source": "last_line"}, "B", "A\nB", "last line", "contains the label 'B'"),
+    ("numeric", {}, "5", "five", "last number of the whole response", "no number there"),
+    ("regex", {"pattern": "a(x)"}, "x", "b", "last match in the whole response", "no match of 'a(x)'"),
+    ("math", {}, "5", r"\boxed{6\text{ cm}}", r"last \boxed{}", "does not equal the label '5' (read as '6')"),
+    ("boxed_numeric", {}, "5", r"\boxed{x=5}", r"last number of the whole response of the last \boxed{}",
+     "is the label '5'"),
+    ("exact", {}, "x" * 100, "y", "whole response", f"is not the label '{'x' * 30}…{'x' * 30}'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rm_type", "options", "label", "response", "source", "why"), WHYS)
+def test_an_explanation_says_from_where_and_why(rm_type, options, label, response, source, why):
+    verdict = verifier(rm_type, **options).explain(Sample(response=response, label=label))
+    assert (verdict.source, verdict.why) == (source, why)
+
+
 def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
     coin = verifier("random", seed=1)
     flips = [coin(Sample(index=i)) for i in range(2000)]
@@ -117,8 +145,8 @@ def test_a_label_of_the_wrong_kind_is_a_record_error():
 def test_extraction_by_hand():
     assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
     assert last_boxed(r"\boxed{a\}") is None
-    assert (last_line("a\n b \n\n"), last_line("\n")) == ("b", None)
-    assert (last_tagged("<answer>1</answer><answer>2"), last_tagged("</answer><answer>")) == ("1", None)
+    assert (text_of(find_last_line("a\n b \n\n")), find_last_line("\n")) == ("b", None)
+    assert (text_of(find_tagged("<answer>1</answer><answer>2")), find_tagged("</answer><answer>")) == ("1", None)
 
 
 def test_numbers_by_hand():

@@ -1,0 +1,84 @@
+"""A reward and how it came about, so that a grade and its explanation cannot disagree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slimectl.types import Sample
+
+SHOWN = 60
+"""Characters of a text that an explanation quotes."""
+
+
+class Found(NamedTuple):
+    """A part of a response: `text` is `response[start:end]`."""
+
+    text: str
+    start: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, self.start + len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    r"""What a verifier says of one response.
+
+    >>> Verdict(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
+    'last \\boxed{}'
+
+    `source` says where the answer was looked for, `extracted` what was found there (None: nothing) and `span` where
+    in the response it begins and ends, in characters, if it stands there to the letter.
+    """
+
+    reward: float | dict[str, Any]
+    source: str
+    why: str
+    extracted: str | None = None
+    span: tuple[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as `score --explain` writes it into metadata.explanation; the reward is in the sample."""
+        where = list(self.span) if self.span else None
+        return {"extracted": self.extracted, "from": self.source, "span": where, "why": self.why}
+
+
+class Verifier(ABC):
+    """Grades a sample; a picklable value. Raises on a bad label or metadata, never on what a model wrote."""
+
+    lowest: float = 0.0
+    highest: float = 1.0
+    """Between which two numbers the reward lies."""
+
+    @abstractmethod
+    def explain(self, sample: Sample) -> Verdict:
+        """The reward, with what was graded and why it is what it is."""
+
+    @abstractmethod
+    def extract(self, sample: Sample) -> str | None:
+        """What of the response is graded; None where nothing was found."""
+
+    def __call__(self, sample: Sample) -> float | dict[str, Any]:
+        return self.explain(sample).reward
+
+
+def shown(text: str) -> str:
+    """A text as an explanation quotes it: in quotes, on one line, its middle left out if it is long."""
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]}…{text[-(SHOWN // 2) :]}"
+    return repr(text)
+
+
+def graded(
+    right: bool, source: str, found: Found, label: str, words: tuple[str, str] = ("is", "is not"), note: str = ""
+) -> Verdict:
+    """The verdict on an answer that was found: 1.0 or 0.0; `words` are how the right and the wrong one relate."""
+    return Verdict(float(right), source, f"{words[not right]} the label {shown(label)}{note}", found.text, found.span)
+
+
+def nothing(source: str, why: str, reward: float | dict[str, Any] = 0.0) -> Verdict:
+    """The verdict where there is nothing to grade."""
+    return Verdict(reward, source, why)
