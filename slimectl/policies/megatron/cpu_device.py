@@ -48,6 +48,7 @@ def install(version: str) -> None:
             _redirect(module, view)
     _patch_random()
     _patch_token_dispatcher()
+    _patch_uneven_parts()
 
 
 def _redirect(module: ModuleType, view: ModuleType) -> None:
@@ -151,3 +152,38 @@ def _patch_token_dispatcher() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_uneven_parts() -> None:
+    """Gather and reduce-scatter of parts that differ in length, by padding them to the longest.
+
+    gloo (torch 2.13) refuses such lists, nccl takes them; experts that are cut (expert tensor parallelism) exchange
+    them. Delete when gloo's all_gather and reduce_scatter take lists of unequal tensors.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if getattr(gather, "_slimectl", False):
+        return
+
+    def gathered(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        parts = gather(_lengthened(part, longest), group).split(longest)
+        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scattered(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, None, use_global_buffer)
+        longest = max(input_split_sizes)
+        parts = [_lengthened(part, longest) for part in whole.split(input_split_sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
+
+    gathered._slimectl = True  # type: ignore[attr-defined]
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gathered, scattered
+
+
+def _lengthened(part: torch.Tensor, rows: int) -> torch.Tensor:
+    """The tensor with rows of zeros below."""
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])

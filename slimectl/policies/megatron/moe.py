@@ -35,6 +35,14 @@ class Experts(SequentialMLP):
     Needs no TransformerEngine, as mcore's own grouped experts do.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # mcore (0.16.1) reduces gradients over the experts' own data-parallel ranks only with expert parallelism; with
+        # a tensor size above their own, ranks would then keep parts. It also lets optimizers be saved at one expert
+        # size and loaded at another: experts have one of their own at every size.
+        for parameter in self.parameters():
+            parameter.allreduce = False
+
     def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
         """Every row through its expert, times its weight; rows come one expert after another."""
         ends_E = tokens_per_expert_E.to(rows_NI.device).cumsum(0).to(torch.int32)

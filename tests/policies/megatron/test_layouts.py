@@ -32,12 +32,21 @@ def test_two_ranks_equal_one(tmp_path):
             ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2), ParallelLayout(),
             ParallelLayout(pipeline=2, virtual_pipeline=2),
         ],
-        "qwen2_yarn": [ParallelLayout(tensor=2), ParallelLayout(context=2)],
+        "qwen2_yarn": [ParallelLayout(tensor=2)],
         "qwen3": [ParallelLayout(tensor=2)],
+        "qwen2_moe": [ParallelLayout(tensor=2), ParallelLayout(expert_tensor=2)],
+        "qwen3_moe": [
+            ParallelLayout(expert=2), ParallelLayout(tensor=2, expert=2), ParallelLayout(context=2, expert=2),
+        ],
+        "deepseek_v3": [
+            ParallelLayout(tensor=2), ParallelLayout(context=2), ParallelLayout(pipeline=2), ParallelLayout(expert=2),
+        ],
+        "deepseek_v3_yarn": [ParallelLayout(tensor=2, expert=2)],
     }  # fmt: skip
     recomputed = [
         ("qwen3", ParallelLayout(pipeline=2), Recompute("full")),
         ("qwen3", ParallelLayout(context=2), Recompute("selective", ("core_attn", "mlp"))),
+        ("deepseek_v3", ParallelLayout(expert=2), Recompute("selective", ("core_attn", "moe"))),
     ]
     compare(tmp_path, 2, trials(cut) + recomputed)
 
@@ -47,6 +56,10 @@ def test_four_ranks_equal_one(tmp_path):
         "llama_tied": [
             ParallelLayout(tensor=2, pipeline=2), ParallelLayout(tensor=2, context=2),
             ParallelLayout(context=2, pipeline=2), ParallelLayout(tensor=2),
+        ],
+        "qwen3_moe": [ParallelLayout(expert=2, expert_tensor=2), ParallelLayout(tensor=2, expert=4)],
+        "deepseek_v3": [
+            ParallelLayout(tensor=2, pipeline=2), ParallelLayout(tensor=2, expert=2, expert_tensor=2),
         ],
     }  # fmt: skip
     compare(tmp_path, 4, trials(cut))
