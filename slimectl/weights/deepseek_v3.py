@@ -38,7 +38,7 @@ def architecture(config: Config) -> Architecture:
         v_head_dim=config["v_head_dim"],
         **moe.fields(config, experts=config["n_routed_experts"], ffn=ffn, sparse=sparse_layers(config)),
         **moe.sigmoid_routing(config),
-        **({"moe_shared_expert_intermediate_size": shared_ffn(config)} if shared_ffn(config) else {}),
+        **shared_fields(config),
     )
     return dataclasses.replace(
         plain,
@@ -73,6 +73,12 @@ def _rope_fields(config: Config) -> dict[str, object]:
 def shared_ffn(config: Config) -> int:
     """Width of all shared experts together."""
     return int(config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0))
+
+
+def shared_fields(config: Config) -> dict[str, int]:
+    """The shared experts in mcore's words; nothing if there are none."""
+    ffn = shared_ffn(config)
+    return {"moe_shared_expert_intermediate_size": ffn} if ffn else {}
 
 
 def latent_attention(config: Config, mcore: str, hf: str) -> list[Link]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimectl.errors import CheckpointError
-from slimectl.weights import deepseek_v3, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from slimectl.weights import deepseek_v3, glm4, glm4_moe, llama, mimo, minimax_m2, qwen2, qwen2_moe, qwen3, qwen3_moe
 from slimectl.weights.architecture import Config
 from slimectl.weights.family import Family
 
@@ -17,6 +17,10 @@ FAMILIES = {
         qwen3_moe.FAMILY,
         deepseek_v3.FAMILY,
         deepseek_v3.GLM,
+        glm4.FAMILY,
+        glm4_moe.FAMILY,
+        mimo.FAMILY,
+        minimax_m2.FAMILY,
     )
 }
 

@@ -28,8 +28,9 @@ class Family:
 
     def of(self, config: Config) -> Family:
         """The family as this configuration makes it: the numbers of its spare layers are among `carried`."""
-        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        count = config.get("num_nextn_predict_layers") or 0
         if not self.spare_layers or not count:
             return self
+        first = config["num_hidden_layers"]
         numbers = "|".join(str(number) for number in range(first, first + count))
         return replace(self, carried=(*self.carried, rf"^model\.layers\.({numbers})\."))

@@ -67,6 +67,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "kimi_k2": {"model_type": "kimi_k2", **MLA, "q_lora_rank": 20, "num_nextn_predict_layers": 1},
+    "glm4": {"model_type": "glm4"},
+    "glm4 without biases": {"model_type": "glm4", "attention_bias": False},
+    "glm4_moe": {"model_type": "glm4_moe", **MLA, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True},
+    "glm4_moe with norms": {
+        "model_type": "glm4_moe",
+        **MLA,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "mimo": {"model_type": "mimo"},
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA, "q_lora_rank": 20},
 }
 
