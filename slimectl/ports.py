@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from slimectl.types import Completion, Metrics, Prompt, Row, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -125,10 +125,24 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class Weights(Protocol):
+    """The tensors of a model by Hugging Face name, each read when it is asked for."""
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], dtype]]:
+        """Shape and dtype of every tensor, in the order in which reading is cheapest."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, the caller's own. Raises CheckpointError if it cannot be read."""
+        ...
+
+
 class CheckpointFormat(Protocol):
     """A layout of weights on disk."""
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]: ...
+
+    def open(self, path: Path) -> Weights: ...
 
     def write(self, path: Path, tensors: NamedTensors) -> None: ...
 

@@ -4,30 +4,93 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from slimectl.checkpoints.parts import grouped, write_parts
+from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
-from slimectl.ports import NamedTensors
+from slimectl.ports import NamedTensors, Weights
 
+MAX_SHARD_BYTES = 2 * 1024**3
 INDEX = "model.safetensors.index.json"
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
               "vocab.*", "merges.txt", "added_tokens.json")  # fmt: skip
 
 
-class HFCheckpoint:
-    """Reads and writes the weights of a Hugging Face directory, tensor by tensor.
+class HFWeights:
+    """The tensors of a Hugging Face directory, read one at a time. Raises CheckpointError."""
 
-    `dtype` casts floating tensors on the way out; None keeps each as it comes. A shard is closed as soon as it holds
-    `max_shard_bytes`, so writing needs the memory of one shard, not of the model.
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _files(self) -> dict[str, SafetensorsFile]:
+        files: dict[str, SafetensorsFile] = {}
+        for shard in shards(self._path):
+            file = SafetensorsFile(shard)
+            for name in file.forms():
+                if name in files:
+                    raise CheckpointError(
+                        f"{self._path}: {name} comes twice, in {files[name].path.name} and {shard.name};"
+                        " download or convert it again"
+                    )
+                files[name] = file
+        return files
+
+    def forms(self) -> Mapping[str, Form]:
+        forms: dict[str, Form] = {}
+        for file in dict.fromkeys(self._files.values()):
+            forms |= file.forms()
+        return forms
+
+    def get(self, name: str) -> Tensor:
+        return self._files[name].get(name)
+
+
+class HeldWeights:
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        self._tensors = dict(tensors)
+
+    def forms(self) -> Mapping[str, Form]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Cast:
+    """Floating tensors in another precision; fp8 stays, it means nothing without its scales."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+
+    def forms(self) -> Mapping[str, Form]:
+        return {name: (shape, self._kept(dtype)) for name, (shape, dtype) in self._weights.forms().items()}
+
+    def get(self, name: str) -> Tensor:
+        tensor = self._weights.get(name)
+        return tensor.to(self._kept(tensor.dtype))
+
+    def _kept(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+
+class HFCheckpoint:
+    """Reads and writes the weights of a Hugging Face directory as a stream.
+
+    `dtype` casts floating tensors on the way out; None keeps each as it comes.
     """
 
-    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 4 * 1024**3) -> None:
+    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.dtype = dtype
         self.max_shard_bytes = max_shard_bytes
 
@@ -43,43 +106,38 @@ class HFCheckpoint:
                     f"{shard}: cannot be read as safetensors ({error}); download or convert it again"
                 ) from error
 
+    def open(self, path: Path) -> Weights:
+        """The tensors of the directory, none of them read yet. Raises CheckpointError."""
+        return HFWeights(path)
+
     def write(self, path: Path, tensors: NamedTensors) -> None:
-        """Write the stream into the existing directory `path`; the index comes last."""
-        files: list[dict[str, Tensor]] = [{}]
-        names: list[list[str]] = []
-        size = total = 0
-
-        def close_shard() -> None:
-            save_file(files[-1], str(path / f"part-{len(names):05d}.safetensors"), metadata={"format": "pt"})
-            names.append(list(files[-1]))
-            files[-1] = {}
-
-        for name, tensor in tensors:
-            kept = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None)
-            # A copy: tied tensors must not share storage in the file, and the stream may overwrite its buffer.
-            files[-1][name] = kept.clone(memory_format=torch.contiguous_format)
-            total += kept.nbytes
-            size += kept.nbytes
-            if size >= self.max_shard_bytes:
-                close_shard()
-                size = 0
-        if files[-1] or not names:
-            close_shard()
-        _name_shards(path, names, total)
+        """Write all tensors into the existing directory `path`; they are collected first (see `write_hf`)."""
+        held = HeldWeights(tensors)
+        write_hf(path, Cast(held, self.dtype) if self.dtype else held, max_shard_bytes=self.max_shard_bytes)
 
 
-def _name_shards(path: Path, names: list[list[str]], total_bytes: int) -> None:
-    """Give the parts their final names: `model.safetensors`, or `model-i-of-n` and an index."""
-    if len(names) == 1:
-        (path / "part-00000.safetensors").rename(path / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for i, members in enumerate(names):
-        final = f"model-{i + 1:05d}-of-{len(names):05d}.safetensors"
-        (path / f"part-{i:05d}.safetensors").rename(path / final)
-        weight_map.update(dict.fromkeys(members, final))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
+    """Write the weights into the existing directory `path`, the index last; the SHA-256 of the shards.
+
+    One tensor is in memory at a time. Shards of at most `max_shard_bytes`; those that an interrupted call left whole
+    stay.
+    """
+    forms = weights.forms()
+    groups = list(grouped(forms, lambda name: nbytes(forms[name]), max_shard_bytes))
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(names) > 1 else ["model.safetensors"]
+
+    def write(i: int, file: Path) -> None:
+        # Wide numbers first: each tensor then lies at a multiple of its own width.
+        members = sorted(groups[i], key=lambda name: -forms[name][1].itemsize)
+        write_safetensors(file, {name: forms[name] for name in members}, map(weights.get, members))
+
+    _, hashes = write_parts(path, names, write)
+    if len(names) > 1:
+        weight_map = {member: name for name, group in zip(names, groups, strict=True) for member in group}
+        index = {"metadata": {"total_size": sum(map(nbytes, forms.values()))}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return hashes
 
 
 def shards(path: Path) -> list[Path]:
@@ -87,7 +145,10 @@ def shards(path: Path) -> list[Path]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
     if (path / INDEX).exists():
-        listed = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        try:
+            listed = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path / INDEX}: cannot be read ({error}); copy the directory again") from error
         missing = [name for name in listed if not (path / name).exists()]
         if missing:
             raise CheckpointError(f"{path}: {INDEX} names {missing[0]}, which is not there; copy the directory again")

@@ -1,4 +1,4 @@
-"""Where a model is: a directory, a GGUF file, or a file inside an installed Python package."""
+"""Where a model is: a directory, a run's checkpoint, a GGUF file, or a file inside an installed Python package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ PREFIX = "package:"
 def resolve_source(text: str | Path) -> Path:
     """The directory or .gguf file that `text` names.
 
-    `package:NAME` is the one GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the
-    package is found, not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
+    A checkpoint of a run (runs/NAME/step_000042, or runs/NAME/latest) stands for its policy. `package:NAME` is the one
+    GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the package is found, not
+    imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
     """
     if not str(text).startswith(PREFIX):
         path = Path(text)
+        if (path / "policy" / "config.json").exists():
+            return path / "policy"
         if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
             return path
         what = "neither a directory nor a .gguf file" if path.exists() else "no such file or directory"

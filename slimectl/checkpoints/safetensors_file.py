@@ -1,0 +1,118 @@
+"""safetensors files read and written tensor by tensor, in the memory of one tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import CheckpointError
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+CODE = {dtype: code for code, dtype in CODES.items()}
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit: a damaged length must not ask for all memory."""
+
+
+def nbytes(form: Form) -> int:
+    return prod(form[0]) * form[1].itemsize
+
+
+def buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; any dtype."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class SafetensorsFile:
+    """One file. Not mapped into memory: pages of a mapped file would count as the process's own.
+
+    Raises CheckpointError where the file is cut short or is not of this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _header(self) -> tuple[int, dict[str, tuple[int, Form]]]:
+        """Where the data begins, and each tensor's offset in it and form."""
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                if length > min(size, MAX_HEADER_BYTES):
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                entries: dict[str, Any] = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            tensors = {name: _entry(facts) for name, facts in entries.items()}
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path}: is not there; copy the checkpoint again") from None
+        except Exception as error:
+            raise self._damaged(f"its header is damaged: {error}") from error
+        end = max((start + nbytes(form) for start, form in tensors.values()), default=0)
+        if size < 8 + length + end:
+            raise self._damaged(f"{size} bytes, its header asks for {8 + length + end}: it is cut short")
+        return 8 + length, tensors
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot be read as safetensors ({what}); download or convert it again")
+
+    def forms(self) -> dict[str, Form]:
+        """Shape and dtype of every tensor, in file order."""
+        placed = sorted(self._header[1].items(), key=lambda item: item[1][0])
+        return {name: form for name, (_, form) in placed}
+
+    def get(self, name: str) -> Tensor:
+        begin, tensors = self._header
+        start, (shape, dtype) = tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        if not tensor.numel():
+            return tensor
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(begin + start)
+            view, filled = buffer(tensor), 0
+            # The system reads at most 2 GiB at a time.
+            while filled < len(view):
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise self._damaged(f"{name}: {len(view) - filled} bytes are missing")
+                filled += count
+        return tensor
+
+
+def _entry(facts: dict[str, Any]) -> tuple[int, Form]:
+    start, end = facts["data_offsets"]
+    form = tuple(facts["shape"]), CODES[facts["dtype"]]
+    if end - start != nbytes(form):
+        raise ValueError(f"{end - start} bytes for {facts['dtype']} {facts['shape']}")
+    return start, form
+
+
+def write_safetensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[Tensor]) -> None:
+    """Write the tensors, which come in the order of `forms`, one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in forms.items():
+        start, end = end, end + nbytes((shape, dtype))
+        header[name] = {"dtype": CODE[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, form), tensor in zip(forms.items(), tensors, strict=True):
+            assert (tuple(tensor.shape), tensor.dtype) == form, name
+            file.write(buffer(tensor.detach().cpu().contiguous()))

@@ -1,0 +1,95 @@
+"""The result run beside its source: the same tokens, the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.checkpoints.quantize import Dequantized, scheme_of
+from slimectl.conversions.sources import Source
+from slimectl.errors import CheckpointError, SlimectlError
+from slimectl.ports import Weights
+from slimectl.weights.architecture import Config
+from slimectl.weights.complete import STAND_INS
+
+TOLERANCE = 1e-3
+"""Largest difference of logits, in units of their largest magnitude, that is rounding in float32."""
+
+
+def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
+    """Run source and result on `count` tokens in float32: {"logits_max_difference": …}.
+
+    A model that cannot be run here is said to be so instead. Raises CheckpointError where the numbers are the same but
+    the logits are not.
+    """
+    tokens = torch.arange(count) * 7919 % int(source.config.get("vocab_size", 2))
+    try:
+        expected = _hf_logits(source.config, source.weights, tokens)
+        found = (
+            _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
+        )
+    except (SlimectlError, ImportError) as error:
+        return {"logits": f"not compared ({error})"}
+    difference = (expected - found).abs().max().item()
+    if exact and not difference <= TOLERANCE * expected.abs().max().item():
+        raise CheckpointError(
+            f"verifying: logits differ by {difference:.3g} although no number was changed; nothing was kept"
+        )
+    return {"logits_max_difference": float(f"{difference:.3g}")}
+
+
+def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
+    """A Hugging Face result, with the config that was written for it; quantized weights made whole."""
+    import json
+
+    config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
+    if scheme := scheme_of(config):
+        result = Dequantized(result, scheme, torch.float32)
+    return _hf_logits(config, result, tokens)
+
+
+@torch.no_grad()
+def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    """[T, V] by transformers' own model of that configuration. Raises CheckpointError if it has none."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    given = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    given["model_type"] = STAND_INS.get(given["model_type"], given["model_type"])
+    try:
+        hf_config = transformers.AutoConfig.for_model(**given)
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(hf_config)]
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
+    tensors = {name: weights.get(name) for name in weights.forms()}
+    # from_pretrained: modules of some families hold their experts in one tensor, disks do not.
+    model = kind.from_pretrained(
+        None, config=hf_config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+    )
+    logits: Tensor = model(tokens[None]).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
+    """[T, V] by mcore's GPTModel, in this process alone. Raises BackendError where megatron-core is missing."""
+    from slimectl.layouts import ParallelLayout
+    from slimectl.policies.megatron import parallel
+    from slimectl.policies.megatron.model import build, device
+    from slimectl.policies.megatron.packed import packed
+
+    model, alone, running = source.needed_model(), ParallelLayout(), torch.distributed.is_initialized()
+    parallel.start(alone, seed=0)
+    try:
+        (gpt,) = build(model.architecture, alone, dtype=torch.float32)
+        held = gpt.state_dict()
+        for link in model.links:
+            held[link.megatron].copy_(link.to_megatron([result.get(name) for name in link.hf]))
+        row = packed([len(tokens)], alone, rank=0, device=device())
+        return torch.nn.functional.linear(gpt(tokens.to(device()), row)[:, 0], gpt.output_weight).cpu()
+    finally:
+        if not running:
+            parallel.stop()

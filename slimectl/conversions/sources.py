@@ -1,0 +1,147 @@
+"""Whatever can be converted, opened: its weights by Hugging Face name, its config, what lies beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimectl import cards
+from slimectl.checkpoints.accounts import Model
+from slimectl.checkpoints.hf import HeldWeights, HFWeights, copy_companions
+from slimectl.checkpoints.quantize import Dequantized, scheme_of
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
+from slimectl.checkpoints.torch_dist.weights import TorchDistWeights
+from slimectl.errors import CheckpointError
+from slimectl.ports import Weights
+from slimectl.weights.architecture import Config
+from slimectl.weights.complete import completed
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One opened source. `config` is config.json as it is to be written; `model` is None where no family knows it."""
+
+    kind: str
+    where: str
+    weights: Weights
+    config: Config
+    model: Model | None
+    companions: Callable[[Path], None]
+    quantized: bool = False
+    dequantized: bool = False
+
+    def needed_model(self) -> Model:
+        """The model, or the CheckpointError that says why there is none."""
+        return self.model or Model(completed(self.config))
+
+
+def open_source(
+    path: Path, *, numbers: bool, dtype: torch.dtype | None, config: Path | None, card: str | None
+) -> Source:
+    """The source at `path`; `numbers` asks for quantized weights dequantized (to bfloat16, or to `dtype`).
+
+    Raises CheckpointError, also where `config`, `card` and the source's own config.json contradict each other.
+    """
+    if path.suffix == ".gguf":
+        source = _gguf(path, dtype or torch.float32)
+    elif is_torch_dist(path):
+        return _torch_dist(newest(path), config, card)
+    else:
+        source = _hf(path, numbers=numbers, dtype=dtype or torch.bfloat16)
+    if card:
+        cards.check(card, source.needed_model().config, where=str(path))
+    if config:
+        _agree(config, _raw(config), path, source.config)
+    return source
+
+
+def _gguf(path: Path, dtype: torch.dtype) -> Source:
+    from slimectl.checkpoints.gguf import GGUFFile
+
+    file = GGUFFile(path)
+    config = _written(lambda into: file.write_companions(into, dtype))
+    weights = HeldWeights(file.read(dtype))
+    return Source("gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype))
+
+
+def _written(write: Callable[[Path], None]) -> Config:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        write(Path(folder))
+        return _raw(Path(folder))
+
+
+def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
+    config, weights = _raw(path), HFWeights(path)
+
+    def companions(into: Path) -> None:
+        copy_companions(path, into)
+
+    if "quantization_config" not in config:
+        return Source("hf", str(path), weights, config, _model(config), companions)
+    scheme = scheme_of(config)
+    if scheme is None or not numbers:
+        return Source("hf", str(path), weights, config, _model(config), companions, quantized=True)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    whole = Dequantized(weights, scheme, dtype)
+    return Source("hf", str(path), whole, plain, _model(plain), companions, dequantized=True)
+
+
+def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
+    """The config is --config's, else the one inside the folder, else the card's."""
+    own = path if (path / "config.json").exists() else path.parent
+    inside = own if (own / "config.json").exists() else None
+    folder = config or inside
+    if folder is None and card is None:
+        raise CheckpointError(
+            f"{path}: a torch_dist checkpoint without config.json; give a Hugging Face directory with --config DIR, or"
+            " --card NAME"
+        )
+    raw = _raw(folder) if folder else dict(cards.load(str(card))["config"])
+    model = Model(completed(raw))
+    if folder and card:
+        cards.check(card, model.config, where=str(folder))
+    if config and inside:
+        _agree(config, raw, inside, _raw(inside))
+
+    def companions(into: Path) -> None:
+        if folder:
+            copy_companions(folder, into)
+
+    return Source("torch_dist", str(path), TorchDistWeights(path, model), raw, model, companions)
+
+
+def _agree(left: Path, one: Config, right: Path, other: Config) -> None:
+    """Raises CheckpointError, key by key, where two configs describe different models."""
+    differing = cards.differences({"config": one}, completed(other))
+    if differing:
+        told = "; ".join(f"{key} is {a!r} in {left}, {b!r} in {right}" for key, a, b in differing)
+        raise CheckpointError(f"--config: {told}; give the config of this checkpoint")
+
+
+def _model(config: Config) -> Model | None:
+    try:
+        return Model(completed(config))
+    except CheckpointError:
+        return None
+
+
+def _raw(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json; this is not a Hugging Face checkpoint; give one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: not a JSON object; download it again")
+    return config
