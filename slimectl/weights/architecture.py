@@ -31,7 +31,13 @@ class Architecture:
 
     `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig where `mla`) under their
     own names, plain data only (`activation_func` is left out: every family here is SwiGLU). `layer` names the shape of
-    a decoder layer: "plain" is mcore's own, the others are built by policies/megatron.
+    a decoder layer: "plain" is mcore's own, the others are built by policies/megatron where it can:
+
+    - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before either output joins the residual;
+    - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together;
+    - "gated_delta": layers of `linear_attention_freq` are gated delta nets, the others have a gated output; norms
+      count their weight from 1, but the delta net's `out_norm` does not (mcore's own would);
+    - "sparse_latent": latent attention to the tokens that an indexer picks (mcore's "dsa").
     """
 
     transformer: dict[str, Any]
@@ -40,7 +46,7 @@ class Architecture:
     tied: bool
     rope: Rope
     mla: bool = False
-    layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta"] = "plain"
+    layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"] = "plain"
     extra: dict[str, Any] = field(default_factory=dict)
     """What a layer that is not plain needs besides."""
 

@@ -19,12 +19,12 @@ def same(megatron: str, hf: str, *shape: int, split: Split | None = None, padded
     return Link(megatron, (hf,), (shape,), split=split, padded=padded)
 
 
-def outer(config: Config) -> list[Link]:
-    """Embedding, last norm and head; a tied head is the embedding."""
+def outer(config: Config, hf: str = "model") -> list[Link]:
+    """Embedding, last norm and head; a tied head is the embedding. `hf` names the decoder."""
     V, H = config["vocab_size"], config["hidden_size"]
     links = [
-        same("embedding.word_embeddings.weight", "model.embed_tokens.weight", V, H, split=Split(0), padded=True),
-        same("decoder.final_layernorm.weight", "model.norm.weight", H),
+        same("embedding.word_embeddings.weight", f"{hf}.embed_tokens.weight", V, H, split=Split(0), padded=True),
+        same("decoder.final_layernorm.weight", f"{hf}.norm.weight", H),
     ]
     if not config.get("tie_word_embeddings"):
         links.append(same("output_layer.weight", "lm_head.weight", V, H, split=Split(0), padded=True))
@@ -68,12 +68,10 @@ def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] =
     ]
 
 
-def layered(config: Config, layer: Callable[[int, str, str], list[Link]]) -> list[Link]:
+def layered(config: Config, layer: Callable[[int, str, str], list[Link]], hf: str = "model") -> list[Link]:
     """`outer`, with `layer(i, megatron prefix, Hugging Face prefix)` of every layer between embedding and last norm."""
-    embedding, *rest = outer(config)
+    embedding, *rest = outer(config, hf)
     inner = [
-        link
-        for i in range(config["num_hidden_layers"])
-        for link in layer(i, f"decoder.layers.{i}", f"model.layers.{i}")
+        link for i in range(config["num_hidden_layers"]) for link in layer(i, f"decoder.layers.{i}", f"{hf}.layers.{i}")
     ]
     return [embedding, *inner, *rest]

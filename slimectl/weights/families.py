@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from slimectl.errors import CheckpointError
-from slimectl.weights import deepseek_v3, glm4, glm4_moe, llama, mimo, minimax_m2, qwen2, qwen2_moe, qwen3, qwen3_moe
+from slimectl.weights import (
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    glm_moe_dsa,
+    llama,
+    mimo,
+    minimax_m2,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from slimectl.weights.architecture import Config
 from slimectl.weights.family import Family
 
@@ -21,6 +35,10 @@ FAMILIES = {
         glm4_moe.FAMILY,
         mimo.FAMILY,
         minimax_m2.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5.MOE,
+        glm_moe_dsa.FAMILY,
     )
 }
 

@@ -22,7 +22,7 @@ def architecture(config: Config) -> Architecture:
             config,
             experts=experts(config),
             ffn=config["intermediate_size"],
-            sparse=[True] * config["num_hidden_layers"],
+            sparse=everywhere,
         ),
         **moe.sigmoid_routing(config),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slimectl.weights import blocks, moe
 from slimectl.weights.architecture import Architecture, Config, dense, refuse
 from slimectl.weights.family import Family
@@ -28,9 +30,16 @@ def architecture(config: Config) -> Architecture:
             config, experts=experts(config), ffn=config["moe_intermediate_size"], sparse=sparse_layers(config)
         ),
         **moe.softmax_routing(normalized=config["norm_topk_prob"]),
-        moe_shared_expert_intermediate_size=config["shared_expert_intermediate_size"],
-        moe_shared_expert_gate=True,
+        **shared_fields(config),
     )
+
+
+def shared_fields(config: Config) -> dict[str, Any]:
+    """The gated shared expert in mcore's words."""
+    return {
+        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
 
 
 def mixture(config: Config, mcore: str, hf: str) -> list[Link]:

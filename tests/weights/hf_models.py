@@ -21,6 +21,12 @@ MLA = {
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
+DELTA = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2"},
@@ -84,6 +90,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rotary_dim": 8,
+    },
+    "qwen3_next": {"model_type": "qwen3_next", **DELTA, "mlp_only_layers": [1]},
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA, "tie_word_embeddings": True},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **DELTA},
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **MLA,
+        "q_lora_rank": 20,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "full", "shared"],
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA, "q_lora_rank": 20},
 }
