@@ -79,6 +79,9 @@ def transformer_config(
         **fields,
         **args_of(args or {}, kind),
     }
+    if architecture.layer == "wide_qk_norm":
+        # mcore adds up gradients of query and key norms over tensor-parallel ranks; these norms are cut, not copied.
+        values["qk_layernorm"] = False
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))

@@ -71,16 +71,17 @@ def _latent_attention(architecture: Architecture) -> ModuleSpec:
 
 
 def _attention(architecture: Architecture, config: Any) -> ModuleSpec:
-    wide = architecture.layer == "wide_qk_norm"
-    query_norm, key_norm = (WideQueryNorm, WideKeyNorm) if wide else (RMSNorm, RMSNorm)
+    query_norm, key_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    if architecture.layer == "wide_qk_norm":
+        query_norm, key_norm = WideQueryNorm, WideKeyNorm
     return ModuleSpec(
         module=PackedSelfAttention,
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedCoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=query_norm if config.qk_layernorm else IdentityOp,
-            k_layernorm=key_norm if config.qk_layernorm else IdentityOp,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         ),
     )
 

@@ -71,6 +71,16 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT},
+    "glm4": {"model_type": "glm4", "attention_bias": True},
+    "glm4_moe": {
+        "model_type": "glm4_moe", **LATENT, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2", **EXPERTS, "num_local_experts": 4,
+        # transformers (5.12.1) reads only this; published configurations say rotary_dim, which it ignores.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
 }  # fmt: skip
 
 LENGTHS = (7, 12, 12, 5, 1)

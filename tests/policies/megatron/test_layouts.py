@@ -42,6 +42,9 @@ def test_two_ranks_equal_one(tmp_path):
             ParallelLayout(tensor=2), ParallelLayout(context=2), ParallelLayout(pipeline=2), ParallelLayout(expert=2),
         ],
         "deepseek_v3_yarn": [ParallelLayout(tensor=2, expert=2)],
+        "glm4": [ParallelLayout(tensor=2)],
+        "glm4_moe": [ParallelLayout(tensor=2)],
+        "minimax_m2": [ParallelLayout(tensor=2), ParallelLayout(context=2)],
     }  # fmt: skip
     recomputed = [
         ("qwen3", ParallelLayout(pipeline=2), Recompute("full")),
