@@ -15,6 +15,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.group import GroupPolicy
+from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import Policy
 from slimectl.types import Row
@@ -31,7 +32,11 @@ def over_two_ranks(folder: Path) -> Policy:
     return GroupPolicy(partial(alone, folder), ranks=2)
 
 
-ADAPTERS: dict[str, Callable[[Path], Policy]] = {"fsdp": alone, "group": over_two_ranks}
+def megatron(folder: Path) -> Policy:
+    return MegatronPolicy(folder, HFCheckpoint(), optimizer=OPTIONS, max_tokens_per_pack=48)
+
+
+ADAPTERS: dict[str, Callable[[Path], Policy]] = {"fsdp": alone, "group": over_two_ranks, "megatron": megatron}
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)

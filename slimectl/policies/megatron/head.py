@@ -1,0 +1,75 @@
+"""Log-probabilities of a micro-batch's response tokens from the last stage's hidden states.
+
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from slimectl.policies.head import VocabularyShard, linear_log_probs
+from slimectl.policies.megatron.batch import Batch
+
+
+def response_log_probs(
+    hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [R], and entropies [R] if asked for: the same numbers on every rank of the pack.
+
+    Every rank may compute the same loss of them: each carries back the gradient of its own tokens and of its own rows
+    of the vocabulary only, and what finalize_model_grads sums over ranks is the whole gradient, counted once.
+    """
+    selected_MH = whole(hidden_T1H)[batch.sources_M]
+    logprobs_M, entropy_M = linear_log_probs(
+        selected_MH,
+        weight_VH,
+        batch.targets_M,
+        temperature=temperature,
+        entropy=entropy,
+        shard=shard_of(vocab_size, weight_VH),
+    )
+    return in_pack(logprobs_M, batch), None if entropy_M is None else in_pack(entropy_M, batch)
+
+
+def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:
+    """This tensor-parallel rank's rows of the vocabulary; None where it has all."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    rows = weight_VH.shape[0]
+    if group.size() == 1 and rows == vocab_size:
+        return None
+    start = group.rank() * rows
+    return VocabularyShard(start, max(0, min(rows, vocab_size - start)), group)
+
+
+def whole(hidden_T1H: Tensor) -> Tensor:
+    """Hidden states [T, H] of all tokens of the context-parallel rank; their gradients are summed over the ranks."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
+    return hidden_T1H[:, 0]
+
+
+def in_pack(values_M: Tensor, batch: Batch) -> Tensor:
+    """Every context-parallel rank's values, in the order of the pack's response tokens."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return values_M
+    return _InPack.apply(values_M, batch.mine_M, len(batch.targets_R))
+
+
+class _InPack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(mine_M)
+        values_R = values_M.new_zeros(count).index_copy_(0, mine_M, values_M)
+        # All others hold zeros at a rank's places: the sum rounds nothing.
+        dist.all_reduce(values_R, group=parallel_state.get_context_parallel_group())
+        return values_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None]:
+        return grad_R[ctx.saved_tensors[0]], None, None

@@ -1,0 +1,57 @@
+"""Which parameters of the whole model this rank holds, and under which global names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slimectl.policies.megatron.model import PackedGPT
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+def held(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of weights.Link: layers and experts counted over the whole model.
+
+    The last stage's copy of a tied embedding is not in it: see `tied_copy`.
+    """
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if name != HEAD or not chunk.share_embeddings_and_output_weights:
+                found[_global(name, chunk)] = tensor
+    return found
+
+
+def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
+    """The head that repeats the embedding of another pipeline stage, where this rank has one."""
+    last = chunks[-1]
+    if last.post_process and last.share_embeddings_and_output_weights and not last.pre_process:
+        return last.output_layer.weight
+    return None
+
+
+def _global(name: str, chunk: PackedGPT) -> str:
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return name
+    number = chunk.decoder.layers[int(layer[2])].layer_number - 1
+    name = f"{layer[1]}{number}{layer[3]}"
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        return name
+    first = parallel_state.get_expert_model_parallel_rank() * (
+        chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
+    return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
+
+
+def is_expert(name: str) -> bool:
+    """Whether the expert groups, not the dense ones, share a parameter."""
+    return _EXPERT.fullmatch(name) is not None

@@ -1,0 +1,209 @@
+"""A model laid over ranks with its optimizer: micro-batches through it, updates, weights in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slimectl.errors import SettingsError
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.freezing import trained
+from slimectl.policies.megatron import model, naming, optimizer, parallel, schedule
+from slimectl.policies.megatron.batch import laid_out, shares
+from slimectl.policies.megatron.config import Recompute
+from slimectl.policies.megatron.loading import checked_names
+from slimectl.policies.megatron.optimizer import PARAM, OptimizerChoices
+from slimectl.policies.megatron.state import LinkedState, trained_links
+from slimectl.policies.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.state import (
+    MOMENTS,
+    OPTIMIZER,
+    copy_companions,
+    read_tensors,
+    read_trainer,
+    write_float32,
+    write_trainer,
+)
+from slimectl.ports import CheckpointFormat
+from slimectl.types import Metrics, Row
+from slimectl.weights.complete import read_config
+from slimectl.weights.families import family_of
+from slimectl.weights.links import Link
+
+_QUIET = (
+    # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+    # Its distributed optimizer looks for gradients at views of float32 parameters, where it has put them itself.
+    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
+    # Advice for GPUs, given without one too.
+    *([] if torch.cuda.is_available() else [(r"When using sequence parallelism it is recommended", UserWarning)]),
+)
+for _message, _category in _QUIET:
+    warnings.filterwarnings("ignore", _message, _category)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronTrainer:
+    """Everything of a policy but what is computed from the hidden states.
+
+    Every rank of torch.distributed's group (or this process alone) builds one and makes the same calls. What is saved
+    has the files of the FSDP policy: either takes it back, at any layout.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        checkpoint: CheckpointFormat,
+        *,
+        optimizer: OptimizerOptions,
+        layout: ParallelLayout | None = None,
+        max_tokens_per_pack: int = 4096,
+        dtype: str = "float32",
+        recompute: Recompute | None = None,
+        args: Mapping[str, Any] | None = None,
+        distributed_optimizer: bool = True,
+        optimizer_cpu_offload: bool = False,
+        freeze: Sequence[str] = (),
+        train_only: Sequence[str] = (),
+        device: str | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> None:
+        """`fields` go to mcore's TransformerConfig. Raises SettingsError or CheckpointError."""
+        if dtype not in DTYPES:
+            raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+        self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
+        self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed
+        self.step = self.updates = 0
+        config = read_config(self.model_dir)
+        family = family_of(config)
+        self.architecture, self.carried = family.architecture(config), family.carried
+        self.links = family.links(config)
+        grouped = dist.is_available() and dist.is_initialized()
+        self.ranks = dist.get_world_size() if grouped else 1
+        parallel.check(self.layout, self.architecture, self.ranks)
+        names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
+        self.trained = trained_links(self.links, names)
+        self.device = model.device()
+        if device is not None and torch.device(device).type != self.device.type:
+            raise SettingsError(
+                f"train.device: {device}, but Megatron-core takes the GPU where there is one; hide it with"
+                " CUDA_VISIBLE_DEVICES= or set train.device to auto"
+            )
+        parallel.start(self.layout, seed)
+        choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
+        self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute, **fields)
+        self._read_weights(self.model_dir)
+
+    def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
+        bare = model.build(self.architecture, self.layout, **fields)
+        held = naming.held(bare)
+        held = {link.megatron: held[link.megatron] for link in self.links if link.megatron in held}
+        copy = naming.tied_copy(bare)
+        for name, tensor in [*held.items(), *([(naming.EMBEDDING, copy)] if copy is not None else [])]:
+            tensor.requires_grad_(isinstance(tensor, torch.nn.Parameter) and name in self.trained)
+        self.chunks = optimizer.wrapped(bare, choices)
+        self.last = bare[-1]
+        self.optimizer = optimizer.build(self.chunks, self.options, choices)
+        masters = optimizer.masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
+        of_copy = masters.pop() if copy is not None else None
+        self.state = LinkedState(self.links, dict(zip(held, masters, strict=True)), of_copy, self.device)
+        self.updated = [link for link in self.links if link.megatron in self.trained & self.state.parameters]
+
+    def _read_weights(self, path: Path) -> None:
+        weights = self.checkpoint.open(path)
+        self.names = checked_names(weights, self.links, self.carried, path)
+        for link in self.state.mine(self.links):
+            self.state.put(link, PARAM, weights.get)
+
+    @property
+    def weight_version(self) -> str:
+        return str(self.step)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank of its data-parallel replica that reports what the last stage computed."""
+        return (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    def run(self, rows: Sequence[Row], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
+        """What `finish` kept of this rank's share of the rows, on the last stage; see schedule.run."""
+        if not rows:
+            return []
+        data = self.layout.data(self.ranks)
+        packs = shares(rows, self.layout, max_tokens=self.max_tokens, data=data)[
+            parallel_state.get_data_parallel_rank()
+        ]
+        rank = parallel_state.get_context_parallel_rank()
+        batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
+        return schedule.run(self.chunks, batches, finish, forward_only=forward_only)
+
+    def from_all_ranks(self, part: dict) -> list[dict]:
+        """The parts of the ranks that speak, on every rank."""
+        if self.ranks == 1:
+            return [part]
+        parts: list[dict] = [{} for _ in range(self.ranks)]
+        dist.all_gather_object(parts, part if self.speaks else {})
+        return parts
+
+    def optim_step(self) -> Metrics:
+        """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""
+        lr = lr_at(self.step, self.options)
+        norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.clip_grad)
+        self.step += 1
+        self.updates += updated
+        return {"grad_norm": norm, "lr": lr}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Float32 masters, whole, in checkpoint order."""
+        return self.state.tensors(self.names, PARAM)
+
+    def save(self, path: Path) -> None:
+        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""
+        if dist.get_rank() == 0:
+            self.checkpoint.write(path, self.weights())
+            write_float32(path / OPTIMIZER, self._moment_shapes(self.updated), self.state.each(self.updated, MOMENTS))
+            _, first = next(iter(self.checkpoint.read(path)))
+            copy_companions(self.model_dir, path, first.dtype)
+            options = dataclasses.asdict(self.options)
+            write_trainer(path, step=self.step, updates=self.updates, seed=self.seed, optimizer=options)
+        else:
+            for _ in chain(self.weights(), self.state.each(self.updated, MOMENTS)):
+                pass
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        saved = read_trainer(path)
+        self._read_weights(path)
+        self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
+        mine = self.state.mine(self.updated)
+        moments = read_tensors(path / OPTIMIZER, self._moment_shapes(mine))
+        for link in mine:
+            for what in MOMENTS:
+                parts = [next(moments)[1] for _ in link.hf]
+                self.state.put(link, what, dict(zip(link.hf, parts, strict=True)).__getitem__, updates=self.updates)
+        optimizer.resume(self.optimizer, updates=self.updates)
+        optimizer.drop_gradients(self.chunks, self.optimizer)
+
+    def close(self) -> None:
+        """Nothing outlives the process; the groups of the layout serve other models of it."""
+
+    def _moment_shapes(self, links: Sequence[Link]) -> dict[str, torch.Size]:
+        return {
+            f"{what}.{name}": torch.Size(shape)
+            for link in links
+            for what in MOMENTS
+            for name, shape in zip(link.hf, link.shapes, strict=True)
+        }

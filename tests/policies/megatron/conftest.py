@@ -1,0 +1,44 @@
+"""Models of four layers, so that pipelines of several stages can be made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.checkpoints.create import create_model
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "experts": {
+        "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`four_layers("tied")` is the folder of a random model; its 259 tokens do not divide by two."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "dense") -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            create_model(SHAPE | MODELS[kind], made[kind], seed=7)
+        return made[kind]
+
+    return make

@@ -1,0 +1,67 @@
+"""A policy in rank processes that can be built again with another layout: processes are what costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.policies.group import GroupPolicy
+from slimectl.policies.megatron import parallel
+from slimectl.policies.megatron.policy import MegatronPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.ports import Loss
+from slimectl.types import Metrics, Row
+
+GENTLE = OptimizerOptions(lr=1e-5)
+"""As large as steps of RL get. Adam turns the rounding of gradients near zero into whole steps: with larger ones two
+orders of summing are soon two models."""
+
+
+def megatron(model_dir: Path, **options: Any) -> MegatronPolicy:
+    return MegatronPolicy(model_dir, HFCheckpoint(), **({"optimizer": GENTLE, "max_tokens_per_pack": 60} | options))
+
+
+class Rebuilt:
+    """What a rank holds: the policy that was asked for last."""
+
+    weight_version = "0"
+
+    def build(self, model_dir: Path, options: dict[str, Any]) -> None:
+        parallel.stop()
+        self.policy = megatron(model_dir, **options)
+
+    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+        return self.policy.log_probs(rows)
+
+    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+        return self.policy.forward_backward(rows, loss)
+
+    def optim_step(self) -> Metrics:
+        return self.policy.optim_step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.weights()
+
+    def save(self, path: Path) -> None:
+        self.policy.save(path)
+
+    def load(self, path: Path) -> None:
+        self.policy.load(path)
+
+    def close(self) -> None:
+        self.policy.close()
+
+
+class Ranks(GroupPolicy):
+    """The group that holds them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(Rebuilt, ranks=ranks)
+
+    def build(self, model_dir: Path, **options: Any) -> Ranks:
+        self._call("build", model_dir, options)
+        return self

@@ -1,0 +1,106 @@
+"""However many ranks and however cut: the losses, gradients and weights of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policies.policy_cases import Clipped, WeightedNegativeLogProb, new_policy, random_rows
+from rank_cases import GENTLE, Ranks, megatron
+
+from slimectl.layouts import ParallelLayout
+
+ModelDir = Callable[..., Path]
+Reports = list[dict[str, float]]
+Outcome = tuple[Reports, dict[str, torch.Tensor]]
+ENTROPY = WeightedNegativeLogProb(needs_entropy=True)
+
+TWO: list[tuple[str, dict[str, Any]]] = [
+    ("dense", {"layout": ParallelLayout(tensor=2)}),
+    ("tied", {"layout": ParallelLayout(tensor=2), "distributed_optimizer": False}),
+    ("tied", {"layout": ParallelLayout(pipeline=2)}),
+    ("dense", {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2)}),
+    ("dense", {}),
+    ("tied", {"distributed_optimizer": False}),
+    ("dense", {"layout": ParallelLayout(context=2)}),
+]
+FOUR: list[tuple[str, dict[str, Any]]] = [
+    ("tied", {"layout": ParallelLayout(tensor=2, pipeline=2)}),
+    ("dense", {"layout": ParallelLayout(tensor=2, context=2)}),
+    ("tied", {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2)}),
+    ("dense", {"layout": ParallelLayout(pipeline=2, context=2), "distributed_optimizer": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def three_steps(policy: Any) -> Reports:
+    reports = []
+    for seed in range(3):
+        rows = random_rows(groups=4, seed=seed)
+        for row, log_probs in zip(rows, policy.log_probs(rows), strict=True):
+            row.old_log_probs = log_probs
+        reports.append(policy.forward_backward(rows, Clipped()) | policy.optim_step())
+        reports.append(policy.forward_backward(rows, ENTROPY) | policy.optim_step())
+    return reports
+
+
+@pytest.fixture(scope="module")
+def alone(four_layers: ModelDir) -> Callable[[str], Outcome]:
+    """What one process makes of a model."""
+    made: dict[str, Outcome] = {}
+
+    def outcome(kind: str) -> Outcome:
+        if kind not in made:
+            policy = megatron(four_layers(kind))
+            made[kind] = three_steps(policy), {name: tensor.clone() for name, tensor in policy.weights()}
+        return made[kind]
+
+    return outcome
+
+
+def assert_equal(policy: Any, alone: Outcome) -> None:
+    for found, expected in zip(three_steps(policy), alone[0], strict=True):
+        assert found.keys() == expected.keys()
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-5)
+    weights = list(policy.weights())
+    assert [name for name, _ in weights] == list(alone[1])
+    for name, tensor in weights:
+        torch.testing.assert_close(tensor, alone[1][name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), TWO, ids=str)
+def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
+    assert_equal(two.build(four_layers(kind), **options), alone(kind))
+
+
+@pytest.mark.parametrize(("kind", "options"), FOUR, ids=str)
+def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
+    assert_equal(four.build(four_layers(kind), **options), alone(kind))
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied"])
+def test_the_fsdp_policy_makes_the_same_steps(four_layers: ModelDir, alone: Any, kind: str):
+    policy = new_policy(four_layers(kind), optimizer=GENTLE)
+    reports, weights = alone(kind)
+    for found, expected in zip(three_steps(policy), reports, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for name, tensor in policy.weights():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
