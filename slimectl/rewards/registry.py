@@ -8,17 +8,25 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import SettingsError
 from slimectl.rewards.contains import Contains
+from slimectl.rewards.dapo import Dapo
+from slimectl.rewards.deepscaler import Deepscaler
 from slimectl.rewards.exact import Exact
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
+from slimectl.rewards.f1 import F1
+from slimectl.rewards.gpqa import Gpqa
+from slimectl.rewards.length import LengthPenalty, Overlong
 from slimectl.rewards.math import Math
 from slimectl.rewards.numeric import Numeric
 from slimectl.rewards.random import Random
 from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.rewards.regex import Regex
+from slimectl.rewards.repetition import Repetition
 from slimectl.rewards.verdict import Verdict, Verifier, nothing
 from slimectl.types import Sample
 
 BOXED = "boxed_"
+READ_BOXES = ("math", "deepscaler", "dapo")
+"""Types that look for their box themselves."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,7 @@ class Boxed(Verifier):
             empty = self.inner.explain(replace(sample, response="")).reward
             return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
         inner = self.inner.explain(replace(sample, response=boxed.text))
-        span = (boxed.start + inner.span[0], boxed.start + inner.span[1]) if inner.span else None
-        return replace(inner, source=f"{inner.source} of the {SOURCE_WORDS['boxed']}", span=span)
+        return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
 
     def extract(self, sample: Sample) -> str | None:
         boxed = last_boxed(sample.response)
@@ -43,12 +50,19 @@ class Boxed(Verifier):
 
 TYPES: dict[str, type[Verifier]] = {
     "contains": Contains,
+    "dapo": Dapo,
+    "deepscaler": Deepscaler,
     "exact": Exact,
+    "f1": F1,
+    "gpqa": Gpqa,
+    "length_penalty": LengthPenalty,
     "math": Math,
     "numeric": Numeric,
+    "overlong": Overlong,
     "random": Random,
     "reasoning_gym": ReasoningGym,
     "regex": Regex,
+    "repetition": Repetition,
 }
 
 
@@ -63,15 +77,17 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
     >>> verifier("boxed_exact", ignore_case=True)(Sample(response=r"It is \\boxed{Paris}.", label="paris"))
     1.0
 
-    `boxed_math` is `math`, which reads nothing but the box anyhow. Raises SettingsError for an unknown type or option.
+    `boxed_math` and `boxed_deepscaler` are the same without the prefix, which read nothing but a box anyhow;
+    `boxed_dapo` reads a box instead of the Answer: line. Raises SettingsError for an unknown type or option.
     """
     name = rm_type.removeprefix(BOXED)
     if name not in TYPES:
         hint = _hint(name, known_types())
         known = ", ".join(known_types())
         raise SettingsError(f"score.rm_type: no verifier {rm_type!r}{hint} (known: {known}; each also with {BOXED})")
-    made = TYPES[name](**_checked(name, options))
-    return Boxed(made) if rm_type.startswith(BOXED) and name != "math" else made
+    boxed = rm_type.startswith(BOXED)
+    made = TYPES[name](**_checked(name, {"source": "boxed", **options} if boxed and name == "dapo" else options))
+    return Boxed(made) if boxed and name not in READ_BOXES else made
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:

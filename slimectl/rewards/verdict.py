@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from slimectl.types import Sample
@@ -39,6 +39,11 @@ class Verdict:
     why: str
     extracted: str | None = None
     span: tuple[int, int] | None = None
+
+    def moved(self, start: int, source: str) -> Verdict:
+        """The same verdict, of a part of the response that begins at `start` and is called `source`."""
+        span = (start + self.span[0], start + self.span[1]) if self.span else None
+        return replace(self, source=f"{self.source} of the {source}", span=span)
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as `score --explain` writes it into metadata.explanation; the reward is in the sample."""

@@ -4,11 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards import known_types, verifier
+from slimectl.rewards import verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
 from slimectl.rewards.numerals import exact_number, last_number
 from slimectl.types import Sample
@@ -103,17 +100,10 @@ def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
     assert {verifier("random", p=p)(Sample(index=i)) == p for p in (0.0, 1.0) for i in range(50)} == {True}
 
 
-@given(st.sampled_from([*known_types(), *("boxed_" + name for name in known_types())]), st.text(max_size=60))
-def test_no_response_raises(rm_type, response):
-    if "reasoning_gym" in rm_type or "math" in rm_type:
-        return
-    assert verifier(rm_type)(Sample(response=response, label="7")) in (0.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("rm_type", "options", "message"),
     [
-        ("maths", {}, r"no verifier 'maths'; did you mean math\? \(known: contains, exact, math,"),
+        ("maths", {}, r"no verifier 'maths'; did you mean math\? \(known: code, contains, dapo, deepscaler,"),
         ("boxed_exat", {}, r"no verifier 'boxed_exat'; did you mean exact\?"),
         ("zzz", {}, r"no verifier 'zzz' \(known:"),
         ("exact", {"sorce": "boxed"}, r"rm_options\.sorce: no option of exact; did you mean source\?"),

@@ -1,0 +1,44 @@
+"""What an answer costs that says the same again and again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from slimectl.errors import SettingsError
+from slimectl.rewards.verdict import Verdict, Verifier, nothing
+from slimectl.types import Sample
+
+
+@dataclass(frozen=True)
+class Repetition(Verifier):
+    """The share of n-grams that occurred before, 0.0 (none) to below 1.0; give it a negative weight.
+
+    >>> Repetition(n=2)(Sample(response="no no no no"))  # (no, no) three times, two of them again
+    0.6666666666666666
+
+    One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
+    arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other sign a word of its own; `of`
+    tokens: as the policy wrote them, which suits scripts without spaces. Fewer than n of them repeat nothing.
+    """
+
+    n: int = 3
+    of: Literal["words", "tokens"] = "words"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise SettingsError(f"score.rm_options.n: {self.n} is no length of an n-gram; give 1 or more")
+
+    def explain(self, sample: Sample) -> Verdict:
+        if self.of == "tokens":
+            pieces: list[int] | list[str] = sample.tokens[len(sample.tokens) - sample.response_length :]
+        else:
+            pieces = re.findall(r"\w+|[^\w\s]", sample.response.lower())
+        total = max(0, len(pieces) - self.n + 1)
+        distinct = len({tuple(pieces[at : at + self.n]) for at in range(total)})
+        why = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
+        return nothing("whole response", why, 1 - distinct / total if total else 0.0)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None

@@ -1,0 +1,165 @@
+"""Rules that papers published, each as a table: label, response, what is extracted, reward."""
+
+import pytest
+
+from slimectl.errors import RecordError
+from slimectl.rewards import verifier
+from slimectl.types import Sample
+
+DEEPSCALER = [
+    ("5", r"<think>hm</think> \boxed{5}", "5", 1.0),
+    ("5", r"<think>\boxed{4}</think> \boxed{5}", "5", 1.0),
+    ("5", r"<think>\boxed{5}</think> It is five.", None, 0.0),  # boxed while thinking does not count
+    ("5", r"<think>a</think> \boxed{4} </think> \boxed{5}", "5", 1.0),
+    ("0.5", r"###Response \boxed{\frac12}", r"\frac12", 1.0),
+    ("5", r"###Response \boxed{4} ###Response \boxed{5}", "5", 1.0),
+    ("5", r"###Response \boxed{5} </think> none", None, 0.0),  # </think> goes before
+    ("5", r"\boxed{5}", None, 0.0),  # no marker: still thinking
+    ("5", r"</think>\boxed{6}", "6", 0.0),
+    (r"so \boxed{5}", r"</think>\boxed{5}", "5", 1.0),
+    ("5", "", None, 0.0),
+]
+
+DAPO = [
+    ("42", "Answer: 42", "42", 1.0),
+    ("42", "answer: 042", "042", 1.0),
+    ("5", "Answer: 5.0", "5.0", 1.0),
+    ("1", "Answer: 1.5", "1.5", -1.0),
+    ("0.5", "Answer: 1/2", "1/2", 1.0),
+    ("42", "**Answer:** 42", "42", 1.0),
+    ("42", "**Answer: 42**", "42", 1.0),
+    ("42", "*Answer*: `42`", "42", 1.0),
+    ("42", "### ANSWER : 42", "42", 1.0),
+    ("42", "Answer:\n42", "42", 1.0),
+    ("42", "Answer: 41\nAnswer: 42", "42", 1.0),
+    ("42", "Answer: 42\nAnswer: 41", "41", -1.0),
+    ("42", "Answer: 42\nAnswer:", "42", 1.0),  # nothing follows the last one: the rule wants something after it
+    ("42", "The final answer: is this Answer: 42", "42", 1.0),
+    ("42", "It is 42.", None, -1.0),
+    ("42", "", None, -1.0),
+    ("42", "Answer: 42" + " " * 300, None, -1.0),  # beyond the last 300 characters
+    ("42", "Answer: 42" + " " * 290, "42", 1.0),
+    ("1200", "Answer: $1,200$ dollars", "$1,200$ dollars", 1.0),
+    ("1200", r"Answer: 1{,}200", r"1{,}200", 1.0),
+    ("5", r"Answer: $x = 5\text{ cm}$", r"$x = 5\text{ cm}$", 1.0),
+    ("90", r"Answer: $90^\circ$", r"$90^\circ$", 1.0),
+    ("50", r"Answer: 50\%", r"50\%", 1.0),
+    (r"\frac{1}{2}", r"Answer: $\dfrac12$", r"$\dfrac12$", 1.0),
+    (r"\frac{1}{2}", "Answer: 0.5", "0.5", -1.0),  # no symbolic equality: text against a number
+    (r"\sqrt{2}", r"Answer: \(\sqrt2\)", r"\(\sqrt2\)", 1.0),
+    ("5", r"Answer: \boxed{5}", r"\boxed{5}", 1.0),
+    (r"\text{an apple}", "Answer: apple", "apple", 1.0),
+    ("Paris", "Answer: paris", "paris", -1.0),
+    (5, "Answer: 5", "5", 1.0),
+    (5.0, "Answer: 5", "5", 1.0),
+]
+
+F1 = [
+    ("Eiffel Tower", "the eiffel tower!", 1.0),
+    ("the Eiffel Tower", "Eiffel Tower in Paris", 2 * 2 / (2 + 4)),
+    ("a b c d", "c d e f", 2 * 2 / (3 + 4)),  # the article is gone from the label
+    ("x x y", "x y y", 2 * 2 / (3 + 3)),  # each word as often as both have it
+    ("London", "Paris", 0.0),
+    ("yes", "Yes.", 1.0),
+    ("yes", "yes it is", 0.0),
+    ("it is no joke", "no", 0.0),
+    ("noanswer", "noanswer", 1.0),
+    ("London", "", 0.0),
+    ("the", "a", 1.0),  # nothing is left of either
+    (1889, "In 1889", 2 * 1 / (1 + 2)),
+]
+
+GPQA = [
+    ("B", {}, "The answer is (B).", "B", 1.0),
+    ("B", {}, "The answer is B", "B", 1.0),
+    ("B", {}, "the correct answer is (b)", "b", 1.0),
+    ("B", {}, "The best option is: **B**", "B", 1.0),
+    ("B", {}, "My choice is option B.", "B", 1.0),
+    ("B", {}, "Final answer: B", "B", 1.0),
+    ("B", {}, "**Final Answer:** B", "B", 1.0),
+    ("B", {}, "**Answer: (B) the second**", "B", 1.0),
+    ("B", {}, r"so \boxed{B}", "B", 1.0),
+    ("B", {}, r"so $\boxed{\text{(B)}}$", "B", 1.0),
+    ("B", {}, r"so \boxed{b}", "b", 1.0),
+    ("B", {}, "The answer is A. No: the answer is B. Not (C).", "B", 1.0),
+    ("B", {}, "(A) is wrong. I choose **B**, not (C)", "B", 1.0),
+    ("B", {}, "**B. the second** then", "B", 1.0),
+    ("B", {}, "(A)? Rather (B), says C.", "B", 1.0),
+    ("B", {}, "not A but B", "B", 1.0),
+    ("B", {}, "B it is. A large one, I think", "B", 1.0),  # an article and a pronoun
+    ("A", {}, "So A is right", "A", 1.0),
+    ("B", {}, "<think>the answer is (A)</think> (B)", "B", 1.0),
+    ("B", {}, "the answer is B</think> hm", None, 0.0),
+    ("B", {}, "The answer is Because", None, 0.0),
+    ("B", {}, "the second", None, 0.0),
+    ("B", {}, "", None, 0.0),
+    ("C", {"valid_letters": ["A", "B", "C"]}, "C, said D", "C", 1.0),
+    ("C", {"valid_letters": "ABC"}, "The answer is (D). C.", "C", 1.0),
+    ("C", {"choices": ["x", "y", "z"]}, "Z D C", "C", 1.0),
+    ("K", {}, "K", None, None),
+    (1, {}, "The answer is B", "B", 1.0),
+    (0, {"valid_letters": ["P", "Q"]}, "P", "P", 1.0),
+    (2.0, {"choices": ["x", "y", "z"]}, "(C)", "C", 1.0),
+    ("Rome", {"choices": ["Paris", "Rome"]}, "The answer is (B)", "B", 1.0),
+    ("rome.", {"choices": {"A": "Paris", "B": "Rome"}}, "The answer is Rome.", "Rome.", 1.0),
+    ("B", {"choices": ["Paris", "Rome"]}, r"\boxed{Rome}", "Rome", 1.0),
+    ("B", {"choices": ["Paris", "Rome"]}, "The answer is Paris", "Paris", 0.0),
+    (7, {"choices": ["x", "y"]}, "A", None, None),
+    (0.5, {}, "A", None, None),
+    ("nowhere", {"choices": ["x", "y"]}, "A", None, None),
+    ("A", {"valid_letters": 7}, "A", None, None),
+    ("A", {"valid_letters": ["AB"]}, "A", None, None),
+]
+"""A reward of None: the record is refused."""
+
+
+def checked(rm_type, sample, extracted, reward):
+    made = verifier(rm_type)
+    verdict = made.explain(sample)
+    assert (made.extract(sample), verdict.extracted, verdict.reward) == (extracted, extracted, reward)
+    assert extracted is None or sample.response[slice(*verdict.span)] == extracted
+    assert made(sample) == reward
+
+
+@pytest.mark.parametrize(("label", "response", "extracted", "reward"), DEEPSCALER)
+def test_deepscaler(label, response, extracted, reward):
+    checked("deepscaler", Sample(response=response, label=label), extracted, reward)
+    checked("boxed_deepscaler", Sample(response=response, label=label), extracted, reward)
+
+
+@pytest.mark.parametrize(("label", "response", "extracted", "score"), DAPO)
+def test_dapo(label, response, extracted, score):
+    sample = Sample(response=response, label=label)
+    verdict = verifier("dapo").explain(sample)
+    assert isinstance(verdict.reward, dict)
+    assert (verdict.reward["score"], verdict.reward["acc"]) == (score, float(score > 0))
+    assert verdict.extracted == extracted
+    assert extracted is None or response[slice(*verdict.span)] == extracted
+
+
+def test_dapo_says_what_it_compared_and_keeps_its_keys_without_an_answer():
+    assert verifier("dapo")(Sample(response="Answer: x = 1,200 cm", label="7"))["pred"] == "1200"
+    assert verifier("dapo")(Sample(response="hm", label="7")) == {"score": -1.0, "acc": 0.0, "pred": ""}
+    for response, score in ((r"\boxed{42.0}", 1.0), ("Answer: 42", -1.0), (r"\boxed{4", -1.0)):
+        assert verifier("boxed_dapo")(Sample(response=response, label="42"))["score"] == score
+
+
+@pytest.mark.parametrize(("label", "response", "reward"), F1)
+def test_f1(label, response, reward):
+    checked("f1", Sample(response=response, label=label), response, pytest.approx(reward))
+
+
+@pytest.mark.parametrize(("label", "metadata", "response", "extracted", "reward"), GPQA)
+def test_gpqa(label, metadata, response, extracted, reward):
+    sample = Sample(index=3, response=response, label=label, metadata=metadata)
+    if reward is None:
+        with pytest.raises(RecordError, match=r"sample 3: (label|metadata)"):
+            verifier("gpqa")(sample)
+    else:
+        checked("gpqa", sample, extracted, reward)
+
+
+@pytest.mark.parametrize("rm_type", ["deepscaler", "dapo", "f1", "gpqa"])
+def test_a_missing_label_is_a_record_error(rm_type):
+    with pytest.raises(RecordError, match="sample 3: label: missing"):
+        verifier(rm_type)(Sample(index=3, response="B"))
