@@ -1,9 +1,10 @@
-"""A process of Megatron-core's own: builds its GPTModel and saves or loads it, without any code of slimectl.
+"""A process of Megatron-core's own: builds its GPTModel, saves and loads it, without any code of slimectl.
 
-    python mcore_rank.py save|load FOLDER RANK RANKS FIELDS      FIELDS: fields of TransformerConfig as JSON
+    python mcore_rank.py FOLDER RANK RANKS CASES      CASES: {name: fields of TransformerConfig} as JSON
 
-`save` fills the model with numbers of a seed that the parameter's place in the whole model decides and writes
-FOLDER/checkpoint; `load` reads FOLDER/checkpoint and writes what it holds to FOLDER/loaded.pt.
+For every case the tensor-parallel ranks fill a model with random numbers, save it as FOLDER/NAME/saved by mcore's
+dist_checkpointing, and load FOLDER/NAME/given into another. Each rank's own tensors go to saved_RANK.pt and
+loaded_RANK.pt beside them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ def model_of(fields: dict[str, Any], ranks: int) -> GPTModel:
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
-        perform_initialization=False,
         params_dtype=torch.bfloat16,
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
@@ -52,31 +52,40 @@ def model_of(fields: dict[str, Any], ranks: int) -> GPTModel:
     )  # fmt: skip
 
 
-def main(what: str, folder: Path, rank: int, ranks: int, fields: dict[str, Any]) -> None:
+def fill(model: GPTModel, rank: int) -> None:
+    """Random numbers: the ranks' own where they hold parts, the same where they hold copies."""
+    own = torch.Generator().manual_seed(rank + 1)
+    same = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        generator = own if getattr(parameter, "tensor_model_parallel", False) else same
+        parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16()
+
+
+def tensors(model: GPTModel) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def main(folder: Path, rank: int, ranks: int, cases: dict[str, dict[str, Any]]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-    model = model_of(fields, ranks)
-    checkpoint = folder / "checkpoint"
-    if what == "save":
-        generator = torch.Generator().manual_seed(rank)
-        for parameter in model.parameters():
-            replicated = not getattr(parameter, "tensor_model_parallel", False)
-            source = torch.Generator().manual_seed(parameter.numel()) if replicated else generator
-            parameter.data = torch.randn(parameter.shape, generator=source).bfloat16()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, expert_tensor_parallel_size=ranks)
+    for name, fields in cases.items():
+        model = model_of(fields, ranks)
+        fill(model, rank)
         if rank == 0:
-            checkpoint.mkdir()
+            (folder / name / "saved").mkdir()
         dist.barrier()
-        dist_checkpointing.save(model.sharded_state_dict(), str(checkpoint))
-        torch.save(dict(model.state_dict()), folder / f"saved_{rank}.pt")
-    else:
-        for parameter in model.parameters():
-            parameter.data = torch.full(parameter.shape, torch.nan).bfloat16()
-        loaded = dist_checkpointing.load(model.sharded_state_dict(), str(checkpoint))
-        model.load_state_dict({key: value for key, value in loaded.items() if key in model.state_dict()})
-        torch.save(dict(model.state_dict()), folder / f"loaded_{rank}.pt")
+        dist_checkpointing.save(model.sharded_state_dict(), str(folder / name / "saved"))
+        torch.save(tensors(model), folder / name / f"saved_{rank}.pt")
+        for value in tensors(model).values():
+            value.fill_(torch.nan)
+        # Under "model", as Megatron-LM does: the iteration and the like come beside it.
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / name / "given"))
+        assert loaded["checkpoint_version"] == 3.0
+        model.load_state_dict(loaded["model"])
+        torch.save(tensors(model), folder / name / f"loaded_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
