@@ -16,7 +16,7 @@ _PARTS = (
     "models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "transformer.multi_latent_attention",
     "transformer.moe.moe_layer", "transformer.moe.experts", "distributed", "distributed.finalize_model_grads",
     "optimizer", "optimizer_param_scheduler", "pipeline_parallel", "pipeline_parallel.p2p_communication",
-    "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel", "dist_checkpointing.strategies.torch",
 )  # fmt: skip
 """What is imported before patching: every module of megatron.core that this package calls, and what those import."""
 
@@ -26,6 +26,11 @@ _QUIET = (
     r"`torch.jit.script_method` is deprecated", r"`torch.jit.script` is deprecated",
 )  # fmt: skip
 """Warnings of the import that tell a user nothing: the absence of those libraries is a choice."""
+_QUIET_LATER = (
+    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+    r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Warnings of running it that are for its authors, or for GPUs older than Blackwell alone."""
 
 
 def prepare() -> None:
@@ -39,6 +44,8 @@ def prepare() -> None:
             warnings.filterwarnings("ignore", message=message)
         for part in _PARTS:
             importlib.import_module(f"megatron.core.{part}")
+    for message in _QUIET_LATER:
+        warnings.filterwarnings("ignore", message=message)
     from slimectl.policies.megatron import cpu_device, no_te_fixes
 
     if no_te_fixes.needed():

@@ -1,0 +1,92 @@
+"""What stands between megatron-core and this machine: versions, the CPU, the absence of TransformerEngine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe import moe_utils
+
+from slimectl.errors import BackendError, MissingExtraError
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron import core, cpu_device, parallel
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+
+
+@pytest.fixture
+def alone():
+    parallel.start(ParallelLayout(), seed=5)
+    yield
+    parallel.stop()
+
+
+def test_an_untested_version_is_refused_without_a_gpu():
+    with pytest.raises(
+        BackendError, match=r"megatron-core 0\.19\.2 was not tested .*pip install 'megatron-core==0\.16\.1'"
+    ):
+        cpu_device.install("0.19.2")
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0"])
+def test_an_unsupported_version_is_refused(version, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(BackendError, match=r"pip install 'megatron-core>=0\.16\.1,<0\.20'"):
+        core.prepare()
+
+
+@pytest.mark.parametrize(("module", "package"), [("megatron", "megatron-core"), ("psutil", "psutil")])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(module, package, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    with pytest.raises(MissingExtraError, match=rf"needs {package}, .*pip install 'slimectl\[megatron\]'"):
+        core.prepare()
+
+
+def test_importing_warns_of_nothing():
+    code = "import slimectl.policies.megatron.model"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+@on_cpu
+def test_only_the_modules_of_megatron_core_see_another_torch():
+    from megatron.core import tensor_parallel
+
+    assert tensor_parallel.layers.torch.cpu.current_device() == torch.device("cpu")
+    assert tensor_parallel.layers.torch.nn is torch.nn
+    assert torch.cpu.current_device() == "cpu"
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+@on_cpu
+def test_patching_twice_changes_nothing():
+    from megatron.core.tensor_parallel import mappings
+
+    before = mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__
+    cpu_device.install("0.16.1")
+    assert (mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__) == before
+
+
+@on_cpu
+def test_a_forked_random_state_leaves_the_callers_alone_and_goes_on(alone):
+    torch.manual_seed(3)
+    plain = torch.rand(2)
+    torch.manual_seed(3)
+    with get_cuda_rng_tracker().fork():
+        first = torch.rand(2)
+    with get_cuda_rng_tracker().fork():
+        second = torch.rand(2)
+    assert torch.equal(torch.rand(2), plain)
+    assert not torch.equal(first, plain)
+    assert not torch.equal(first, second)
+
+
+def test_the_routers_product_needs_no_transformer_engine():
+    rows, matrix = torch.randn(3, 4), torch.randn(2, 4)
+    product = moe_utils.router_gating_linear(rows, matrix, None, torch.float32)
+    assert torch.allclose(product, rows @ matrix.T)
