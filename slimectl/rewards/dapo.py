@@ -40,8 +40,11 @@ class Dapo(Verifier):
     \boxed{} there instead of the line. Without an answer `pred` is "".
     """
 
-    lowest = -1.0
     source: Literal["answer_line", "boxed"] = "answer_line"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return -1.0, 1.0
 
     def explain(self, sample: Sample) -> Verdict:
         label, answer = label_text(sample, "dapo"), self._find(sample.response)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,6 +24,7 @@ from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.rewards.regex import Regex
 from slimectl.rewards.repetition import Repetition
 from slimectl.rewards.verdict import Verdict, Verifier, nothing
+from slimectl.rewards.weighted import Part, WeightedSum
 from slimectl.types import Sample
 
 BOXED = "boxed_"
@@ -34,6 +37,11 @@ class Boxed(Verifier):
     r"""Grades only what the last \boxed{} holds; 0.0 if there is none."""
 
     inner: Verifier
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        low, high = self.inner.bounds
+        return min(0.0, low), max(0.0, high)
 
     def explain(self, sample: Sample) -> Verdict:
         boxed = find_boxed(sample.response)
@@ -69,6 +77,35 @@ TYPES: dict[str, type[Verifier]] = {
 def known_types() -> list[str]:
     """Every `rm_type`, sorted; each also works with the prefix `boxed_`."""
     return sorted(TYPES)
+
+
+def weighted(parts: list[dict[str, Any]]) -> Verifier:
+    """The weighted sum that `score.rm` describes: type, weight, name, key and options of each part.
+
+    >>> weighted([{"type": "exact"}, {"type": "length_penalty", "weight": -0.1, "limit": 8}])(
+    ...     Sample(response="4", label="4", response_length=2))
+    {'score': 0.975, 'exact': 1.0, 'length_penalty': 0.25}
+
+    Raises SettingsError for a part that cannot be, or two of one name.
+    """
+    made: list[Part] = []
+    for at, given in enumerate(parts):
+        options, where = dict(given), f"score.rm[{at}]"
+        rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
+        if not isinstance(rm_type, str):
+            raise SettingsError(f"{where}.type: missing; name a verifier ({', '.join(known_types())})")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise SettingsError(f"{where}.weight: {weight!r} is no finite number")
+        name, key = str(options.pop("name", rm_type)), str(options.pop("key", "score"))
+        if name == "score" or name in {part.name for part in made}:
+            raise SettingsError(f"{where}.name: {name!r} is taken; give each part a name of its own")
+        try:
+            made.append(Part(name, float(weight), verifier(rm_type, **options), key))
+        except SettingsError as error:
+            raise SettingsError(re.sub(r"score\.rm_(?:options|type)", where, str(error), count=1)) from None
+    if not made:
+        raise SettingsError("score.rm: no parts; give [{type = ..., weight = ...}, ...]")
+    return WeightedSum(tuple(made))
 
 
 def verifier(rm_type: str, **options: Any) -> Verifier:

@@ -54,9 +54,10 @@ class Verdict:
 class Verifier(ABC):
     """Grades a sample; a picklable value. Raises on a bad label or metadata, never on what a model wrote."""
 
-    lowest: float = 0.0
-    highest: float = 1.0
-    """Between which two numbers the reward lies."""
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest reward that there is; of a dict, the number under "score"."""
+        return 0.0, 1.0
 
     @abstractmethod
     def explain(self, sample: Sample) -> Verdict:

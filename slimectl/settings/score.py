@@ -9,18 +9,24 @@ from pydantic import Field
 
 from slimectl.settings.base import Section
 
-SYMBOLIC = ("math", "boxed_math")
-"""Verifiers whose work on a hostile answer only a time limit bounds."""
+SLOW = ("math", "deepscaler", "code")
+"""Verifiers that are graded in worker processes unless told otherwise: symbolic mathematics, whose work on a hostile
+answer only a time limit bounds, and programs that are run."""
 
 
 class ScoreSettings(Section):
     """Samples in, rewarded samples out."""
 
     rm_type: str | None = None
-    """Verifier: math, exact, contains, numeric, regex, reasoning_gym, …; a prompt's metadata.rm_type goes first."""
+    """Verifier: math, dapo, gpqa, code, exact, numeric, …; a prompt's metadata.rm_type goes first."""
 
     rm_options: dict[str, Any] = {}
     """Options of the verifier, e.g. {pattern = "Answer: (.*)"} for regex."""
+
+    rm: list[dict[str, Any]] = []
+    """A weighted sum in place of rm_type: [{type = "math", weight = 1.0}, {type = "length_penalty", weight = -0.1,
+    limit = 4096}]. A part's other keys are its verifier's options; `name` names it in the reward dict, `key` says which
+    number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
     """Your own reward function, by path; it goes before rm_type."""
@@ -33,12 +39,13 @@ class ScoreSettings(Section):
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Worker processes; 0 grades in this process, without the time limit. Where not given: one for each core, at most
-    4, for an rm_type that does symbolic mathematics, else 0."""
+    4, for verifiers that do symbolic mathematics or run programs, else 0."""
 
     @property
     def processes(self) -> int:
         """How many workers there will be."""
         if self.workers is not None:
             return self.workers
-        symbolic = self.rm_type in SYMBOLIC and not self.custom_rm_path
-        return min(4, os.cpu_count() or 1) if symbolic else 0
+        types = [self.rm_type, *(part.get("type") for part in self.rm)]
+        slow = any(str(name).removeprefix("boxed_") in SLOW for name in types) and not self.custom_rm_path
+        return min(4, os.cpu_count() or 1) if slow else 0

@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.errors import HookError, SettingsError, SlimectlError
 from slimectl.hooks import Args, Hook
-from slimectl.ports import Executor, Policy, RewardFn
-from slimectl.rewards import known_types, verifier
+from slimectl.ports import Executor, Policy
+from slimectl.rewards import Verdict, Verifier, known_types, verifier, weighted
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.streams import batched
@@ -33,7 +33,10 @@ class Grader:
         self.settings = settings
         self._args = Args(settings)
         self._hooks: dict[str, Hook] = {}
-        self._verifiers: dict[str, RewardFn] = {}
+        self._verifiers: dict[str, Verifier] = {}
+        self._sum = weighted(settings.score.rm) if settings.score.rm else None
+        if settings.score.rm and settings.score.rm_type:
+            raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
         if settings.score.custom_rm_path:
             self._hook(settings.score.custom_rm_path)
         elif settings.score.rm_type:
@@ -43,25 +46,39 @@ class Grader:
         return Grader, (self.settings,)
 
     def __call__(self, sample: Sample) -> Any:
-        given = self.settings.score
-        path = sample.custom_rm_path or given.custom_rm_path
-        if path:
-            result = self._hook(path)({"args": self._args, "settings": self._args, "sample": sample})
-            return asyncio.run(result) if inspect.iscoroutine(result) else result
-        rm_type = sample.metadata.get("rm_type") or given.rm_type
-        if not rm_type:
+        path = sample.custom_rm_path or self.settings.score.custom_rm_path
+        return self._asked(path, sample) if path else self.verifier_of(sample)(sample)
+
+    def explain(self, sample: Sample) -> Verdict:
+        """The reward and how it came about; of a function of the user's, only what it returned."""
+        path = sample.custom_rm_path or self.settings.score.custom_rm_path
+        if path is None:
+            return self.verifier_of(sample).explain(sample)
+        reward = self._asked(path, sample)
+        return Verdict(reward, "whole sample", f"{path} returned {reward!r}")
+
+    def verifier_of(self, sample: Sample) -> Verifier:
+        """The verifier that is meant where no function of the user's is. Raises SettingsError if none is named."""
+        rm_type = sample.metadata.get("rm_type") or self.settings.score.rm_type
+        if rm_type:
+            return self._verifier(str(rm_type))
+        if self._sum is None:
             raise SettingsError(
-                f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}) "
-                f"or score.custom_rm_path"
+                f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}), "
+                f"score.rm or score.custom_rm_path"
             )
-        return self._verifier(str(rm_type))(sample)
+        return self._sum
+
+    def _asked(self, path: str, sample: Sample) -> Any:
+        result = self._hook(path)({"args": self._args, "settings": self._args, "sample": sample})
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
 
     def _hook(self, path: str) -> Hook:
         if path not in self._hooks:
             self._hooks[path] = Hook(path, setting="score.custom_rm_path", offers=("args", "settings", "sample"))
         return self._hooks[path]
 
-    def _verifier(self, rm_type: str) -> RewardFn:
+    def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:
             own = rm_type == self.settings.score.rm_type
             self._verifiers[rm_type] = verifier(rm_type, **(self.settings.score.rm_options if own else {}))
@@ -70,13 +87,16 @@ class Grader:
 
 def score(
     samples: Iterable[Sample],
-    reward: RewardFn,
+    reward: Callable[[Sample], Any],
     settings: ScoreSettings,
     *,
     executor: Executor,
     reference: Policy | None = None,
 ) -> Iterator[Sample]:
     """Grade every sample, in order; with a `reference` its log-probabilities are attached too.
+
+    `reward` returns a number, a dict of which settings.reward_key picks one, or a Verdict: that is a reward which also
+    goes into metadata.explanation.
 
     A sample that overran the time limit gets reward 0 and the reason in metadata.reward_error; so does one whose
     attempt failed. Raises HookError if the reward is no finite number, or no dict that has one under
@@ -94,7 +114,7 @@ def score(
 
 
 def _graded(
-    samples: Iterable[Sample], reward: RewardFn, settings: ScoreSettings, executor: Executor
+    samples: Iterable[Sample], reward: Callable[[Sample], Any], settings: ScoreSettings, executor: Executor
 ) -> Iterator[Sample]:
     waiting: deque[Sample] = deque()
 
@@ -117,6 +137,9 @@ def _graded(
         elif isinstance(result, BaseException):
             raise HookError(f"reward of sample {sample.index}: {type(result).__name__}: {result}") from result
         else:
+            if isinstance(result, Verdict):
+                sample.metadata["explanation"] = result.to_json()
+                result = result.reward
             sample.reward = result
             reward_number(sample, settings.reward_key)
         yield sample

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of

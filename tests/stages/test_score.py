@@ -146,3 +146,36 @@ def test_an_async_reward_is_awaited_here_and_in_workers(tmp_path: Path, executor
     assert rewards(settings, answered("abcd"), answered("ab")) == [2.0, 1.0]
     in_workers = score([answered("abcd")], Grader(settings), ScoreSettings(workers=1), executor=executor)
     assert [sample.reward for sample in in_workers] == [2.0]
+
+
+def test_a_weighted_sum_takes_the_place_of_a_type(executor: LocalExecutor):
+    parts = [{"type": "exact"}, {"type": "length_penalty", "weight": -0.5, "limit": 8}]
+    settings = Settings.model_validate({"score": {"rm": parts}})
+    assert rewards(settings, answered("4", label="4")) == [{"score": 0.9375, "exact": 1.0, "length_penalty": 0.125}]
+    assert rewards(settings, answered("4", label="4", metadata={"rm_type": "exact"})) == [1.0]
+    assert settings.score.processes == 0
+    assert ScoreSettings(rm=[{"type": "exact"}, {"type": "boxed_math"}]).processes > 0
+    with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type exclude each other"):
+        Grader(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_explained_rewards_are_the_same_rewards_with_the_reason_beside_them(executor: LocalExecutor, workers: int):
+    settings = Settings.model_validate({"score": {"rm_type": "numeric"}})
+    given = [answered("5 of 7", label="7"), answered("none", label="7")]
+    right, wrong = score(given, Grader(settings).explain, ScoreSettings(workers=workers), executor=executor)
+    source = "last number of the whole response"
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.metadata == {
+        "explanation": {"extracted": "7", "from": source, "span": [5, 6], "why": "is the label '7'"}
+    }
+    assert wrong.metadata == {
+        "explanation": {"extracted": None, "from": source, "span": None, "why": "no number there"}
+    }
+
+
+def test_a_function_of_ones_own_is_explained_by_what_it_returned(tmp_path: Path):
+    (tmp_path / "graders.py").write_text("def half(sample): return {'score': 0.5}\n")
+    path = f"{tmp_path}/graders.py:half"
+    verdict = Grader(Settings.model_validate({"score": {"custom_rm_path": path}})).explain(answered("x"))
+    assert (verdict.reward, verdict.why) == ({"score": 0.5}, f"{path} returned {{'score': 0.5}}")

@@ -1,0 +1,49 @@
+"""Several rewards in one: their weighted sum, and every part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.rewards.verdict import Verdict, Verifier
+from slimectl.types import Sample
+
+
+@dataclass(frozen=True)
+class Part:
+    """One verifier of a sum; `key` picks the number where it gives a dict."""
+
+    name: str
+    weight: float
+    verifier: Verifier
+    key: str = "score"
+
+    def number(self, reward: float | dict[str, Any]) -> float:
+        return float(reward[self.key] if isinstance(reward, dict) else reward)
+
+
+@dataclass(frozen=True)
+class WeightedSum(Verifier):
+    """{score: sum of weight times part, NAME: each part, unweighted}; what is extracted is the first part's."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in self.parts]
+        return sum(low for low, _ in ends), sum(high for _, high in ends)
+
+    def explain(self, sample: Sample) -> Verdict:
+        verdicts = [part.verifier.explain(sample) for part in self.parts]
+        numbers = [part.number(verdict.reward) for part, verdict in zip(self.parts, verdicts, strict=True)]
+        total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
+        names = [part.name for part in self.parts]
+        whys = [
+            f"{part.weight:g} x {part.name} {number:g} ({verdict.why})"
+            for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
+        ]
+        reward = {"score": total, **dict(zip(names, numbers, strict=True))}
+        return Verdict(reward, verdicts[0].source, "; ".join(whys), verdicts[0].extracted, verdicts[0].span)
+
+    def extract(self, sample: Sample) -> str | None:
+        return self.parts[0].verifier.extract(sample)
