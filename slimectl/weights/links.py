@@ -189,6 +189,11 @@ class Link:
         found = re.search(r"\.local_experts\.(\d+)\.", self.megatron)
         return int(found[1]) if found else None
 
+    @property
+    def buffer(self) -> bool:
+        """Whether it is state that gradients do not move: the bias of a router's choice."""
+        return self.megatron.endswith(".router.expert_bias")
+
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The Megatron parameter. Raises CheckpointError for a tensor of another shape."""
         for name, tensor, shape in zip(self.hf, tensors, self.shapes, strict=True):

@@ -108,6 +108,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+
+
 def config_of(name: str) -> dict[str, Any]:
     return completed({**SMALL, **CONFIGS[name]})
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import CONFIGS, config_of, saved
+from hf_models import CONFIGS, DELTA, SMALL, VISION, config_of, saved
 from safetensors.torch import load_file
 
 from slimectl.errors import CheckpointError
+from slimectl.weights.complete import read_config
 from slimectl.weights.families import FAMILIES, family_of
 
 
@@ -71,6 +72,27 @@ def test_numbers_of_distinct_tensors_never_meet(name):
             first += count
         whole = link.to_megatron(parts)
         assert torch.equal(whole.flatten().sort().values, torch.cat([part.flatten() for part in parts]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_vision_tower_is_carried(name, tmp_path):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    raw = {"model_type": name, "text_config": {**SMALL, **DELTA}, "vision_config": VISION}
+    AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw)).save_pretrained(tmp_path)
+    tensors, config = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
+    family = family_of(config)
+    shapes = {part: shape for link in family.links(config) for part, shape in zip(link.hf, link.shapes, strict=True)}
+    carried = {part for part in tensors if any(re.search(pattern, part) for pattern in family.carried)}
+    assert {part: tuple(tensors[part].shape) for part in tensors.keys() - carried} == shapes
+    assert {part.split(".")[1] for part in carried} == {"visual"}
+    alone = {**config_of(name), "tie_word_embeddings": False}
+    assert family.architecture(config) == family_of(alone).architecture(alone)
+
+
+def test_rotated_width_of_minimax_is_read_from_its_published_key():
+    config = config_of("minimax_m2")
+    assert family_of(config).architecture(config).rope.percent == 0.5  # rotary_dim 8 of 16
 
 
 def test_experts_are_known_by_their_links():

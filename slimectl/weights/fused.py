@@ -1,0 +1,51 @@
+"""Checkpoints that keep all experts of a layer in two tensors, seen as if each expert had its own.
+
+E experts · F width of an expert · H hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from slimectl.errors import CheckpointError
+from slimectl.weights.links import Shape
+
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of the tensor `source`: `tensor[view.index]` has `shape`."""
+
+    source: str
+    index: tuple[int, slice]
+    shape: Shape
+
+
+def views(shapes: Mapping[str, Shape]) -> dict[str, View]:
+    """Where each expert's matrices lie in those tensors of a checkpoint that hold all experts; empty if none does.
+
+    `….experts.gate_up_proj` is [E, 2F, H], gate over up, and `….experts.down_proj` [E, H, F]; an expert's own are
+    `….experts.0.gate_proj.weight` and so on. Raises CheckpointError for a tensor of another shape.
+    """
+    found: dict[str, View] = {}
+    for name, shape in shapes.items():
+        match = _FUSED.fullmatch(name)
+        if not match:
+            continue
+        if len(shape) != 3 or (match[2] == "gate_up_proj" and shape[1] % 2):
+            raise CheckpointError(f"{name} has shape {list(shape)}, expected experts x rows x columns; convert it anew")
+        for expert in range(shape[0]):
+            found |= dict(_parts(name, match[1], match[2], expert, shape))
+    return found
+
+
+def _parts(source: str, prefix: str, kind: str, expert: int, shape: Shape) -> Iterable[tuple[str, View]]:
+    _, rows, columns = shape
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    share = rows // len(names)
+    for i, name in enumerate(names):
+        cut = slice(i * share, (i + 1) * share)
+        yield f"{prefix}.{expert}.{name}.weight", View(source, (expert, cut), (share, columns))
