@@ -7,15 +7,19 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
+import torch
 from hf_models import CONFIGS, config_of
 
 from slimectl.errors import CheckpointError
+from slimectl.layouts import ParallelLayout
 from slimectl.weights.families import family_of
 from slimectl.weights.links import Link
 from slimectl.weights.stored import Naming, Stored, naming, naming_of, stored, tensors
 
+BUILT = ("plain", "sandwich", "wide_qk_norm")
 PLAIN = [name for name in CONFIGS if family_of(config_of(name)).architecture(config_of(name)).layer == "plain"]
 """Families whose layers are mcore's own."""
+TRAINED = [name for name in CONFIGS if family_of(config_of(name)).architecture(config_of(name)).layer in BUILT]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,14 +38,32 @@ def parts(name):
     return family.links(config), family.architecture(config)
 
 
+def own_model(architecture):
+    """The model that slimectl trains."""
+    from slimectl.policies.megatron.model import build
+
+    (model,) = build(architecture, ParallelLayout(), dtype=torch.float32)
+    return model
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_model_of_mcore_stores_the_same_keys_shapes_and_offsets(name):
-    from mcore import bare_model, sharded
+    from mcore import bare_model
 
     links, architecture = parts(name)
-    model = bare_model(architecture)
+    compare(bare_model(architecture), tensors(links, architecture))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_model_that_is_trained_stores_the_same_keys_shapes_and_offsets(name):
+    links, architecture = parts(name)
+    compare(own_model(architecture), tensors(links, architecture))
+
+
+def compare(model, ours):
+    from mcore import sharded
+
     theirs = sharded(model)
-    ours = tensors(links, architecture)
     assert set(theirs) == set(ours)
     for key, pieces in ours.items():
         whole = {(*region.counts, *region.shape) for _, region in pieces}
