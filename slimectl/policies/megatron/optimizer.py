@@ -84,15 +84,20 @@ def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, 
         "fp16": config.fp16,
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": choices.distributed,
-        "optimizer_cpu_offload": choices.cpu_offload,
+        # Without a GPU all of it lies in host memory already, and mcore's hybrid optimizer knows copies only.
+        "optimizer_cpu_offload": choices.cpu_offload and torch.cuda.is_available(),
         "optimizer_offload_fraction": 1.0,
         **args_of(choices.args or {}, OptimizerConfig),
     }
-    # Gloo groups serve checkpoints of an old format only.
-    optimizer = get_megatron_optimizer(OptimizerConfig(**fields), list(chunks), use_gloo_process_groups=False)
+    # Without gradients: views of float32 parameters would be no leaves, which optimizers on the CPU refuse.
+    with torch.no_grad():
+        # Gloo groups serve checkpoints of an old format only.
+        optimizer = get_megatron_optimizer(OptimizerConfig(**fields), list(chunks), use_gloo_process_groups=False)
     for inner in inners(optimizer):
-        if isinstance(inner, torch.optim.AdamW):
-            for group in inner.param_groups:
+        for group in inner.param_groups:
+            # The scheduler of mcore would do this: without it norms and biases decayed too.
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
+            if isinstance(inner, torch.optim.AdamW):
                 group["fused"] = True
     return optimizer
 
@@ -113,7 +118,7 @@ def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float
             if clip and parameters:
                 clip_grad_by_total_norm_fp32(parameters, clip, norm)
             for group in part.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_mult"]
         optimizer.step_with_ready_grads()
     drop_gradients(chunks, optimizer)
     return norm, math.isfinite(norm)

@@ -41,8 +41,6 @@ from slimectl.weights.links import Link
 _QUIET = (
     # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
-    # Its distributed optimizer looks for gradients at views of float32 parameters, where it has put them itself.
-    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
     # Advice for GPUs, given without one too.
     *([] if torch.cuda.is_available() else [(r"When using sequence parallelism it is recommended", UserWarning)]),
 )

@@ -1,12 +1,13 @@
-"""Models of four layers, so that pipelines of several stages can be made of them."""
+"""Models of four layers, so that pipelines of several stages can be made of them, and ranks to cut them for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_cases import Ranks
 
 from slimectl.checkpoints.create import create_model
 
@@ -42,3 +43,17 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()

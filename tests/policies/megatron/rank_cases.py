@@ -16,13 +16,13 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import Loss
 from slimectl.types import Metrics, Row
 
-GENTLE = OptimizerOptions(lr=1e-5)
-"""As large as steps of RL get. Adam turns the rounding of gradients near zero into whole steps: with larger ones two
-orders of summing are soon two models."""
+STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
+"""Large steps, of which each gradient decides its own part: with Adam's usual eps the rounding of gradients near zero
+becomes whole steps, and two orders of summing soon two models."""
 
 
 def megatron(model_dir: Path, **options: Any) -> MegatronPolicy:
-    return MegatronPolicy(model_dir, HFCheckpoint(), **({"optimizer": GENTLE, "max_tokens_per_pack": 60} | options))
+    return MegatronPolicy(model_dir, HFCheckpoint(), **({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
 
 
 class Rebuilt:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from policies.policy_cases import Clipped, WeightedNegativeLogProb, new_policy, random_rows
-from rank_cases import GENTLE, Ranks, megatron
+from rank_cases import STEADY, Ranks, megatron
 
 from slimectl.layouts import ParallelLayout
 
@@ -33,20 +33,6 @@ FOUR: list[tuple[str, dict[str, Any]]] = [
     ("tied", {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2)}),
     ("dense", {"layout": ParallelLayout(pipeline=2, context=2), "distributed_optimizer": False}),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def three_steps(policy: Any) -> Reports:
@@ -83,7 +69,7 @@ def assert_equal(policy: Any, alone: Outcome) -> None:
     weights = list(policy.weights())
     assert [name for name, _ in weights] == list(alone[1])
     for name, tensor in weights:
-        torch.testing.assert_close(tensor, alone[1][name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tensor, alone[1][name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "options"), TWO, ids=str)
@@ -98,9 +84,9 @@ def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, ki
 
 @pytest.mark.parametrize("kind", ["dense", "tied"])
 def test_the_fsdp_policy_makes_the_same_steps(four_layers: ModelDir, alone: Any, kind: str):
-    policy = new_policy(four_layers(kind), optimizer=GENTLE)
+    policy = new_policy(four_layers(kind), optimizer=STEADY)
     reports, weights = alone(kind)
     for found, expected in zip(three_steps(policy), reports, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     for name, tensor in policy.weights():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,159 @@
+"""What is saved at one layout goes on at any other, with its optimizer; at the same one to the last digit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policies.policy_cases import Clipped, new_policy, random_rows
+from rank_cases import STEADY, Ranks, megatron
+from safetensors.torch import load_file, save_file
+
+from slimectl.errors import CheckpointError
+from slimectl.layouts import ParallelLayout
+
+ModelDir = Callable[..., Path]
+FALLING = dataclasses.replace(STEADY, schedule="linear", decay_steps=8)
+
+
+def train(policy: Any, steps: range) -> list[dict[str, float]]:
+    made = []
+    for step in steps:
+        rows = random_rows(groups=4, seed=step)
+        made.append(policy.forward_backward(rows, Clipped()) | policy.optim_step())
+    return made
+
+
+def snapshot(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def assert_goes_on(
+    policy: Any, saved: Path, expected: list[dict[str, float]], weights: dict[str, torch.Tensor]
+) -> None:
+    policy.load(saved)
+    at_rest = load_file(saved / "model.safetensors")
+    assert all(torch.equal(tensor, at_rest[name]) for name, tensor in policy.weights())
+    for found, wanted in zip(train(policy, range(2, 4)), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for name, tensor in policy.weights():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-6)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"layout": ParallelLayout(tensor=2)},
+    {"layout": ParallelLayout(pipeline=2), "distributed_optimizer": False},
+    {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2)},
+    {"layout": ParallelLayout(context=2)},
+    {"distributed_optimizer": True},
+]
+
+
+@pytest.fixture(scope="module")
+def saved(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """One process after two steps on disk; its next two steps, and its weights after them."""
+    policy = megatron(four_layers("tied"), optimizer=FALLING)
+    train(policy, range(2))
+    folder = tmp_path_factory.mktemp("saved")
+    policy.save(folder)
+    return folder, train(policy, range(2, 4)), snapshot(policy)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+def test_one_rank_saved_and_two_go_on(two: Ranks, four_layers: ModelDir, saved: Any, options: dict[str, Any]):
+    assert_goes_on(two.build(four_layers("tied"), optimizer=FALLING, **options), *saved)
+
+
+@pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[2]], ids=str)
+def test_two_ranks_saved_and_one_goes_on_or_they_to_the_last_digit(
+    two: Ranks, four_layers: ModelDir, saved: Any, tmp_path: Path, options: dict[str, Any]
+):
+    two.build(four_layers("tied"), optimizer=FALLING, **options)
+    train(two, range(2))
+    two.save(tmp_path)
+    reports, weights = train(two, range(2, 4)), snapshot(two)
+    assert_goes_on(megatron(four_layers("tied"), optimizer=FALLING), tmp_path, *saved[1:])
+    two.build(four_layers("tied"), optimizer=FALLING, **options)
+    two.load(tmp_path)
+    assert train(two, range(2, 4)) == reports
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in two.weights())
+
+
+def test_the_fsdp_policy_goes_on_from_megatron_and_megatron_from_it(four_layers: ModelDir, saved: Any, tmp_path: Path):
+    fsdp = new_policy(four_layers("tied"), optimizer=FALLING)
+    assert_goes_on(fsdp, *saved)
+    fsdp.load(saved[0])
+    fsdp.save(tmp_path)
+    assert load_file(tmp_path / "optimizer.safetensors").keys() == load_file(saved[0] / "optimizer.safetensors").keys()
+    assert_goes_on(megatron(four_layers("tied"), optimizer=FALLING), tmp_path, *saved[1:])
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_bfloat16_goes_on_to_the_last_digit(four_layers: ModelDir, tmp_path: Path, distributed: bool):
+    options = {"dtype": "bfloat16", "optimizer": FALLING, "distributed_optimizer": distributed}
+    whole = megatron(four_layers(), **options)
+    train(whole, range(2))
+    whole.save(tmp_path)
+    expected = train(whole, range(2, 4))
+    resumed = megatron(four_layers(), **options)
+    resumed.load(tmp_path)
+    assert resumed.weight_version == "2"
+    assert train(resumed, range(2, 4)) == expected
+    assert all(torch.equal(tensor, dict(resumed.weights())[name]) for name, tensor in whole.weights())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dense", "tied"])
+def test_untrained_weights_are_written_byte_for_byte(four_layers: ModelDir, tmp_path: Path, kind: str, dtype: str):
+    """Frozen ones too, that bfloat16 computation would round."""
+    megatron(four_layers(kind), dtype=dtype, freeze=["embed_tokens"]).save(tmp_path)
+    original, written = load_file(four_layers(kind) / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert list(original) == list(written)
+    assert all(torch.equal(tensor, written[name]) for name, tensor in original.items())
+
+
+def altered(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy whose tensors are changed: None takes one away."""
+    tensors = load_file(source / "model.safetensors") | {k: v for k, v in changes.items() if v is not None}
+    tensors = {name: tensor for name, tensor in tensors.items() if changes.get(name, tensor) is not None}
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+    return target
+
+
+def test_weights_that_do_not_fit_the_config_are_refused_by_name(four_layers: ModelDir, tmp_path: Path):
+    up = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(CheckpointError, match=rf"no tensor for {up}"):
+        megatron(altered(four_layers(), tmp_path, **{up: None}))
+    with pytest.raises(CheckpointError, match=r"the model has no model\.layers\.9\.bias"):
+        megatron(altered(four_layers(), tmp_path, **{"model.layers.9.bias": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match=rf"{up} has shape \[2, 64\], config\.json asks for \[96, 64\]"):
+        megatron(altered(four_layers(), tmp_path, **{up: torch.zeros(2, 64)}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        megatron(altered(four_layers("tied"), tmp_path, **{"lm_head.weight": torch.zeros(259, 64)}))
+
+
+def test_a_tied_head_that_is_stored_comes_back(four_layers: ModelDir, tmp_path: Path):
+    embedding = load_file(four_layers("tied") / "model.safetensors")["model.embed_tokens.weight"]
+    policy = megatron(altered(four_layers("tied"), tmp_path, **{"lm_head.weight": embedding.clone()}))
+    train(policy, range(1))
+    weights = dict(policy.weights())
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert not torch.equal(weights["lm_head.weight"], embedding)
+
+
+def test_a_damaged_optimizer_is_refused(four_layers: ModelDir, saved: Any, tmp_path: Path):
+    policy = megatron(four_layers("tied"))
+    for file in saved[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "optimizer.safetensors").write_bytes((tmp_path / "optimizer.safetensors").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: cannot be read"):
+        policy.load(tmp_path)
+    (tmp_path / "trainer.json").write_text(json.dumps({"format": 99, "step": 1}))
+    with pytest.raises(CheckpointError, match=r"trainer\.json: damaged"):
+        policy.load(tmp_path)
