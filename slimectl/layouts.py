@@ -60,8 +60,6 @@ TENSOR_CUTS = {
     "num_query_groups": "key-value groups",
     "ffn_hidden_size": "MLP columns",
     "moe_shared_expert_intermediate_size": "columns of the shared expert",
-    "linear_num_key_heads": "key heads of linear attention",
-    "linear_num_value_heads": "value heads of linear attention",
 }
 """What tensor parallelism divides, by field of mcore's TransformerConfig."""
 
@@ -79,6 +77,8 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
             return
     for field, what in TENSOR_CUTS.items():
         yield from _cut("tensor", layout.tensor, transformer.get(field), what)
+    if transformer.get("linear_attention_freq"):
+        yield from _uncut(layout)
     yield from _pipeline(layout, int(transformer["num_layers"]))
     yield from _experts(layout, transformer)
     yield from _world(layout, world)
@@ -87,6 +87,16 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
 def _cut(name: str, size: int, count: int | None, what: str) -> Iterator[str]:
     if count and count % size:
         yield f"{SETTINGS[name]}: {size} does not divide {count} {what}; possible are {_divisors(count, name)}"
+
+
+def _uncut(layout: ParallelLayout) -> Iterator[str]:
+    """Layers of linear attention are neither cut by heads nor by tokens."""
+    for name in ("tensor", "context"):
+        if getattr(layout, name) > 1:
+            yield (
+                f"{SETTINGS[name]}: {getattr(layout, name)}, but layers of linear attention are not cut; set it to 1"
+                f" and raise {SETTINGS['pipeline']} instead"
+            )
 
 
 def _divisors(count: int, name: str) -> str:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "slimectl"
 FLOORS = [
     ["__init__", "errors", "types"],
     ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics"],
-    ["ports", "hooks", "streams", "data"],
+    ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
     ["wiring", "conversions", "recipes", "journal", "job"],

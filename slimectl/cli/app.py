@@ -17,6 +17,7 @@ from slimectl.cli.evaluate import evaluate
 from slimectl.cli.inspect import inspect
 from slimectl.cli.metrics import metrics
 from slimectl.cli.models import models
+from slimectl.cli.plan import plan
 from slimectl.cli.rollout import rollout
 from slimectl.cli.run import run
 from slimectl.cli.score import score
@@ -84,7 +85,7 @@ for command in (run, rollout, score, train, evaluate, convert):
     app.command(name=name, rich_help_panel=STAGES)(guarded(command))
 
 ABOUT = "Settings, models and records"
-for command in (inspect, metrics, models):
+for command in (plan, inspect, metrics, models):
     app.command(rich_help_panel=ABOUT)(guarded(command))
 settings_app = typer.Typer(no_args_is_help=True, help="Show, check and explain settings.")
 for command in settings:

@@ -9,6 +9,7 @@ import typer
 
 from slimectl import cards
 from slimectl.errors import SettingsError
+from slimectl.estimates.figures import parameters
 
 USAGE = "models: write `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
 COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
@@ -43,19 +44,7 @@ def row(name: str) -> tuple[str, ...]:
     config = cards.language_model(card["config"])
     total = card["parameters"]
     layers, hidden = str(config["num_hidden_layers"]), str(config["hidden_size"])
-    return name, card["family"], short(total), short(card.get("activated", total)), layers, hidden
-
-
-def short(count: int) -> str:
-    """A number of parameters in three digits.
-
-    >>> short(596_049_920), short(1_720_574_976), short(1_026_408_209_408)
-    ('596 M', '1.72 B', '1.03 T')
-    """
-    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return f"{count / 1000:.3g} k"
+    return name, card["family"], parameters(total), parameters(card.get("activated", total)), layers, hidden
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

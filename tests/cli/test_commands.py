@@ -17,7 +17,7 @@ from workshop import Workshop, set_up
 from slimectl.cli.app import app
 
 COMMANDS = [
-    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["inspect"], ["metrics"], ["models"],
+    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["inspect"], ["metrics"], ["models"], ["plan"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
 ]  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""slimectl plan"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from slimectl import cards
+from slimectl.errors import SettingsError
+from slimectl.layouts import ParallelLayout
+
+if TYPE_CHECKING:
+    from slimectl.estimates.plan import Plan
+
+
+def option(name: str, words: str, panel: str | None = None, **limits: Any) -> Any:
+    return typer.Option(name, help=words, rich_help_panel=panel, **limits)
+
+
+LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
+Card = Annotated[str | None, option("--card", "Model card (see `slimectl models`)")]
+Model = Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")]
+Gpus = Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)]
+Tensor = Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)]
+Pipeline = Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)]
+Virtual = Annotated[int | None, option("--vpp", "Parts of the layers that a pipeline rank holds", LAYOUT, min=2)]
+Context = Annotated[int | None, option("--cp", "Context-parallel size", LAYOUT, min=1)]
+Expert = Annotated[int | None, option("--ep", "Expert-parallel size", LAYOUT, min=1)]
+ExpertTensor = Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)]
+Recompute = Annotated[
+    Literal["none", "selective", "full"] | None,
+    option("--recompute", "What backward computes again: nothing, attention, or whole layers", TRAINING),
+]
+Policy = Annotated[Literal["megatron", "fsdp"], option("--policy", "Trainer", TRAINING)]
+Dtype = Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)]
+Device = Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)]
+SeqLen = Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)]
+ResponseLen = Annotated[int | None, option("--response-len", "Tokens of it that are the answer", TRAINING, min=1)]
+MaxTokens = Annotated[int, option("--max-tokens-per-gpu", "Tokens that a rank takes at once", TRAINING, min=1)]
+Batch = Annotated[int, option("--batch", "Sequences of an optimizer step", TRAINING, min=1)]
+GpuMemory = Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)]
+Tflops = Annotated[float | None, option("--tflops", "Peak TFLOP/s of a GPU, to estimate time", TRAINING, min=0.001)]
+Mfu = Annotated[float, option("--mfu", "Share of the peak that is attained", TRAINING, min=0.01, max=1)]
+EngineTensor = Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)]
+Share = Annotated[float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)]
+Concurrency = Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)]
+Json = Annotated[bool, option("--json", "Print JSON instead of a table")]
+
+
+def plan(
+    card: Card = None, model: Model = None, gpus: Gpus = 8,
+    tp: Tensor = None, pp: Pipeline = None, vpp: Virtual = None, cp: Context = None, ep: Expert = None,
+    etp: ExpertTensor = None, recompute: Recompute = None, policy: Policy = "megatron", dtype: Dtype = "bfloat16",
+    device: Device = "cuda", seq_len: SeqLen = 8192, response_len: ResponseLen = None, max_tokens: MaxTokens = 8192,
+    batch: Batch = 256, gpu_memory: GpuMemory = 80, tflops: Tflops = None, mfu: Mfu = 0.35,
+    engine_tp: EngineTensor = 1, mem_fraction: Share = 0.85, concurrency: Concurrency = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
+
+    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit.
+
+    Example:
+
+        slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
+    """
+    from slimectl.cli.records import say
+    from slimectl.estimates import plan as estimates
+    from slimectl.estimates.run import Run
+
+    found = estimates.model_of(configuration(card, model))
+    share = min(1.0, (response_len or seq_len) / seq_len)
+    run = Run(gpus, ParallelLayout(), policy, dtype, recompute or "none", seq_len, max_tokens, share, device)
+    sizes = {"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "context": cp, "expert": ep, "expert_tensor": etp}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if given:
+        run = replace(run, layout=ParallelLayout(**given))
+    elif policy == "megatron":
+        suggestion = estimates.suggested(cards.load(card), gpus) if card else None
+        run = estimates.with_layout(
+            found, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
+        )  # fmt: skip
+    estimates.check(found, run)
+    made = estimates.planned(
+        found, run, batch=batch, memory_gib=gpu_memory, tflops=tflops, mfu=mfu, engine_tensor=engine_tp,
+        engine_share=mem_fraction, concurrency=concurrency,
+    )  # fmt: skip
+    print_plan(made, as_json)
+    verdict = "fits" if made.fits else "does not fit"
+    say(f"{estimates.told(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def configuration(card: str | None, model: str | None) -> dict[str, Any]:
+    """The complete configuration of the card or the directory; both only where they agree."""
+    from slimectl import wiring
+    from slimectl.weights.complete import completed, read_config
+
+    if card is None and model is None:
+        raise SettingsError("plan: which model? add --card NAME or --model DIR")
+    if model is None:
+        return cards.language_model(completed(cards.load(card or "")["config"]))
+    found = read_config(wiring.model_folder(str(Path(model))))
+    if card is not None:
+        cards.check(card, found, where=model)
+    return cards.language_model(found)
+
+
+def print_plan(made: Plan, as_json: bool) -> None:
+    """A table with a formula on every line, or all of it as JSON."""
+    from slimectl.estimates.plan import told
+
+    if as_json:
+        sections = {name: [asdict(figure) for figure in figures] for name, figures in made.sections.items()}
+        print(json.dumps({"run": asdict(made.run), "fits": made.fits, "sections": sections}, indent=2))
+        return
+    every = [figure for section in made.sections.values() for figure in section]
+    name_width, value_width = max(len(figure.name) for figure in every), max(len(figure.text) for figure in every)
+    print(f"layout  {told(made.run)}")
+    for section, figures in made.sections.items():
+        print(f"\n{section}")
+        for figure in figures:
+            print(f"  {figure.name:<{name_width}}  {figure.text:>{value_width}}  {figure.formula}")

@@ -1,0 +1,1 @@
+"""What a run will need, by formula: memory, arithmetic, time; pure."""

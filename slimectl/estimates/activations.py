@@ -1,0 +1,188 @@
+"""What autograd keeps of one layer between forward and backward, read off the modules that this package runs.
+
+H hidden · F MLP columns · q, k columns of query and of key (value has as many) · c bytes of a number · t tensor
+parallel size. Every figure is bytes per token. tests/estimates/test_activations.py counts the same on real models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimectl.estimates.figures import counted
+from slimectl.estimates.run import Run
+from slimectl.weights.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Some tensors of a layer; `size` is bytes per token."""
+
+    what: str
+    size: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} {counted(round(self.size))}"
+
+
+def size(saved: list[Saved]) -> float:
+    return sum(part.size for part in saved)
+
+
+def columns(architecture: Architecture) -> tuple[int, int]:
+    """Columns of all query heads, and of all key heads."""
+    t = architecture.transformer
+    return t["num_attention_heads"] * t["kv_channels"], _groups(architecture) * t["kv_channels"]
+
+
+def _groups(architecture: Architecture) -> int:
+    t = architecture.transformer
+    return int(t.get("num_query_groups") or t["num_attention_heads"])
+
+
+def fsdp_layer(architecture: Architecture, run: Run) -> list[Saved]:
+    """A Hugging Face decoder layer with our attention.
+
+    Its RMSNorm keeps a float32 copy of what comes in, and what it normalised in the dtype that it goes on with.
+    """
+    t, c = architecture.transformer, run.bytes
+    H, F = t["hidden_size"], t["ffn_hidden_size"]
+    q, k = columns(architecture)
+    sandwich = architecture.layer == "sandwich"
+    saved = [Saved(f"norms 2 (4 + 2c) H{' + 2 (4 + c) H' if sandwich else ''}", 2 * ((4 + 2 * c) * H + 4))]
+    if sandwich:
+        saved[0] = Saved(saved[0].what, saved[0].size + 2 * ((4 + c) * H + 4))
+    if t.get("qk_layernorm"):
+        norms = t["num_attention_heads"] + _groups(architecture)
+        saved.append(Saved("norms of query and key (4 + c)(q + k)", (4 + c) * (q + k) + 4 * norms))
+    attention = _attention(run, t["num_attention_heads"], q, 2 * k, 2 * q, "3q + 2k")
+    return [*saved, *attention, *_mlp(4 * c * F, "4cF")]
+
+
+def _attention(run: Run, heads: float, q: float, kv: float, out: float, words: str) -> list[Saved]:
+    """Query, key and value as the product takes them, and its result; or the weights, where they are held."""
+    if run.holds_scores(int(heads)):
+        weights = Saved(f"attention weights c x {counted(heads)} heads x {run.seq_len:,}", _weights(run, heads))
+        return [weights, Saved(f"attention c({words})", run.bytes * (q + kv + out / 2))]
+    lse = 0 if run.recompute == "selective" else 4 * heads
+    return [Saved(f"attention c({words}) + 4 heads", run.bytes * (q + kv + out) + lse)]
+
+
+def _weights(run: Run, heads: float) -> float:
+    return 0.0 if run.recompute == "selective" else run.bytes * heads * run.seq_len
+
+
+def _mlp(size: float, what: str) -> list[Saved]:
+    return [Saved(f"MLP {what}", size)]
+
+
+def _norm(run: Run, width: float) -> float:
+    """torch's rms_norm: on a CPU what comes in and what is normalised, both float32; on a GPU what comes in."""
+    return (8 * width if run.device == "cpu" else run.bytes * width) + 4
+
+
+def megatron_layer(architecture: Architecture, run: Run, *, experts: bool, linear: bool = False) -> list[Saved]:
+    """A layer of policies/megatron. Sequence parallelism cuts norms, tensor parallelism all else."""
+    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
+    H = t["hidden_size"]
+    norms = 4 if architecture.layer == "sandwich" else 2
+    saved = [Saved(f"norms ({norms} inputs, 2 results) / t", (norms * _norm(run, H) + 2 * c * H) / cut)]
+    if linear:
+        saved += _delta(architecture, run)
+    elif architecture.mla:
+        saved += _latent(architecture, run)
+    else:
+        saved += _grouped(architecture, run)
+    if experts:
+        return [*saved, *_experts(architecture, run)]
+    # 5: gate|up of one matrix (2), silu(gate), a copy of up that mcore makes, their product.
+    return [*saved, *_mlp(5 * c * t["ffn_hidden_size"] / cut, "5cF / t")]
+
+
+def _grouped(architecture: Architecture, run: Run) -> list[Saved]:
+    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
+    q, k = (columns / cut for columns in columns(architecture))
+    heads = t["num_attention_heads"] / cut
+    scores, alone = run.holds_scores(int(heads)), run.layout.context == 1
+    normed = bool(t.get("qk_layernorm"))
+    saved = []
+    if normed:
+        norms = _norm(run, q) + _norm(run, k) + 4 * (heads + _groups(architecture) / cut - 2)
+        # The key comes as a view of the fused projection: kept once, with that.
+        view = 0 if run.device == "cpu" and c == 2 else c * k
+        saved.append(Saved("norms of query and key", norms - view))
+    if c == 2:
+        saved.append(Saved("cosines and sines 2c x rotated", 2 * c * t["kv_channels"] * architecture.rope.percent))
+    # A view keeps all of what it looks into. Query and key are turned, which makes new tensors; the value is a view.
+    if (alone and not scores) or (normed and not (run.device == "cpu" and c == 2)):
+        saved.append(Saved("fused projection c(q + 2k)", c * (q + 2 * k)))
+    # The output matrix takes a view of the kernel's result on a GPU, a copy on a CPU.
+    out = q if run.device == "cuda" or run.recompute == "selective" else 2 * q
+    kv, words = (k if not scores else 2 * k), "q + k + result"
+    if not alone:
+        chunks = run.layout.context + (0.5 if run.device == "cuda" else 0)
+        kv, words = 2 * k * chunks, f"q + 2k x {chunks:g} ranks' keys + result"
+    saved += _attention(run, heads, q, kv, out, words)
+    if t.get("attention_output_gate"):
+        saved.append(Saved("output gate 3cq", 3 * c * q))
+    return saved
+
+
+def _latent(architecture: Architecture, run: Run) -> list[Saved]:
+    """Down-projections and their norms by sequence parallelism, up-projections and attention by tensor parallelism."""
+    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
+    heads = t["num_attention_heads"] / cut
+    nope, turning, value = t["qk_head_dim"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
+    query_rank, latent = t.get("q_lora_rank") or 0, t["kv_lora_rank"]
+    down = _norm(run, query_rank) + c * query_rank if query_rank else 0
+    down += _norm(run, latent) + c * latent
+    # The latent is a view beside the rotary key and kept with it, unless the norm copies it to float32.
+    copied = 0 if run.device == "cpu" and c == 2 else c * turning
+    saved = [Saved("down-projections and their norms / t", (down + copied) / cut)]
+    if c == 2:
+        saved.append(Saved("cosines and sines 4c x rotated", 4 * c * turning))
+    q, v = heads * (nope + turning), heads * value
+    if run.device == "cpu":
+        # Keys are wider than values: torch's flash kernel for CPUs cannot have that, and its other way is float32.
+        e = c if run.holds_scores(int(heads)) else 4
+        weights = 0 if run.recompute == "selective" else e * heads * run.seq_len
+        return [
+            *saved,
+            Saved("attention weights", weights),
+            Saved(f"attention {e}(2q + v) + cv", e * (2 * q + v) + c * v),
+        ]
+    out = v if run.recompute == "selective" else 2 * v
+    saved.append(Saved("key and value from the latent c heads (nope + value)", c * heads * (nope + value)))
+    keys = q * run.layout.context
+    return [*saved, Saved("attention c(q + k + 2v) + 4 heads", c * (q + keys + out) + 4 * heads)]
+
+
+def _experts(architecture: Architecture, run: Run) -> list[Saved]:
+    """The router's choices, tokens sorted by expert and sent to them, the experts' MLPs, the shared expert.
+
+    A rank sends k copies of its T / t tokens, and on average gets as many, each to all ranks that share an expert.
+    """
+    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
+    H, k, E = t["hidden_size"], t["moe_router_topk"], architecture.experts
+    F, sent = t["moe_ffn_hidden_size"] / run.layout.expert_tensor, k / cut * run.layout.expert_tensor
+    sigmoid = t.get("moe_router_score_function") == "sigmoid"
+    saved = [
+        Saved("router's choices", (20 * k + 5 * E + (8 * k + 5 * E if sigmoid else 0)) / cut),
+        Saved("tokens sent to experts ckH / t", c * sent * H),
+        Saved("MLPs of experts 5ckF / t", 5 * c * sent * F + 4 * sent),
+    ]
+    if shared := t.get("moe_shared_expert_intermediate_size"):
+        saved.append(Saved("shared expert 5cF / t", 5 * c * shared / cut))
+    return saved
+
+
+def _delta(architecture: Architecture, run: Run) -> list[Saved]:
+    """Gated delta rule: projections before and after the convolution, normalised query and key, values, gate, norm."""
+    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
+    key = t["linear_num_key_heads"] * t["linear_key_head_dim"] / cut
+    value = t["linear_num_value_heads"] * t["linear_value_head_dim"] / cut
+    return [
+        Saved("projections and convolution 3c(2 key + value)", 3 * c * (2 * key + value)),
+        Saved("delta rule, float32: 3 x 4 (2 key + value)", 12 * (2 * key + value)),
+        Saved("gate and norm (8 + 2c) value", (8 + 2 * c) * value),
+    ]

@@ -1,0 +1,111 @@
+"""Layouts that a model may have on a number of GPUs, those that fit, and which of them is likely the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from slimectl.estimates import memory
+from slimectl.estimates.activations import columns
+from slimectl.estimates.compute import token_flops
+from slimectl.estimates.figures import GIB
+from slimectl.estimates.parameters import Part, held
+from slimectl.estimates.run import Recompute, Run
+from slimectl.layouts import ParallelLayout, problems
+from slimectl.weights.architecture import Architecture
+
+USABLE = 0.9
+"""Share of a GPU's memory that a plan may fill; the rest is CUDA's context, NCCL's buffers and fragmentation."""
+NODE = 8
+"""GPUs that a fast link joins; tensor parallelism stays within."""
+
+# Only the order of layouts hangs on these: an H100's attained rate, its NVLink and its share of the network.
+FLOPS_PER_SECOND = 4e14
+NVLINK_BYTES_PER_SECOND = 4e11
+NETWORK_BYTES_PER_SECOND = 5e10
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits, with what it takes: seconds a step, and bytes at the peak."""
+
+    layout: ParallelLayout
+    recompute: Recompute
+    seconds: float
+    peak: float
+
+
+def powers_of_two(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+
+
+def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
+    """Layouts that cut everything evenly; sizes are powers of two, but for pipelines, which divide the layers."""
+    tensors = powers_of_two(min(world, NODE))
+    pipelines = [size for size in range(1, world + 1) if world % size == 0 and architecture.layers % size == 0]
+    experts, expert_tensors = ([1], [1])
+    if architecture.experts:
+        experts, expert_tensors = powers_of_two(min(world, architecture.experts)), tensors
+    sizes = itertools.product(tensors, pipelines, powers_of_two(world), experts, expert_tensors)
+    for tensor, pipeline, context, expert, expert_tensor in sizes:
+        layout = ParallelLayout(tensor, pipeline, None, context, expert, expert_tensor)
+        if not any(problems(layout, architecture.transformer, world)):
+            yield layout
+
+
+def fitting(
+    parts: Sequence[Part], architecture: Architecture, run: Run, *, batch: int, memory_gib: float
+) -> Iterator[Choice]:
+    """Layouts and recomputation that fit `run.world` GPUs, the likely fastest first; `batch` sequences a step.
+
+    The estimate of time is coarse: of those within about a tenth the plainest comes first.
+    """
+    tried: list[tuple[float, Run]] = []
+    for layout in legal(architecture, run.world):
+        recomputes: tuple[Recompute, ...] = ("none", "full")
+        for recompute in recomputes:
+            candidate = replace(run, layout=layout, recompute=recompute)
+            tried.append((step_seconds(parts, architecture, candidate, batch), candidate))
+    for seconds, candidate in sorted(tried, key=lambda item: (round(math.log(item[0], 1.1)), _parts(item[1]), item[0])):
+        most = memory.peak(memory.figures(parts, architecture, candidate))
+        if most <= USABLE * memory_gib * GIB:
+            yield Choice(candidate.layout, candidate.recompute, seconds, most)
+
+
+def _parts(run: Run) -> int:
+    """In how many parts the model is cut; a pipeline counts double, for its schedule."""
+    layout = run.layout
+    return layout.model_ranks * layout.pipeline + layout.expert_ranks * layout.expert_tensor
+
+
+def step_seconds(parts: Sequence[Part], architecture: Architecture, run: Run, batch: int) -> float:
+    """A step's time, coarsely: arithmetic, messages one after another, and the pipeline filling and draining."""
+    layout = run.layout
+    packs = -(-batch * run.seq_len // (run.data * run.pack))
+    flops = token_flops(parts, architecture, run.seq_len).value * (4 / 3 if run.recompute == "full" else 1)
+    pack = run.pack * flops / (layout.model_ranks * FLOPS_PER_SECOND) + _messages(architecture, run)
+    rank = held(parts, architecture, layout, 0).all
+    shared = (4 + run.bytes) * rank / _link(run.world) if run.data * layout.context > 1 else 0.0
+    return (packs + (layout.pipeline - 1) / (layout.virtual_pipeline or 1)) * pack + shared
+
+
+def _link(ranks: int) -> float:
+    return NVLINK_BYTES_PER_SECOND if ranks <= NODE else NETWORK_BYTES_PER_SECOND
+
+
+def _messages(architecture: Architecture, run: Run) -> float:
+    """Seconds of messages a pack on one rank: its layers' gathers, their mirrors in backward, once more if anew."""
+    t, layout, c = architecture.transformer, run.layout, run.bytes
+    passes = 3 if run.recompute == "full" else 2
+    H, (_, k) = t["hidden_size"], columns(architecture)
+    seconds = 0.0
+    if (tensor := layout.tensor) > 1:
+        seconds += 4 * run.tokens * H * c * (tensor - 1) / tensor / _link(tensor)
+    if (context := layout.context) > 1:
+        seconds += 2 * k / tensor * c * run.pack * (context - 1) / context / _link(tensor * context)
+    if (ranks := layout.expert * layout.expert_tensor) > 1:
+        sent = run.tokens / tensor * t["moe_router_topk"] * layout.expert_tensor
+        seconds += 2 * sent * H * c * (ranks - 1) / ranks / _link(ranks)
+    return float(passes * seconds * architecture.layers / layout.pipeline)

@@ -1,0 +1,73 @@
+"""`slimectl plan`: the table, the JSON, the layout it finds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimectl import cards
+from slimectl.cli.app import app
+
+
+def plan(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_every_figure_has_its_formula():
+    code, out, err = plan("--card", "qwen3-0.6B", "--tflops", "989", "--concurrency", "64")
+    assert code == 0
+    figures = [line.split("  ") for line in out.splitlines() if line.startswith("  ")]
+    assert len(figures) >= 18
+    assert all(cells[-1].strip() for cells in figures)
+    assert "parameters per rank" in out
+    assert err == "8 ranks: data 8; recompute none; fits 90% of 80 GiB a GPU\n"
+
+
+def test_json_has_numbers_with_units():
+    code, out, _ = plan("--card", "qwen3-4B", "--tp", "2", "--json")
+    made = json.loads(out)
+    assert (code, made["fits"], made["run"]["layout"]["tensor"]) == (0, True, 2)
+    weights = made["sections"]["training memory"][0]
+    assert (weights["name"], weights["unit"]) == ("weights", "bytes")
+    # Half of the matrices and of the embedding, all of the norms (36 x (2 x 2560 + 2 x 128) + 2560).
+    norms = 36 * (2 * 2560 + 2 * 128) + 2560
+    assert weights["value"] == 2 * ((4_022_468_096 - norms) / 2 + norms)
+
+
+def test_the_layout_is_the_cards_or_the_best_that_fits():
+    assert "8 ranks: tensor 4, data 2; recompute none" in plan("--card", "qwen3-14B")[2]
+    assert "16 ranks: " in plan("--card", "qwen3-14B", "--gpus", "16")[2]
+    assert "recompute full" in plan("--card", "qwen3-14B", "--gpus", "8", "--seq-len", "131072")[2]
+
+
+def test_a_directory_is_planned_for_like_its_card(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(cards.load("qwen3-0.6B")["config"]))
+    assert plan("--model", str(tmp_path))[1] == plan("--card", "qwen3-0.6B")[1]
+
+
+def test_a_layout_that_does_not_fit_is_shown_all_the_same():
+    code, out, err = plan("--card", "qwen3-32B", "--tp", "8")
+    assert (code, "peak per rank" in out) == (1, True)
+    assert err.startswith("8 ranks: tensor 8, data 1; recompute none; does not fit")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--card", "qwen3-8B", "--tp", "3"], "megatron.tensor_model_parallel_size: 3 does not divide 32 attention"),
+        (["--card", "qwen3-8B", "--pp", "8"], "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers"),
+        (["--card", "deepseek-v3"], "--gpus 8: no layout fits 90% of 80 GiB a GPU"),
+        (["--card", "qwen3-30B-A3B", "--policy", "fsdp"], "--policy fsdp: trains plain dense decoders only"),
+        (["--card", "qwen3-8B", "--policy", "fsdp", "--tp", "2"], "--policy fsdp: takes no parallel sizes"),
+        (["--card", "qwen3-8b"], "model.card: no card 'qwen3-8b'; did you mean qwen3-8B?"),
+        ([], "plan: which model? add --card NAME or --model DIR"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words: list[str], message: str):
+    code, out, err = plan(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"slimectl: {message}")

@@ -1,0 +1,140 @@
+"""The formulas of activations against what autograd really saves, counted tensor by tensor.
+
+T tokens of the pack · R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slimectl.checkpoints.create import create_model
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.estimates import memory
+from slimectl.estimates.run import Run
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.types import Row
+from slimectl.weights.complete import completed
+from slimectl.weights.families import family_of
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+LATENT = {
+    **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 24, "num_key_value_heads": 4,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT},
+}
+LENGTH, SEQUENCES, PROMPT = 400, 2, 100
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return completed({**SHAPE, **CONFIGS[name]})
+
+
+def saved_bytes(forward: Callable[[], Any], parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of all storages that autograd keeps, each counted once, parameters left out."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, tuple[int, Any]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(size for size, _ in kept.values())
+
+
+def layers_alone(name: str, run: Run) -> float:
+    """The formula's activations and, where a head is in the pack, what the head saves."""
+    config = config_of(name)
+    return memory._activations(family_of(config).architecture(config), run, 0, last=True).value
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any, tmp_path: Path):
+    create_model(config_of(name), tmp_path, seed=0)
+    policy = FsdpPolicy(
+        tmp_path, HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, max_tokens_per_pack=4096,
+        gradient_checkpointing=recompute == "full",
+    )  # fmt: skip
+    # The last token of a row is not computed.
+    response = LENGTH + 1 - PROMPT
+    rows = [Row([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
+    ((pack,),) = (policy._share(rows),)
+    measured = saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+    tokens = LENGTH * SEQUENCES
+    run = Run(
+        1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu"
+    )
+    responses = SEQUENCES * response
+    head = responses * (run.bytes * SHAPE["hidden_size"] + 4 * SHAPE["vocab_size"] + 16)
+    formula = layers_alone(name, run) + head
+    if recompute == "full":
+        # One layer is made anew only in the backward pass; angles are held, but not by autograd.
+        (layer,) = {sum(part.size for part in memory.layer_of(_architecture(name), run, i)) for i in range(3)}
+        formula -= (layer + 2 * run.bytes * SHAPE["head_dim"]) * tokens
+    assert measured == pytest.approx(formula, rel=0.02)
+
+
+def _architecture(name: str) -> Any:
+    config = config_of(name)
+    return family_of(config).architecture(config)
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    pytest.importorskip("megatron.core")
+    from slimectl.layouts import ParallelLayout
+    from slimectl.policies.megatron import parallel
+
+    parallel.start(ParallelLayout(), seed=0)
+    yield
+    parallel.stop()
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_megatron_saves_what_the_formula_says(name: str, dtype: Any):
+    from slimectl.layouts import ParallelLayout
+    from slimectl.policies.megatron.model import build
+    from slimectl.policies.megatron.packed import packed
+
+    (model,) = build(_architecture(name), ParallelLayout(), dtype=getattr(torch, dtype))
+    model.train()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    tokens = LENGTH * SEQUENCES
+    pack = packed([LENGTH] * SEQUENCES, ParallelLayout(), rank=0, device=torch.device("cpu"))
+    tokens_T = torch.randint(0, SHAPE["vocab_size"], (tokens,), generator=torch.manual_seed(0))
+    measured = saved_bytes(lambda: model(tokens_T, pack), model.parameters())
+    run = Run(1, dtype=dtype, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu")
+    assert measured == pytest.approx(layers_alone(name, run), rel=0.02)

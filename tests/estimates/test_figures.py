@@ -1,0 +1,154 @@
+"""The formulas by hand: parameters on a rank, bytes at the peak, FLOPs, cache; and the constants they share."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimectl import cards
+from slimectl.estimates import compute, engine, memory, parameters, plan
+from slimectl.estimates.figures import Figure
+from slimectl.estimates.plan import Model
+from slimectl.estimates.run import CHUNK_LOGITS, DENSE_SCORES, KEPT_LOGITS, Run
+from slimectl.layouts import ParallelLayout
+from slimectl.weights.complete import completed
+
+
+def model(name: str) -> Model:
+    return plan.model_of(cards.language_model(completed(cards.load(name)["config"])))
+
+
+def figure(figures: list[Figure], name: str) -> Figure:
+    return next(figure for figure in figures if figure.name == name)
+
+
+SMALL = model("qwen3-0.6B")  # 28 layers, hidden 1024, 16 heads of 128, 8 groups, MLP 3072, 151936 tokens, tied
+MIXED = model("qwen3-30B-A3B")  # 48 layers, hidden 2048, 128 experts of 768, 8 of them chosen
+
+
+def test_the_constants_are_those_of_the_policies():
+    from slimectl.policies import head
+    from slimectl.policies.fsdp import attention
+
+    assert (CHUNK_LOGITS, KEPT_LOGITS, DENSE_SCORES) == (head.CHUNK_LOGITS, head.KEPT_LOGITS, attention.DENSE_SCORES)
+
+
+def test_parameters_of_a_pipeline_rank():
+    layout = ParallelLayout(tensor=2, pipeline=2)
+    # attention: q 1024 x 2048, k and v 1024 x 1024 each, out 2048 x 1024; MLP 3 x 1024 x 3072; norms 2 x 1024 + 2 x 128
+    matrices = 1024 * 2048 + 2 * 1024 * 1024 + 2048 * 1024 + 3 * 1024 * 3072
+    embedding = 151936 * 1024
+    first = 14 * (matrices // 2 + 2 * 1024 + 2 * 128) + embedding // 2
+    held = [parameters.held(SMALL.parts, SMALL.architecture, layout, stage).all for stage in (0, 1)]
+    assert held == [first, first + 1024]  # the last stage has its own copy of the tied embedding, and the last norm
+
+
+def test_parameters_of_an_expert_rank():
+    layout = ParallelLayout(tensor=2, expert=4, expert_tensor=2)
+    held = parameters.held(MIXED.parts, MIXED.architecture, layout, 0)
+    assert held.experts == 48 * 128 * 3 * 2048 * 768 // 8
+    assert parameters.activated(MIXED.parts, MIXED.architecture) == 3_353_032_704
+
+
+def test_vocabularies_are_padded_to_what_tensor_parallelism_divides():
+    parts = [parameters.Part("embedding", None, 10 * 4, cut=True, rows=10)]
+    assert parameters.held(parts, SMALL.architecture, ParallelLayout(tensor=4), 0).dense == 3 * 4
+
+
+def test_optimizer_is_shared_out_over_data_and_context_ranks():
+    P = 596_049_920
+    run = Run(8, ParallelLayout(context=2))
+    found = memory.figures(SMALL.parts, SMALL.architecture, run)
+    sizes = [figure(found, name).value for name in ("weights", "gradients", "optimizer")]
+    assert sizes == [2 * P, 4 * P, 12 * P / 8]
+    alone = memory.figures(SMALL.parts, SMALL.architecture, Run(8, distributed_optimizer=False))
+    assert figure(alone, "optimizer").value == 12 * P
+    single = memory.figures(SMALL.parts, SMALL.architecture, Run(1, dtype="float32"))
+    assert figure(single, "optimizer").value == 8 * P
+
+
+def test_one_fsdp_process_holds_masters_gradients_and_moments():
+    P = 596_049_920
+    for dtype, weights in (("float32", 4 * P), ("bfloat16", 6 * P)):
+        found = memory.figures(SMALL.parts, SMALL.architecture, Run(1, policy="fsdp", dtype=dtype))
+        sizes = [figure(found, name).value for name in ("weights", "gradients", "optimizer")]
+        assert sizes == [weights, 4 * P, 8 * P]
+
+
+def test_the_peak_is_the_sum_of_its_lines():
+    found = memory.figures(MIXED.parts, MIXED.architecture, Run(8, ParallelLayout(pipeline=4, expert=2)))
+    assert memory.peak(found) == pytest.approx(sum(line.value for line in found[:-1]))
+    assert found[-1].formula.endswith("on pipeline stage 0")
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "packs"),
+    [
+        (ParallelLayout(pipeline=4), 0, 4),
+        (ParallelLayout(pipeline=4), 3, 1),
+        # Interleaved, first of 4 with 2 parts: 2 x 3 + 4 + 1 = 11 parts under way, of 2 a pack.
+        (ParallelLayout(pipeline=4, virtual_pipeline=2), 0, 5.5),
+    ],
+)
+def test_packs_under_way(layout: ParallelLayout, stage: int, packs: float):
+    assert memory.in_flight(Run(4, layout), stage) == packs
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer():
+    def activations(recompute: str) -> float:
+        run = Run(1, recompute=recompute, seq_len=1024, max_tokens_per_gpu=1024)  # type: ignore[arg-type]
+        return figure(memory.figures(SMALL.parts, SMALL.architecture, run), "activations").value
+
+    run = Run(1, seq_len=1024, max_tokens_per_gpu=1024)
+    layer = sum(part.size for part in memory.layer_of(SMALL.architecture, run, 0))
+    saved = activations("none") - activations("full")
+    assert saved == pytest.approx(1024 * (27 * layer - 28 * 2 * 1024))
+
+
+def test_flops_of_a_token():
+    # 6 a parameter; attention 6 x 28 layers x 16 heads x (128 + 128) columns x half of 4096 tokens
+    found = compute.token_flops(SMALL.parts, SMALL.architecture, 4096)
+    assert found.value == 6 * 596_049_920 + 6 * 28 * 16 * 256 * 2048
+    # An untied embedding is looked up, its head is a product.
+    assert compute.passed(MIXED.parts, MIXED.architecture) == 3_353_032_704 - 151936 * 2048
+
+
+def test_time_of_a_step():
+    found = compute.figures(
+        SMALL.parts, SMALL.architecture, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5
+    )
+    flops = compute.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192
+    assert figure(found, "time per step").value == pytest.approx(flops / (4 * 100e12 * 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        ("qwen3-0.6B", 2 * 28 * 8 * 128 * 2),
+        ("deepseek-v3", 61 * (512 + 64) * 2),
+        ("qwen3-next-80B-A3B", 2 * 12 * 2 * 256 * 2),  # one layer in four attends
+    ],
+)
+def test_cache_of_a_token(name: str, each: int):
+    found = model(name).architecture
+    assert engine.cache_per_token(found, dtype_bytes=2, tensor=1).value == each
+
+
+def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks():
+    assert engine.cache_per_token(SMALL.architecture, dtype_bytes=2, tensor=16).value == 2 * 28 * 1 * 128 * 2
+
+
+def test_the_state_of_the_delta_rule_does_not_grow_with_the_sequence():
+    found = engine.state_per_sequence(model("qwen3-next-80B-A3B").architecture, dtype_bytes=2, tensor=1)
+    assert found is not None
+    assert found.value == 36 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))
+    assert engine.state_per_sequence(SMALL.architecture, dtype_bytes=2, tensor=1) is None
+
+
+def test_sequences_that_fit():
+    found = engine.figures(
+        SMALL.parts, SMALL.architecture, dtype_bytes=2, tensor=1, memory_gib=4, share=0.5, seq_len=1000, concurrency=10
+    )
+    free, each = 2 * 2**30 - 2 * 596_049_920, 2 * 28 * 8 * 128 * 2
+    assert figure(found, "tokens in cache").value == free // each
+    assert figure(found, "sequences at once").value == free // (each * 1000)
+    assert figure(found, "cache for all").value == 10 * 1000 * each
