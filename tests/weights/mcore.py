@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,16 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-import slimectl.policies.megatron  # noqa: F401  (prepares megatron.core for this machine)
+from slimectl.policies.megatron import cpu_device
 from slimectl.weights.architecture import Architecture
 
 
@@ -59,14 +65,31 @@ def bare_model(architecture: Architecture) -> GPTModel:
     )
 
 
+def bare_delta_net(architecture: Architecture) -> GatedDeltaNet:
+    """mcore's gated delta net with linear layers of its own."""
+    if cpu_device.needed():
+        cpu_device.install(version("megatron-core"))  # again: the rest of megatron.core does not import the module
+    config = TransformerConfig(
+        **architecture.transformer, activation_func=torch.nn.functional.silu, use_cpu_initialization=True
+    )
+    linears = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+    config.layernorm_zero_centered_gamma = False  # which its norm without TransformerEngine cannot have
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    return GatedDeltaNet(config, linears, layer_number=1, pg_collection=groups)
+
+
 def sharded(model: GPTModel, **metadata: bool) -> dict[str, list[ShardedTensor]]:
-    """What a torch_dist checkpoint of the model holds: by key, the regions in it (state objects left out)."""
+    """What a torch_dist checkpoint of the model holds: by key, the regions in it."""
     found: dict[str, list[ShardedTensor]] = {}
-    values = list(nested_values(model.sharded_state_dict(metadata=metadata or None)))
-    while values:
-        value = values.pop(0)
-        if isinstance(value, ShardedTensorFactory):
-            values = list(nested_values(value.build())) + values
-        elif not isinstance(value, ShardedObject):
-            found.setdefault(value.key, []).append(value)
+    for piece in pieces(model.sharded_state_dict(metadata=metadata or None)):
+        found.setdefault(piece.key, []).append(piece)
     return found
+
+
+def pieces(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Every tensor of a sharded state, state objects left out."""
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from pieces(value.build())
+        elif not isinstance(value, ShardedObject):
+            yield value

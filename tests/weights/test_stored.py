@@ -126,3 +126,67 @@ def test_norm_takes_the_name_of_the_projection_after_it():
     assert stored(norm, architecture) == (
         Stored("decoder.layers.mlp.linear_fc1.layer_norm_weight", (1,), (2,), (32,), (0, 32)),
     )
+
+
+FUSED = {
+    "llama": {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+    },
+    "qwen3_moe": {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.pre_mlp_layernorm.weight",
+    },
+    "deepseek_v3": {
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    },
+    "qwen3_5": {
+        "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
+        "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    },
+}
+"""Norms as the layers of TransformerEngine name them, in front of attention or MLP, in those that are told apart."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_of_fused_modules_are_named_after_the_projection(name):
+    links, architecture = parts(name)
+    keys = tensors(links, architecture, naming(architecture, fused=True))
+    assert keys.keys() >= FUSED[name]
+
+
+def test_blocks_of_a_delta_net_have_keys_of_their_own():
+    links, architecture = parts("qwen3_5")
+    link = next(link for link in links if link.megatron == "decoder.layers.1.self_attention.in_proj.weight")
+    found = [(region.key.rpartition(".")[2], region.rows, region.shape) for region in stored(link, architecture)]
+    # Two key heads of 6, four value heads of 10.
+    assert found == [
+        ("query", (0, 12), (12, 32)),
+        ("key", (12, 24), (12, 32)),
+        ("value", (24, 64), (40, 32)),
+        ("z", (64, 104), (40, 32)),
+        ("beta", (104, 108), (4, 32)),
+        ("alpha", (108, 112), (4, 32)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_delta_net_of_mcore_has_the_same_parameters_and_keys(name, monkeypatch):
+    from mcore import bare_delta_net, pieces
+
+    monkeypatch.setattr("megatron.core.ssm.gated_delta_net.HAVE_FLA", True)  # it is not called, only looked for
+    links, architecture = parts(name)
+    prefix = "decoder.layers.0.self_attention."
+    own = [link for link in links if link.megatron.startswith(prefix)]
+    module = bare_delta_net(architecture)
+    state = {key: value for key, value in module.state_dict().items() if "_extra_state" not in key}
+    assert {prefix + key: tuple(value.shape) for key, value in state.items()} == {
+        link.megatron: link.shape for link in own
+    }
+    theirs = {piece.key: piece.global_shape for piece in pieces(module.sharded_state_dict(prefix))}
+    assert theirs == {key: regions[0][1].shape for key, regions in tensors(own, architecture).items()}
