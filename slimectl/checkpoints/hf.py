@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -17,6 +18,8 @@ from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes,
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
 
+EXACT = re.compile(r"e_score_correction_bias$")
+"""A router's bias is small beside what it decides; every implementation keeps it in float32."""
 MAX_SHARD_BYTES = 2 * 1024**3
 INDEX = "model.safetensors.index.json"
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
@@ -67,21 +70,22 @@ class HeldWeights:
 
 
 class Cast:
-    """Floating tensors in another precision; fp8 stays, it means nothing without its scales."""
+    """Floating tensors in another precision, besides fp8 (it means nothing without its scales) and those in EXACT."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights = weights
         self._dtype = dtype
 
     def forms(self) -> Mapping[str, Form]:
-        return {name: (shape, self._kept(dtype)) for name, (shape, dtype) in self._weights.forms().items()}
+        return {name: (shape, self._kept(name, dtype)) for name, (shape, dtype) in self._weights.forms().items()}
 
     def get(self, name: str) -> Tensor:
         tensor = self._weights.get(name)
-        return tensor.to(self._kept(tensor.dtype))
+        return tensor.to(self._kept(name, tensor.dtype))
 
-    def _kept(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
+    def _kept(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        keeps = not dtype.is_floating_point or dtype.itemsize == 1 or EXACT.search(name)
+        return dtype if keeps else self._dtype
 
 
 class HFCheckpoint:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.quantize import Dequantized, scheme_of
 from slimectl.conversions.sources import Source
-from slimectl.errors import CheckpointError, SlimectlError
+from slimectl.errors import BackendError, CheckpointError, SlimectlError
 from slimectl.ports import Weights
 from slimectl.weights.architecture import Config
 from slimectl.weights.complete import STAND_INS
@@ -86,6 +86,9 @@ def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
     try:
         (gpt,) = build(model.architecture, alone, dtype=torch.float32)
         held = gpt.state_dict()
+        lacking = [link.megatron for link in model.links if link.megatron not in held]
+        if lacking:
+            raise BackendError(f"Megatron's model of {model.family.name} is not built here: no {lacking[0]}")
         for link in model.links:
             held[link.megatron].copy_(link.to_megatron([result.get(name) for name in link.hf]))
         row = packed([len(tokens)], alone, rank=0, device=device())

@@ -1,0 +1,126 @@
+"""Quantized weights: the layouts that engines read, errors within their bounds, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimectl.checkpoints.quantize_fp8 import Fp8Blocks
+from slimectl.checkpoints.quantize_int4 import Int4Groups
+from slimectl.conversions import convert_checkpoint
+from slimectl.errors import CheckpointError
+
+ModelDir = Callable[[str], Path]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_fp8_by_hand():
+    # Two blocks of 1 x 2: scales 448/448 and 7/448; 7/2 of the second block is 224 in its units.
+    stored = Fp8Blocks(1, 2).quantized(torch.tensor([[448.0, -3.0, 7.0, 3.5]]))
+    assert stored["weight_scale_inv"].tolist() == [[1.0, 7 / 448]]
+    assert stored["weight"].float().tolist() == [[448.0, -3.0, 448.0, 224.0]]
+    assert Fp8Blocks(1, 2).weight(stored, torch.float32).tolist() == [[448.0, -3.0, 7.0, 3.5]]
+
+
+def test_fp8_errors_stay_within_a_sixteenth_or_the_smallest_step():
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] = 0  # a block of nothing
+    scheme = Fp8Blocks(128, 128)
+    stored = scheme.quantized(weight)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == {
+        "weight": ((300, 200), torch.float8_e4m3fn), "weight_scale_inv": ((3, 2), torch.float32),
+    }  # fmt: skip
+    back = scheme.weight(stored, torch.float32)
+    scales = stored["weight_scale_inv"].repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    assert ((back - weight).abs() <= torch.maximum(weight.abs() / 16 * 1.0001, scales * 2**-10)).all()
+    assert torch.equal(back[:128, :128], weight[:128, :128])
+    # What is representable comes back exactly: quantizing once more changes nothing.
+    assert torch.equal(scheme.weight(scheme.quantized(back), torch.float32), back)
+
+
+def test_int4_by_hand():
+    """-54880144 is what compressed-tensors 0.18.0 packs -8, -1, 0, 1, 2, 3, 4, 7 into."""
+    weight = torch.tensor([[-8.0, -1, 0, 1, 2, 3, 4, 7.0]]) * 0.9375  # largest 7.5: a scale of 1
+    stored = Int4Groups(8).quantized(weight)
+    assert stored["weight_scale"].tolist() == [[1.0]]
+    assert stored["weight_packed"].tolist() == [[-54880144]]
+    assert stored["weight_shape"].tolist() == [1, 8]
+    assert Int4Groups(8).weight(stored, torch.float32).tolist() == [[-8.0, -1, 0, 1, 2, 3, 4, 7.0]]
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_int4_errors_stay_within_half_a_scale(size: int):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0
+    scheme = Int4Groups(size)
+    stored = scheme.quantized(weight)
+    back = scheme.weight(stored, torch.float32)
+    scales = stored["weight_scale"].repeat_interleave(size, 1)
+    assert ((back - weight).abs() <= scales * 0.5001).all()
+    assert torch.equal(back[0], weight[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"quantize": "fp8", "block": (32, 32)}, ("weight", "weight_scale_inv")),
+        ({"quantize": "int4", "group": 32}, ("weight_packed", "weight_scale", "weight_shape")),
+    ],
+    ids=["fp8", "int4"],
+)
+def test_checkpoints_are_quantized_and_made_whole_again(
+    options: dict, parts: tuple[str, ...], tmp_path: Path, model_dir: ModelDir
+):
+    source, small = model_dir("qwen3"), tmp_path / "small"
+    summary = convert_checkpoint(source, small, **options)
+    before, stored = load_file(source / "model.safetensors"), load_file(small / "model.safetensors")
+    assert summary["parameters"] == sum(tensor.numel() for tensor in before.values())
+    linear = {name for name in before if any(f".{part}." in name for part in PROJECTIONS)}
+    wanted = {name.removesuffix("weight") + part for name in linear for part in parts}
+    assert stored.keys() == wanted | (before.keys() - linear)
+    assert all(torch.equal(stored[name], before[name]) for name in before.keys() - linear)
+    config = json.loads((small / "config.json").read_text())["quantization_config"]
+    assert (config.get("modules_to_not_convert") or config["ignore"]) == ["lm_head"]
+
+    convert_checkpoint(small, tmp_path / "whole", dtype="float32", logits=0)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert "quantization_config" not in json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert whole.keys() == before.keys()
+    for name in linear:
+        # Within half a step of the largest of a block or group: 448 / 16 / 2 for fp8, half of 1 / 7.5 for int4.
+        assert (whole[name] - before[name]).abs().max() <= before[name].abs().max() / 15 * 1.01
+    convert_checkpoint(small, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", dtype="float32", logits=0)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], whole[name].bfloat16().float()) for name in linear)
+
+
+def test_quantized_model_stays_as_it_is_unless_told_otherwise(tmp_path: Path, model_dir: ModelDir):
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", quantize="fp8", block=(32, 32), logits=0)
+    convert_checkpoint(tmp_path / "small", tmp_path / "again", max_shard_bytes=50_000, logits=0)
+    before = load_file(tmp_path / "small" / "model.safetensors")
+    after = {k: v for file in (tmp_path / "again").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "small" / "config.json").read_text()
+
+
+def test_what_cannot_be_grouped_or_read_is_refused(tmp_path: Path, model_dir: ModelDir):
+    with pytest.raises(CheckpointError, match=r"_proj.weight: 64 columns are not whole groups of 128"):
+        convert_checkpoint(model_dir("qwen3"), tmp_path / "out", quantize="int4")
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", quantize="fp8", block=(32, 32), logits=0)
+    file = tmp_path / "small" / "config.json"
+    config = json.loads(file.read_text())
+    for method, match in (
+        ({"quant_method": "gptq", "bits": 4}, r"quantized as gptq \(plain\) cannot be read; known are fp8"),
+        ({**config["quantization_config"], "weight_block_size": [64, 64]}, "blocks ask for"),
+    ):
+        file.write_text(json.dumps({**config, "quantization_config": method}))
+        with pytest.raises(CheckpointError, match=match):
+            convert_checkpoint(tmp_path / "small", tmp_path / "out", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()

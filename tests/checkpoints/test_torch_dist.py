@@ -1,0 +1,154 @@
+"""Hugging Face to torch_dist and back: every tensor the same to the last bit, in every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from weights.hf_models import CONFIGS, saved
+
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
+from slimectl.checkpoints.torch_dist.reader import TorchDistReader
+from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
+from slimectl.conversions import convert_checkpoint
+
+ModelDir = Callable[[str], Path]
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+def model(name: str, folder: Path) -> Path:
+    """A model as its checkpoints are: with the type that config.json has on disk."""
+    saved(name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": CONFIGS[name]["model_type"]}))
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_back_is_byte_identical(name: str, tmp_path: Path):
+    source = model(name, tmp_path / "hf")
+    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    assert is_torch_dist(tmp_path / "torch_dist")
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", max_shard_bytes=20_000, logits=0)
+    same(tensors(tmp_path / "back"), tensors(source))
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors(source).values())
+    for tensor, file in index["weight_map"].items():
+        assert tensor in load_file(tmp_path / "back" / file)
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "deepseek_v3"])
+def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: Path):
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
+    summary = convert_checkpoint(model(name, tmp_path / "hf"), tmp_path / "torch_dist", to="torch_dist")
+    assert summary["verified"]
+    assert summary["logits_max_difference"] < 1e-5
+
+
+def test_parts_that_training_does_not_use_are_carried_along(tmp_path: Path):
+    source = model("mimo", tmp_path / "hf")
+    mtp = {"model.mtp_layers.0.input_proj.weight": torch.randn(32, 64, dtype=torch.float16)}
+    save_file(tensors(source) | mtp, source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    stored = TorchDistReader(tmp_path / "torch_dist").tensors
+    assert stored["carried.model.mtp_layers.0.input_proj.weight"] == ((32, 64), torch.float16)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    same(tensors(tmp_path / "back"), tensors(source))
+
+
+def test_head_beside_a_tied_embedding_is_dropped(tmp_path: Path):
+    source = model("qwen3 tied", tmp_path / "hf")
+    before = tensors(source)
+    save_file({**before, "lm_head.weight": before["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    same(tensors(tmp_path / "back"), before)
+
+
+def test_layers_are_stacked_a_chunk_each_and_files_are_bounded(tmp_path: Path, model_dir: ModelDir):
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "torch_dist", to="torch_dist", max_shard_bytes=100_000, logits=0)
+    reader = TorchDistReader(tmp_path / "torch_dist")
+    assert reader.tensors["decoder.layers.mlp.linear_fc1.weight"] == ((2, 256, 64), torch.float32)
+    before = tensors(model_dir("qwen3"))
+    second = reader.read("decoder.layers.mlp.linear_fc1.weight", (1, 0, 0), (1, 256, 64))[0]
+    halves = [before[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(second, torch.cat(halves))
+    files = list((tmp_path / "torch_dist").glob("*.distcp"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 130_000 for file in files)
+
+
+def test_any_box_is_put_together_from_chunks_of_any_cut(tmp_path: Path):
+    whole = torch.arange(2 * 6 * 8).view(2, 6, 8).float()
+    boxes = [(i, j, k) for i in range(2) for j in (0, 3) for k in (0, 4)]
+    chunks = [
+        Chunk("a", (2, 6, 8), box, (1, 3, 4), torch.float32, lambda i=i, j=j, k=k: whole[i, j : j + 3, k : k + 4])
+        for box in boxes
+        for i, j, k in [box]
+    ]
+    write_torch_dist(tmp_path, chunks, max_file_bytes=60)
+    reader = TorchDistReader(tmp_path)
+    assert torch.equal(reader.read("a", (0, 0, 0), (2, 6, 8)), whole)
+    assert torch.equal(reader.read("a", (1, 2, 3), (1, 3, 5)), whole[1:2, 2:5, 3:8])
+
+
+def test_cast_keeps_what_routers_need_exact(tmp_path: Path):
+    source = model("deepseek_v3", tmp_path / "hf")
+    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", dtype="bfloat16", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    before = tensors(source)
+    for name, tensor in tensors(tmp_path / "back").items():
+        kept = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert tensor.dtype == kept, name
+        assert torch.equal(tensor, before[name].to(kept))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_training_checkpoint_converts_whatever_it_holds_besides(tmp_path: Path, model_dir: ModelDir):
+    """Optimizer state beside the model, a framework's prefix, Megatron's tracker file, a folder an iteration."""
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "plain", to="torch_dist", logits=0)
+    reader = TorchDistReader(tmp_path / "plain")
+    kept = {f"module.{key}": key for key in reader.tensors} | {
+        f"optimizer.state.exp_avg.{key}": key for key in reader.tensors
+    }
+
+    def chunk(stored: str, key: str) -> Chunk:
+        (shape, dtype), zeros = reader.tensors[key], (0,) * len(reader.tensors[key][0])
+        return Chunk(stored, shape, zeros, shape, dtype, lambda: reader.read(key, zeros, shape))
+
+    iteration = tmp_path / "training" / "iter_0000012"
+    iteration.mkdir(parents=True)
+    write_torch_dist(iteration, [chunk(*pair) for pair in kept.items()], max_file_bytes=10**6)
+    (tmp_path / "training" / "latest_checkpointed_iteration.txt").write_text("12\n")
+    convert_checkpoint(tmp_path / "training", tmp_path / "back", config=model_dir("qwen3"), logits=0)
+    same(tensors(tmp_path / "back"), tensors(model_dir("qwen3")))
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_a_step_of_a_run_stands_for_its_policy(tmp_path: Path, model_dir: ModelDir):
+    copytree(model_dir("llama"), tmp_path / "step_000004" / "policy")
+    (tmp_path / "step_000004" / "manifest.json").write_text('{"files": {}}')
+    convert_checkpoint(tmp_path / "step_000004", tmp_path / "out", to="torch_dist", logits=0)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", logits=0)
+    same(tensors(tmp_path / "back"), tensors(model_dir("llama")))
+    inputs = json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"]
+    (tmp_path / "step_000004" / "manifest.json").write_text('{"files": {"another": "step"}}')
+    convert_checkpoint(tmp_path / "step_000004", tmp_path / "out", to="torch_dist", logits=0, force=True)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"] != inputs
