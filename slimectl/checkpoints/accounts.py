@@ -13,6 +13,7 @@ from slimectl.errors import CheckpointError
 from slimectl.ports import Weights
 from slimectl.weights.architecture import Config
 from slimectl.weights.families import family_of
+from slimectl.weights.fused import views
 from slimectl.weights.links import Link
 
 HEAD = "lm_head.weight"
@@ -76,6 +77,31 @@ def refuse_extra(names: Collection[str], where: str, family: str) -> None:
         )
 
 
+class Apart:
+    """Weights whose experts have a tensor each, also where the checkpoint keeps all of a layer's in two."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._forms = weights.forms()
+        self._views = views({name: shape for name, (shape, _) in self._forms.items()})
+        self._last: dict[str, torch.Tensor] = {}
+
+    def forms(self) -> Mapping[str, Form]:
+        together = {view.source for view in self._views.values()}
+        kept = {name: form for name, form in self._forms.items() if name not in together}
+        return kept | {name: (view.shape, self._forms[view.source][1]) for name, view in self._views.items()}
+
+    def get(self, name: str) -> torch.Tensor:
+        view = self._views.get(name)
+        if view is None:
+            return self._weights.get(name)
+        if view.source not in self._last:
+            # Experts take turns between the two tensors of their layer.
+            self._last = dict([*self._last.items()][-1:])
+            self._last[view.source] = self._weights.get(view.source)
+        return self._last[view.source][view.index]
+
+
 class Accounted:
     """The tensors of `weights` that count, in the order of the model's links, then those that are carried along.
 
@@ -84,6 +110,7 @@ class Accounted:
     """
 
     def __init__(self, weights: Weights, model: Model, where: str) -> None:
+        weights = Apart(weights)
         account = model.account(weights.forms(), where)
         for name in account.doubled:
             if not torch.equal(weights.get(name), weights.get(model.embedding)):

@@ -17,6 +17,7 @@ from slimectl.checkpoints.parts import grouped, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
+from slimectl.weights.fused import Unfused
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """A router's bias is small beside what it decides; every implementation keeps it in float32."""
@@ -111,8 +112,8 @@ class HFCheckpoint:
                 ) from error
 
     def open(self, path: Path) -> Weights:
-        """The tensors of the directory, none of them read yet. Raises CheckpointError."""
-        return HFWeights(path)
+        """The tensors of the directory, none of them read yet, those of experts apart. Raises CheckpointError."""
+        return Unfused(HFWeights(path))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write all tensors into the existing directory `path`; they are collected first (see `write_hf`)."""

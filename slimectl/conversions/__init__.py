@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slimectl.checkpoints.accounts import Accounted
+from slimectl.checkpoints.accounts import Accounted, Apart
 from slimectl.checkpoints.hf import MAX_SHARD_BYTES, Cast, HFWeights, write_hf
 from slimectl.checkpoints.locate import resolve_source
 from slimectl.checkpoints.quantize import Quantized, Scheme
@@ -160,7 +160,7 @@ def _ends(found: Source, options: Options, max_bytes: int) -> Ends:
 
         return cast, lambda path: TorchDistWeights(path, model), write
     if found.model and found.kind != "torch_dist" and not found.quantized:
-        found.model.account(weights.forms(), found.where)
+        found.model.account(Apart(weights).forms(), found.where)
     if options.dtype:
         weights = Cast(weights, DTYPES[options.dtype])
     if options.scheme:

@@ -62,6 +62,23 @@ def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: P
     assert summary["logits_max_difference"] < 1e-5
 
 
+def test_experts_in_one_tensor_are_taken_apart(tmp_path: Path):
+    source = model("qwen3_moe", tmp_path / "hf")
+    before = tensors(source)
+    together = {name: tensor for name, tensor in before.items() if ".experts." not in name}
+    for i in range(2):
+        prefix = f"model.layers.{i}.mlp.experts"
+        experts = [[before[f"{prefix}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")] for e in range(4)]
+        together[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        together[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in experts])
+    save_file(together, source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    same(tensors(tmp_path / "back"), before)
+    convert_checkpoint(source, tmp_path / "cast", dtype="bfloat16", logits=0)
+    same(tensors(tmp_path / "cast"), {name: tensor.bfloat16() for name, tensor in together.items()})
+
+
 def test_parts_that_training_does_not_use_are_carried_along(tmp_path: Path):
     source = model("mimo", tmp_path / "hf")
     mtp = {"model.mtp_layers.0.input_proj.weight": torch.randn(32, 64, dtype=torch.float16)}
