@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import SettingsError
+from slimectl.rewards.code import Code
 from slimectl.rewards.contains import Contains
 from slimectl.rewards.dapo import Dapo
 from slimectl.rewards.deepscaler import Deepscaler
@@ -57,6 +58,7 @@ class Boxed(Verifier):
 
 
 TYPES: dict[str, type[Verifier]] = {
+    "code": Code,
     "contains": Contains,
     "dapo": Dapo,
     "deepscaler": Deepscaler,

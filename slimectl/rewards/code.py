@@ -1,0 +1,189 @@
+"""The response's program passes the tests."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards.extraction import text_of, trimmed
+from slimectl.rewards.sandbox import Limits, Outcome, run_program
+from slimectl.rewards.verdict import Found, Verdict, Verifier, nothing, shown
+from slimectl.types import Sample
+
+MAX_PROGRAM = 100_000
+PYTHON = ("", "python", "python3", "py")
+SOURCE = "last fenced program"
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+
+Test = tuple[dict[str, Any], Any]
+"""A case for the sandbox, and what it should give: stdout, a value, or None where the case itself asserts."""
+
+
+@dataclass(frozen=True)
+class Code(Verifier):
+    r"""The share of metadata.tests that the last fenced Python program passes; each runs it afresh, see `sandbox`.
+
+    >>> tests = [{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "9"}]
+    >>> Code()(Sample(response="```python\nprint(2 * int(input()))\n```", metadata={"tests": tests}))
+    0.5
+
+    Tests are one of these, or its JSON as a string:
+    - [{input, output}, …]: text for stdin, and the lines expected on stdout; blanks at the end of lines do not count
+    - {inputs: […], outputs: […]}: the same by columns; with fn_name, each of inputs is a list of arguments for that
+      function (or the method of a class Solution) and each of outputs its value
+    - [statements, …], such as "assert f(2) == 4": run after the program; a test that raises is failed
+
+    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox;
+    statements have to, so a program written to deceive could find and report for them: prefer the other two.
+
+    `timeout_s` is for all tests together, and wants to stay below score.timeout_s: past that the whole sample is 0.
+    Raises RecordError for tests that are none, BackendError where there is no sandbox.
+    """
+
+    timeout_s: float = 4.0
+    test_timeout_s: float = 2.0
+    memory_mib: int = 512
+    processes: int = 8
+    allow_weaker: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "test_timeout_s", "memory_mib", "processes"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
+
+    def explain(self, sample: Sample) -> Verdict:
+        tests = _tests(sample)
+        fence = find_program(sample.response)
+        if fence is None:
+            return nothing(SOURCE, "no fenced block that is closed")
+        language, program = fence
+        if language not in PYTHON:
+            return Verdict(0.0, SOURCE, f"is {language}; only Python is run", program.text, program.span)
+        if len(program.text) > MAX_PROGRAM:
+            why = f"{len(program.text)} characters, over the limit of {MAX_PROGRAM}"
+            return Verdict(0.0, SOURCE, why, program.text, program.span)
+        limits = Limits(self.timeout_s, self.test_timeout_s, self.memory_mib, self.processes)
+        cases = [case for case, _ in tests]
+        outcomes = run_program(program.text, cases, limits, allow_weaker=self.allow_weaker)
+        faults = [_fault(expected, outcome) for (_, expected), outcome in zip(tests, outcomes, strict=True)]
+        passed = faults.count("")
+        first = next((f"; test {at}: {fault}" for at, fault in enumerate(faults) if fault), "")
+        why = f"{passed} of {len(tests)} tests passed{first}"
+        return Verdict(passed / len(tests), SOURCE, why, program.text, program.span)
+
+    def extract(self, sample: Sample) -> str | None:
+        fence = find_program(sample.response)
+        return text_of(fence[1]) if fence else None
+
+
+def find_program(response: str) -> tuple[str, Found] | None:
+    """Language ("" if not named) and text of the last fenced block that is closed; None if there is none."""
+    opening, last = None, None
+    for fence in _FENCE.finditer(response):
+        if opening is None:
+            opening = fence
+        elif not fence[1]:
+            last = (opening, fence)
+            opening = None
+        else:  # a block that was never closed, and a new one
+            opening = fence
+    if last is None:
+        return None
+    return last[0][1].lower(), trimmed(response, last[0].end(), last[1].start())
+
+
+def _fault(expected: Any, outcome: Outcome) -> str:
+    """Why a test failed; "" if it passed."""
+    if outcome.status != "ended":
+        return outcome.error[:120] or outcome.status
+    if isinstance(expected, _Lines):
+        if expected.lines == _Lines.of(outcome.stdout).lines:
+            return ""
+        return f"printed {shown(outcome.stdout.strip())}, expected {shown(expected.text.strip())}"
+    report = outcome.report if isinstance(outcome.report, dict) else {}
+    if not report.get("passed") and "value" not in report:
+        return "ended before the test had run"
+    if expected is None:
+        return ""
+    given, wanted = report.get("value"), expected.value
+    return "" if _same(given, wanted) else f"gave {shown(json.dumps(given))}, expected {shown(json.dumps(wanted))}"
+
+
+@dataclass(frozen=True)
+class _Lines:
+    text: str
+    lines: list[str]
+
+    @classmethod
+    def of(cls, text: str) -> _Lines:
+        return cls(text, [line.rstrip() for line in text.rstrip().splitlines()])
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: Any
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    """Equality of JSON values; fractions may differ by rounding, and true is not 1."""
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    if isinstance(given, dict) and isinstance(wanted, dict):
+        return given.keys() == wanted.keys() and all(_same(given[key], wanted[key]) for key in wanted)
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return given is wanted
+    if isinstance(given, int | float) and isinstance(wanted, int | float):
+        return given == wanted or _close(given, wanted)
+    return bool(given == wanted)
+
+
+def _close(given: float, wanted: float) -> bool:
+    try:
+        return isinstance(given + wanted, float) and math.isclose(given, wanted, rel_tol=1e-9)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _tests(sample: Sample) -> list[Test]:
+    """The tests of a sample. Raises RecordError."""
+    given = sample.metadata.get("tests")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError:
+            given = [given]
+    tests: list[Test] | None = None
+    if isinstance(given, dict):
+        tests = _by_columns(given)
+    elif isinstance(given, list) and all(isinstance(one, str) for one in given):
+        tests = [({"code": one}, None) for one in given]
+    elif isinstance(given, list) and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in given):
+        tests = [_by_stdin(one["input"], one["output"]) for one in given]
+    if not tests:
+        raise RecordError(
+            f"sample {sample.index}: metadata.tests: {{inputs, outputs}}, [{{input, output}}] or [statements] wanted"
+        )
+    return tests
+
+
+def _by_columns(given: dict[str, Any]) -> list[Test] | None:
+    inputs, outputs, name = given.get("inputs"), given.get("outputs"), given.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        return None
+    if name is None:
+        return [_by_stdin(*pair) for pair in zip(inputs, outputs, strict=True)]
+    if not all(isinstance(arguments, list) for arguments in inputs):
+        return None
+    calls = [{"call": str(name), "arguments": arguments} for arguments in inputs]
+    return [(call, _Value(output)) for call, output in zip(calls, outputs, strict=True)]
+
+
+def _by_stdin(given: Any, output: Any) -> Test:
+    """Text, or a list of lines; other values as they print."""
+    first, second = ("\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in (given, output))
+    return {"input": first}, _Lines.of(second)

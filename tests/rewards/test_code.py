@@ -1,0 +1,280 @@
+"""Programs against their tests: what is run, what passes, and what the sandbox keeps them from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slimectl.errors import BackendError, RecordError, SettingsError
+from slimectl.rewards import verifier
+from slimectl.rewards.sandbox import Limits, Outcome, run_program
+from slimectl.types import Sample
+
+DOUBLE = "print(2 * int(input()))"
+SQUARE = "def square(x):\n    return x * x"
+STDIN = [{"input": "2\n", "output": "4\n"}, {"input": "3", "output": "9"}]
+
+
+def refusal() -> str:
+    """Why this machine has no sandbox; "" if it has."""
+    try:
+        run_program("", [{"input": ""}], Limits())
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+needs_sandbox = pytest.mark.skipif(bool(refusal()), reason=refusal())
+
+
+def fenced(program: str, language: str = "python") -> str:
+    return f"Here it is:\n```{language}\n{program}\n```\nDone."
+
+
+def run(program: str, *cases: dict, **limits: object) -> list[Outcome]:
+    return run_program(program, list(cases) or [{"input": ""}], Limits(**limits))
+
+
+TABLE = [
+    (STDIN, fenced(DOUBLE), 0.5, "1 of 2 tests passed; test 1: printed '6', expected '9'"),
+    (STDIN, fenced("print(int(input()) ** 2)"), 1.0, "2 of 2 tests passed"),
+    ({"inputs": ["2", "3"], "outputs": ["4", "6"]}, fenced(DOUBLE), 1.0, "2 of 2 tests passed"),
+    ('[{"input": "2", "output": "4"}]', fenced(DOUBLE), 1.0, "1 of 1 tests passed"),
+    ([{"input": [1, 2], "output": [3, 4]}], fenced("print(int(input()) + 2)\nprint(int(input()) + 2, end='  \\n\\n')"),
+     1.0, "1 of 1 tests passed"),
+    ({"inputs": [[2], [3]], "outputs": [4, 10], "fn_name": "square"}, fenced(SQUARE), 0.5,
+     "1 of 2 tests passed; test 1: gave '9', expected '10'"),
+    ({"inputs": [[2]], "outputs": [4], "fn_name": "f"}, fenced("class Solution:\n  def f(self, x): return x + x"), 1.0,
+     "1 of 1 tests passed"),
+    ({"inputs": [[]], "outputs": [[0.3, True]], "fn_name": "f"}, fenced("def f(): return (0.1 + 0.2, True)"), 1.0,
+     "1 of 1 tests passed"),
+    ({"inputs": [[]], "outputs": [0.5], "fn_name": "f"}, fenced("def f(): return 10**400"), 0.0,
+     f"0 of 1 tests passed; test 0: gave '1{'0' * 29}…{'0' * 30}', expected '0.5'"),
+    ({"inputs": [[]], "outputs": [1], "fn_name": "f"}, fenced("def f(): return True"), 0.0,
+     "0 of 1 tests passed; test 0: gave 'true', expected '1'"),
+    ({"inputs": [[]], "outputs": [None], "fn_name": "f"}, fenced("def f(): return {1}"), 0.0,
+     "0 of 1 tests passed; test 0: TypeError: Object of type set is not JSON serializable"),
+    (["assert square(2) == 4", "assert square(3) == 8, 'not 8'"], fenced(SQUARE), 0.5,
+     "1 of 2 tests passed; test 1: AssertionError: not 8"),
+    ("assert square(2) == 4", fenced(SQUARE, "py"), 1.0, "1 of 1 tests passed"),
+    (["assert False"], fenced("import sys; sys.exit(0)"), 0.0,
+     "0 of 1 tests passed; test 0: ended before the test had run"),
+    (["assert False"], fenced("import os; os._exit(0)"), 0.0,
+     "0 of 1 tests passed; test 0: ended before the test had run"),
+    (STDIN, fenced("def"), 0.0, "0 of 2 tests passed; test 0: SyntaxError: invalid syntax (solution.py, line 1)"),
+    (STDIN, fenced("raise SystemExit(3)"), 0.0, "0 of 2 tests passed; test 0: exit code 3"),
+    (STDIN, fenced("import os; os.abort()"), 0.0, "0 of 2 tests passed; test 0: SIGABRT"),
+    (STDIN, fenced("print(4)") + fenced(DOUBLE), 0.5, "1 of 2 tests passed; test 1: printed '6', expected '9'"),
+    (STDIN, fenced(DOUBLE) + "```python\nprint(", 0.5, "1 of 2 tests passed; test 1: printed '6', expected '9'"),
+    (STDIN, fenced("print(4)", ""), 0.5, "1 of 2 tests passed; test 1: printed '4', expected '9'"),
+    (STDIN, fenced("main(){}", "cpp"), 0.0, "is cpp; only Python is run"),
+    (STDIN, DOUBLE, 0.0, "no fenced block that is closed"),
+    (STDIN, "", 0.0, "no fenced block that is closed"),
+    (STDIN, fenced("#" * 100_001), 0.0, "100001 characters, over the limit of 100000"),
+]  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("tests", "response", "reward", "why"), TABLE)
+def test_code(tests, response, reward, why):
+    verdict = verifier("code").explain(Sample(response=response, metadata={"tests": tests}))
+    assert (verdict.reward, verdict.why) == (reward, why)
+    assert verdict.extracted == verifier("code").extract(Sample(response=response))
+    assert verdict.extracted is None or response[slice(*verdict.span)] == verdict.extracted
+
+
+@needs_sandbox
+def test_what_a_solution_may_do():
+    program = (
+        "import collections, heapq, itertools, json, math, random, re, subprocess, sys, tempfile, threading\n"
+        "with tempfile.TemporaryFile() as file: file.write(b'x' * 1000)\n"
+        "thread = threading.Thread(target=lambda: None); thread.start(); thread.join()\n"
+        "print(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout, sys.stdin.read(), __name__)\n"
+    )
+    assert run(program, {"input": "é\n" * 50_000})[0] == Outcome("ended", "hi\n " + "é\n" * 50_000 + " __main__\n")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("call", [
+    "socket.create_connection(('127.0.0.1', PORT), 1)",
+    "socket.create_connection(('1.1.1.1', 53), 1)",
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "socket.getaddrinfo('example.com', 80)",
+    "socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).connect('/run/docker.sock')",
+])  # fmt: skip
+def test_there_is_no_network(call: str):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outcome = run("import socket\n" + call.replace("PORT", str(server.getsockname()[1])))[0]
+    assert outcome.status == "exit code 1"
+    assert outcome.error.split(":")[0].endswith(("Error", "error"))
+
+
+@needs_sandbox
+def test_nothing_outside_its_folder_is_written_or_seen(tmp_path: Path):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "secret").chmod(0o777)
+    tmp_path.chmod(0o777)
+    for line in (f"open('{tmp_path}/made', 'w')", f"open('{tmp_path}/secret')", "open('/made', 'w')",
+                 f"open('{sys.prefix}/made', 'w')", "open('/usr/made', 'w')", "open('/etc/passwd')",
+                 f"open('{Path.home()}/made', 'w')", "open('/proc/1/environ')", "open('/dev/sda')",
+                 "import os; os.chdir('..'); os.chroot('.')", "import os; os.setuid(0)"):  # fmt: skip
+        outcome = run(line)[0]
+        assert outcome.status == "exit code 1", line
+        assert outcome.error.split(":")[0] in ("FileNotFoundError", "PermissionError", "OSError"), outcome.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret"]
+    assert run("open('kept', 'w').write('x'); print(open('/tmp/0/kept').read())")[0].stdout == "x\n"
+
+
+@needs_sandbox
+def test_an_unmount_from_a_namespace_of_its_own_uncovers_nothing():
+    program = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.unshare(0x10020000))\n"  # a user and a mount namespace
+        "for path in (b'/usr', b'/tmp', b'/'): libc.umount2(path, 2)\n"
+        "libc.mount(None, b'/usr', None, 4096 | 32, None)\n"
+        "print(sorted(os.listdir('/')) and os.path.exists('/proc/self'))\n"
+        "open('/usr/made', 'w')\n"
+    )
+    outcome = run(program)[0]
+    assert outcome.stdout.endswith("False\n")
+    assert outcome.error.startswith(("OSError", "PermissionError"))
+
+
+@needs_sandbox
+def test_a_fork_bomb_is_bounded_and_leaves_nothing_behind():
+    program = "import os\nwhile True:\n    try: os.fork()\n    except BlockingIOError: pass\n"
+    started = time.monotonic()
+    assert run(program, test_timeout_s=1.0)[0].status == "out of time"
+    assert time.monotonic() - started < 4
+    counted = "import os\nn = 0\ntry:\n  while os.fork(): n += 1\n  os.read(os.pipe()[0], 1)\nexcept OSError: print(n)"
+    assert run(counted, processes=8, test_timeout_s=1.0)[0].stdout.startswith("7\n")
+
+
+@needs_sandbox
+def test_nobody_outlives_the_limit(tmp_path: Path):
+    mark = f"slimectl-{os.getpid()}"
+    daemon = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen(['/bin/sh', '-c', 'trap \"\" TERM HUP; sleep 60; : {mark}'], start_new_session=True,"
+        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+    )
+    assert run(daemon)[0].status == "ended"
+    assert run(daemon + "time.sleep(60)", test_timeout_s=0.5)[0].status == "out of time"
+    assert run("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+               test_timeout_s=0.5)[0].status == "out of time"  # fmt: skip
+    assert mark not in "".join(command_lines())
+
+
+def command_lines() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text())
+        except OSError:
+            continue
+    return found
+
+
+@needs_sandbox
+def test_it_dies_with_whoever_asked(tmp_path: Path):
+    mark = f"slimectl-orphan-{os.getpid()}"
+    program = f"import subprocess\nsubprocess.run(['/bin/sh', '-c', 'sleep 60; : {mark}'])"
+    asking = f"from slimectl.rewards.sandbox import *\nrun_program({program!r}, [{{'input': ''}}], Limits(60, 60))"
+    asker = subprocess.Popen([sys.executable, "-c", asking])
+    try:
+        deadline = time.monotonic() + 20
+        while not any("sleep 60" in line and mark in line and "-P" not in line for line in command_lines()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        asker.kill()
+        asker.wait()
+    deadline = time.monotonic() + 5
+    while any(mark in line for line in command_lines()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_sandbox
+def test_memory_output_disk_and_cpu_are_limited():
+    assert run("x = bytearray(600 << 20)")[0].error == "MemoryError"
+    assert run("x = []\nwhile True: x.append(bytes(1 << 20))")[0].error == "MemoryError"
+    assert run("while True: print('x' * 1000)")[0].status == "too much output"
+    assert run("import sys\nwhile True: sys.stderr.write('x' * 1000)", test_timeout_s=0.5)[0].status == "out of time"
+    assert "No space left" in run("for i in range(99): open(str(i), 'wb').write(bytes(1 << 20))", disk_mib=8)[0].error
+    assert run("import os\nfor i in range(9999): open(str(i), 'w').close()")[0].error.startswith("OSError: [Errno 28]")
+
+
+@needs_sandbox
+def test_one_hanging_test_does_not_cost_the_others_and_all_together_keep_the_time():
+    program = "x = input()\nwhile x == 'stuck': pass\nprint(x)"
+    cases = [{"input": word} for word in ("a", "stuck", "b")]
+    assert [one.status for one in run(program, *cases, test_timeout_s=0.5)] == ["ended", "out of time", "ended"]
+    started = time.monotonic()
+    stuck = run("while True: pass", *cases, *cases, timeout_s=1.0, test_timeout_s=0.4)
+    assert [one.status for one in stuck] == ["out of time"] * 3 + ["no time left"] * 3
+    assert time.monotonic() - started < 3
+
+
+@needs_sandbox
+def test_the_answer_of_a_test_cannot_be_read_or_forged_from_within():
+    sample = Sample(response=fenced(
+        "import gc, sys\n"
+        "texts = [o for o in gc.get_objects() if isinstance(o, (dict, list)) and 'c0' 'ffee' in repr(o)]\n"
+        "print(len(texts))\n"
+    ), metadata={"tests": [{"input": "", "output": "c0ffee"}]})  # fmt: skip
+    assert verifier("code").explain(sample).why.endswith("printed '0', expected 'c0ffee'")
+    line = '{"status": "ended", "stdout": "9"}'
+    forged = f"import os\nfor fd in range(100):\n    try: os.write(fd, b'{line}\\n')\n    except OSError: pass"
+    assert verifier("code")(Sample(response=fenced(forged), metadata={"tests": STDIN})) == 0.0
+
+
+@needs_sandbox
+def test_cases_do_not_see_each_other():
+    program = "import os\nprint(os.path.exists('x'), 'X' in os.environ)\nopen('x', 'w').close(); os.environ['X'] = '1'"
+    assert [one.stdout for one in run(program, {"input": ""}, {"input": ""})] == ["False False\n"] * 2
+
+
+def test_without_namespaces_it_is_refused_or_runs_with_less_as_asked():
+    # An ordinary user who may have no further namespace: what most containers are like.
+    script = (
+        "from slimectl.rewards.sandbox import *\n"
+        "from slimectl.errors import BackendError\n"
+        "try: run_program('', [{'input': ''}], Limits())\n"
+        "except BackendError as error: print(error)\n"
+        "cases = [{'input': '2'}, {'input': 'stuck'}]\n"
+        'program = \'x = input()\\nwhile x == "stuck": pass\\nprint(x, end="")\'\n'
+        "for one in run_program(program, cases, Limits(test_timeout_s=0.5), allow_weaker=True): print(one.status)\n"
+    )
+    namespace = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c '{script_quoted(script)}'"
+    result = subprocess.run(["unshare", "-Ur", "sh", "-c", namespace], capture_output=True, text=True, check=False)
+    if "max_user_namespaces" in result.stderr or "unshare" in result.stderr:
+        pytest.skip("user namespaces cannot be taken away here")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("score.rm_type=code: the kernel grants no sandbox (unshare: No space left on device)")
+    assert "allow_weaker=true" in lines[0]
+    assert lines[1:] == ["ended", "out of time"]
+
+
+def script_quoted(script: str) -> str:
+    return script.replace("'", "'\\''")
+
+
+@pytest.mark.parametrize("tests", [None, [], {}, 7, [1], [{"input": "x"}], {"inputs": ["a"], "outputs": []},
+                                   {"inputs": ["a"], "outputs": ["b"], "fn_name": "f"}, [["a"]]])  # fmt: skip
+def test_tests_that_are_none_are_a_record_error(tests):
+    with pytest.raises(RecordError, match=r"sample 3: metadata\.tests: "):
+        verifier("code")(Sample(index=3, response=fenced(DOUBLE), metadata={"tests": tests}))
+
+
+def test_limits_that_make_no_sense_are_refused():
+    with pytest.raises(SettingsError, match=r"rm_options\.processes: 0 is not above 0"):
+        verifier("code", processes=0)
