@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slimectl.checkpoints.accounts import Apart
 from slimectl.checkpoints.parts import grouped, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
-from slimectl.weights.fused import Unfused
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """A router's bias is small beside what it decides; every implementation keeps it in float32."""
@@ -113,7 +113,7 @@ class HFCheckpoint:
 
     def open(self, path: Path) -> Weights:
         """The tensors of the directory, none of them read yet, those of experts apart. Raises CheckpointError."""
-        return Unfused(HFWeights(path))
+        return Apart(HFWeights(path))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write all tensors into the existing directory `path`; they are collected first (see `write_hf`)."""

@@ -20,7 +20,6 @@ from slimectl.errors import CheckpointError
 from slimectl.ports import Weights
 from slimectl.weights.architecture import Config
 from slimectl.weights.complete import completed
-from slimectl.weights.fused import Unfused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -81,9 +80,7 @@ def _written(write: Callable[[Path], None]) -> Config:
 
 
 def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
-    config = _raw(path)
-    # Tables know experts apart; a model without one keeps its tensors as they are.
-    weights: Weights = Unfused(HFWeights(path)) if _model(config) else HFWeights(path)
+    config, weights = _raw(path), HFWeights(path)
 
     def companions(into: Path) -> None:
         copy_companions(path, into)

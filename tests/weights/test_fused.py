@@ -51,6 +51,35 @@ def test_experts_in_memory_of_transformers_are_those_on_disk(tmp_path):
         assert torch.equal(memory[view.source][view.index], disk[name])
 
 
+def test_checkpoint_of_stacked_experts_is_opened_like_one_of_experts_apart(tmp_path):
+    from hf_models import saved
+    from safetensors.torch import load_file, save_file
+
+    from slimectl.checkpoints.hf import HFCheckpoint
+
+    tensors = load_file(saved("qwen3_5_moe", tmp_path) / "model.safetensors")
+    save_file(stack(tensors), tmp_path / "model.safetensors")
+    found = HFCheckpoint().open(tmp_path)
+    assert {name: shape for name, (shape, _) in found.forms().items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert all(torch.equal(found.get(name), tensor) for name, tensor in tensors.items())
+
+
+def stack(tensors):
+    """All experts of a layer in two tensors."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    prefixes = sorted({name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name})
+    for prefix in prefixes:
+        parts = {
+            kind: [tensors[f"{prefix}.{e}.{kind}_proj.weight"] for e in range(4)] for kind in ("gate", "up", "down")
+        }
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        found[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        found[f"{prefix}.down_proj"] = torch.stack(parts["down"])
+    return found
+
+
 def test_shape_that_holds_no_experts_is_refused():
     with pytest.raises(CheckpointError, match=r"a\.experts\.gate_up_proj has shape \[2, 3, 4\]"):
         views({"a.experts.gate_up_proj": (2, 3, 4)})
