@@ -14,26 +14,27 @@ from slimectl.policies.megatron.batch import Batch
 Finish = Callable[[Batch, Tensor], tuple[Tensor, Any]]
 """(batch, hidden states) on the last stage: the value whose gradient is taken, and what to keep."""
 
+Forward = Callable[[Batch, int], Tensor]
+"""(batch, position of a chunk): its hidden states."""
+
 
 def run(
     chunks: Sequence[nn.Module],
     batches: Sequence[Batch],
     finish: Finish,
     *,
+    forward: Forward,
     forward_only: bool,
-    before: Callable[[Batch, nn.Module], None] | None = None,
 ) -> list[Any]:
     """Forward and, unless `forward_only`, backward of all micro-batches; what `finish` kept, on the last stage.
 
     Gradients add up in the main gradients of this rank; they are shared with others by optimizer.step alone, so that
-    several calls make one step. `before` is called ahead of each forward of a chunk.
+    several calls make one step.
     """
 
-    def forward(iterator: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = next(iterator)
-        if before is not None:
-            before(batch, chunk)
-        hidden = chunk(batch.tokens_T, batch.sequences)
+    def step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        hidden = forward(batch, next(i for i, each in enumerate(chunks) if each is chunk))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, kept = finish(batch, hidden)
@@ -44,7 +45,7 @@ def run(
 
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
-            forward_step_func=forward,
+            forward_step_func=step,
             data_iterator=[iter(batches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(batches),

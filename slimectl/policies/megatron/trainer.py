@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.freezing import trained
 from slimectl.policies.megatron import model, naming, optimizer, parallel, schedule
-from slimectl.policies.megatron.batch import laid_out, shares
+from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.loading import checked_names
 from slimectl.policies.megatron.optimizer import PARAM, OptimizerChoices
+from slimectl.policies.megatron.replay import RoutingReplay
+from slimectl.policies.megatron.routers import Balance
 from slimectl.policies.megatron.state import LinkedState, trained_links
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
 from slimectl.policies.state import (
@@ -73,10 +76,10 @@ class MegatronTrainer:
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
         device: str | None = None,
+        routing_replay: bool = False,
         seed: int = 0,
-        **fields: Any,
     ) -> None:
-        """`fields` go to mcore's TransformerConfig. Raises SettingsError or CheckpointError."""
+        """Raises SettingsError or CheckpointError."""
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
@@ -99,7 +102,9 @@ class MegatronTrainer:
             )
         parallel.start(self.layout, seed)
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
-        self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute, **fields)
+        self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
+        self.balance = Balance(self.chunks)
+        self.replay = RoutingReplay(self.chunks) if routing_replay else None
         self._read_weights(self.model_dir)
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
@@ -137,16 +142,31 @@ class MegatronTrainer:
         )
 
     def run(self, rows: Sequence[Row], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
-        """What `finish` kept of this rank's share of the rows, on the last stage; see schedule.run."""
+        """What `finish` kept of this rank's share of the rows, on the last stage; see schedule.run.
+
+        Routing is recorded in a run without gradients and replayed in one with them.
+        """
         if not rows:
             return []
-        data = self.layout.data(self.ranks)
-        packs = shares(rows, self.layout, max_tokens=self.max_tokens, data=data)[
-            parallel_state.get_data_parallel_rank()
-        ]
+        everyones = shares(rows, self.layout, max_tokens=self.max_tokens, data=self.layout.data(self.ranks))
+        packs = everyones[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
-        return schedule.run(self.chunks, batches, finish, forward_only=forward_only)
+        self.balance.begin(rows, sum(bool(pack) for share in everyones for pack in share))
+
+        def forward(batch: Batch, chunk: int) -> Tensor:
+            self.balance.weigh(batch)
+            if self.replay and not forward_only:
+                self.replay.replay(rows, batch, chunk)
+            hidden = self.chunks[chunk](batch.tokens_T, batch.sequences)
+            if self.replay and forward_only:
+                self.replay.record(rows, batch, chunk)
+            return hidden
+
+        kept = schedule.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
+        if self.replay:
+            self.replay.end(recorded=forward_only)
+        return kept
 
     def from_all_ranks(self, part: dict) -> list[dict]:
         """The parts of the ranks that speak, on every rank."""
@@ -164,7 +184,7 @@ class MegatronTrainer:
         self.updates += updated
         return {"grad_norm": norm, "lr": lr}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Float32 masters, whole, in checkpoint order."""
         return self.state.tensors(self.names, PARAM)
 

@@ -28,6 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
+    "latent": {
+        "model_type": "deepseek_v3", "tie_word_embeddings": False, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "num_key_value_heads": 4, "head_dim": 8,
+    },
 }  # fmt: skip
 
 

@@ -26,12 +26,19 @@ TWO: list[tuple[str, dict[str, Any]]] = [
     ("dense", {}),
     ("tied", {"distributed_optimizer": False}),
     ("dense", {"layout": ParallelLayout(context=2)}),
+    ("experts", {"layout": ParallelLayout(expert=2)}),
+    ("experts", {"layout": ParallelLayout(tensor=2, expert=2), "distributed_optimizer": False}),
+    ("experts", {"layout": ParallelLayout(tensor=2, expert_tensor=2)}),
+    ("latent", {"layout": ParallelLayout(tensor=2, expert=2)}),
 ]
 FOUR: list[tuple[str, dict[str, Any]]] = [
     ("tied", {"layout": ParallelLayout(tensor=2, pipeline=2)}),
     ("dense", {"layout": ParallelLayout(tensor=2, context=2)}),
     ("tied", {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2)}),
     ("dense", {"layout": ParallelLayout(pipeline=2, context=2), "distributed_optimizer": False}),
+    ("experts", {"layout": ParallelLayout(tensor=2, expert=2)}),
+    ("experts", {"layout": ParallelLayout(tensor=2, pipeline=2, expert=2)}),
+    ("experts", {"layout": ParallelLayout(context=2, expert=4), "distributed_optimizer": False}),
 ]
 
 
