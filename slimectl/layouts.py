@@ -90,13 +90,12 @@ def _cut(name: str, size: int, count: int | None, what: str) -> Iterator[str]:
 
 
 def _uncut(layout: ParallelLayout) -> Iterator[str]:
-    """Layers of linear attention are neither cut by heads nor by tokens."""
-    for name in ("tensor", "context"):
-        if getattr(layout, name) > 1:
-            yield (
-                f"{SETTINGS[name]}: {getattr(layout, name)}, but layers of linear attention are not cut; set it to 1"
-                f" and raise {SETTINGS['pipeline']} instead"
-            )
+    """Layers of linear attention are cut by heads, not by tokens: their state needs whole sequences."""
+    if layout.context > 1:
+        yield (
+            f"{SETTINGS['context']}: {layout.context}, but layers of linear attention need whole sequences; set it to 1"
+            f" and raise {SETTINGS['tensor']} instead"
+        )
 
 
 def _divisors(count: int, name: str) -> str:

@@ -99,11 +99,11 @@ def test_what_is_said_about_a_mixture_of_experts(layout: ParallelLayout, world: 
     assert list(problems(layout, MIXTURE, world)) == [message]
 
 
-def test_layers_of_linear_attention_are_cut_by_pipelines_and_experts_only():
+def test_layers_of_linear_attention_are_not_cut_by_context_parallelism():
     hybrid = {**MIXTURE, "linear_attention_freq": [1, 1, 1, 0] * 9}
-    assert list(problems(ParallelLayout(pipeline=4, expert=2), hybrid, 8)) == []
-    (message,) = problems(ParallelLayout(tensor=2), hybrid, 8)
+    assert list(problems(ParallelLayout(tensor=2, pipeline=2, expert=2), hybrid, 8)) == []
+    (message,) = problems(ParallelLayout(context=2), hybrid, 8)
     assert message == (
-        "megatron.tensor_model_parallel_size: 2, but layers of linear attention are not cut; set it to 1 and raise"
-        " megatron.pipeline_model_parallel_size instead"
+        "megatron.context_parallel_size: 2, but layers of linear attention need whole sequences; set it to 1 and raise"
+        " megatron.tensor_model_parallel_size instead"
     )

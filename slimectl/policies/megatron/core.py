@@ -14,7 +14,8 @@ OLDEST, NEWER = (0, 16), (0, 20)
 
 _PARTS = (
     "models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "transformer.multi_latent_attention",
-    "transformer.moe.moe_layer", "transformer.moe.experts", "distributed", "distributed.finalize_model_grads",
+    "transformer.moe.moe_layer", "transformer.moe.experts", "ssm.gated_delta_net",
+    "distributed", "distributed.finalize_model_grads",
     "optimizer", "optimizer_param_scheduler", "pipeline_parallel", "pipeline_parallel.p2p_communication",
     "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel", "dist_checkpointing.strategies.torch",
 )  # fmt: skip
@@ -29,6 +30,7 @@ _QUIET = (
 _QUIET_LATER = (
     r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
     r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
 )
 """Warnings of running it that are for its authors, or for GPUs older than Blackwell alone."""
 
@@ -48,8 +50,7 @@ def prepare() -> None:
         warnings.filterwarnings("ignore", message=message)
     from slimectl.policies.megatron import cpu_device, no_te_fixes
 
-    if no_te_fixes.needed():
-        no_te_fixes.install()
+    no_te_fixes.install()
     if cpu_device.needed():
         cpu_device.install(version)
 

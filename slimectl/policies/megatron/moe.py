@@ -90,7 +90,6 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> tuple[Tensor, ..
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """Whether grouped_mm takes them: every row starts at a multiple of 16 bytes."""
-    return all(
-        size * each.element_size() % 16 == 0 for each in operands for size in each.shape[-2 if each.ndim > 2 else -1 :]
-    )
+    """Whether grouped_mm takes them: no float64, and every row starts at a multiple of 16 bytes."""
+    sizes = [size * each.element_size() for each in operands for size in each.shape[-2 if each.ndim > 2 else -1 :]]
+    return operands[0].dtype != torch.float64 and all(size % 16 == 0 for size in sizes)

@@ -24,10 +24,12 @@ class RMSNorm(nn.Module):
     over the tensor-parallel ranks, each of which sees a part of the tokens (or of the heads).
     """
 
+    zero_centered = True
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.offset = 1.0 if self.zero_centered and config.layernorm_zero_centered_gamma else 0.0
         self.weight = nn.Parameter(_full(hidden_size, 1.0 - self.offset, config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from slimectl.errors import BackendError, SettingsError
-from slimectl.layouts import SETTINGS, ParallelLayout, problems
+from slimectl.errors import BackendError, CheckpointError, SettingsError
+from slimectl.layouts import ParallelLayout, problems
 from slimectl.weights.architecture import Architecture
 
 _started: ParallelLayout | None = None
@@ -15,16 +15,15 @@ _own_world = False
 
 
 def check(layout: ParallelLayout, architecture: Architecture, world: int) -> None:
-    """Raises SettingsError, in one line with the setting to change, if the model cannot be laid out so."""
+    """Raises SettingsError, in one line with the setting to change, if the model cannot be laid out so, and
+    CheckpointError if it cannot be trained at all."""
     for problem in problems(layout, architecture.transformer, world):
         raise SettingsError(problem)
-    if architecture.layer == "gated_delta":
-        for name in ("tensor", "context"):
-            if getattr(layout, name) > 1:
-                raise SettingsError(
-                    f"{SETTINGS[name]}: {getattr(layout, name)}, but layers of linear attention are not cut; set it to"
-                    f" 1 and raise {SETTINGS['pipeline']} instead"
-                )
+    if architecture.layer == "sparse_latent":
+        raise CheckpointError(
+            "config.json: attention to the tokens that an indexer picks (glm_moe_dsa) is converted but not trained;"
+            " give a model with another attention"
+        )
 
 
 def start(layout: ParallelLayout, seed: int) -> None:

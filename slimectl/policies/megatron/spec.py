@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from slimectl.policies.megatron.attention import PackedCoreAttention, PackedSelfAttention
+from slimectl.policies.megatron.delta_net import PackedDeltaNet, PlainRMSNorm
 from slimectl.policies.megatron.layers import SandwichLayer
 from slimectl.policies.megatron.mla import LatentAttention
 from slimectl.policies.megatron.moe import Experts, Router
@@ -37,26 +39,29 @@ def block_spec(architecture: Architecture, config: Any, *, virtual_stage: int | 
 
 def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
     experts = _has_experts(config, index)
-    attention = _latent_attention(architecture) if architecture.mla else _attention(architecture, config)
+    linear = architecture.linear_attention(index)
     return ModuleSpec(
         module=SandwichLayer if architecture.layer == "sandwich" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention,
+            self_attention=_attention_of(architecture, config, linear=linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts() if experts else ModuleSpec(module=MLP, submodules=_linears()),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={} if architecture.mla else _STORED_NAMES,
+            sharded_state_dict_keys_map={}
+            if architecture.mla
+            else _stored_names("in_proj" if linear else "linear_qkv"),
         ),
     )
 
 
-_STORED_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Names in a checkpoint, as mcore's own local layers have them (weights/stored.py knows the others)."""
+def _stored_names(projection: str) -> dict[str, str]:
+    """Names in a checkpoint, as mcore's own local layers have them (weights/stored.py knows the others)."""
+    return {
+        "input_layernorm.": f"self_attention.{projection}.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
 
 
 def _has_experts(config: Any, index: int) -> bool:
@@ -66,11 +71,21 @@ def _has_experts(config: Any, index: int) -> bool:
     return bool(pattern[index]) if isinstance(pattern, list) else index % pattern == 0
 
 
-def _latent_attention(architecture: Architecture) -> ModuleSpec:
-    return ModuleSpec(module=LatentAttention, params={"norm_epsilon": architecture.extra.get("latent_norm_epsilon")})
+def _attention_of(architecture: Architecture, config: Any, *, linear: bool) -> ModuleSpec:
+    if linear:
+        return ModuleSpec(
+            module=PackedDeltaNet,
+            submodules=GatedDeltaNetSubmodules(
+                in_proj=ColumnParallelLinear, out_norm=PlainRMSNorm, out_proj=RowParallelLinear
+            ),
+        )
+    if architecture.mla:
+        epsilon = architecture.extra.get("latent_norm_epsilon")
+        return ModuleSpec(module=LatentAttention, params={"norm_epsilon": epsilon})
+    return _grouped_query_attention(architecture, config)
 
 
-def _attention(architecture: Architecture, config: Any) -> ModuleSpec:
+def _grouped_query_attention(architecture: Architecture, config: Any) -> ModuleSpec:
     query_norm, key_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
     if architecture.layer == "wide_qk_norm":
         query_norm, key_norm = WideQueryNorm, WideKeyNorm

@@ -1,4 +1,4 @@
-"""What every rank process of test_layouts does: lay a model out, train one step, compare with Hugging Face.
+"""What every rank process of test_model_layouts does: lay a model out, train one step, compare with Hugging Face.
 
 T tokens that this rank holds · V vocabulary · H hidden width.
 """

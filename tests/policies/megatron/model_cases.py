@@ -51,6 +51,11 @@ LATENT = {
     "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "routed_scaling_factor": 1.7, "head_dim": 8,
 }  # fmt: skip
 LATENT_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -80,6 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "minimax_m2", **EXPERTS, "num_local_experts": 4,
         # transformers (5.12.1) reads only this; published configurations say rotary_dim, which it ignores.
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", **EXPERTS, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text", **EXPERTS, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 40,
     },
 }  # fmt: skip
 

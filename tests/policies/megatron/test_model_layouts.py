@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing
 from layout_ranks import Trial, run
-from model_cases import reference
+from model_cases import CASES, SHAPE, reference
 
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.config import Recompute
+from slimectl.weights.complete import completed
+from slimectl.weights.families import family_of
 
 LENGTHS = (7, 12, 12, 5, 1, 9, 4, 16)
 PLAIN = Recompute()
@@ -44,6 +49,8 @@ def test_two_ranks_equal_one(tmp_path):
         "deepseek_v3_yarn": [ParallelLayout(tensor=2, expert=2)],
         "glm4": [ParallelLayout(tensor=2)],
         "glm4_moe": [ParallelLayout(tensor=2)],
+        "qwen3_next": [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(expert=2)],
+        "qwen3_5": [ParallelLayout(tensor=2)],
         "minimax_m2": [ParallelLayout(tensor=2), ParallelLayout(context=2)],
     }  # fmt: skip
     recomputed = [
@@ -66,3 +73,28 @@ def test_four_ranks_equal_one(tmp_path):
         ],
     }  # fmt: skip
     compare(tmp_path, 4, trials(cut))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        (
+            "llama",
+            ParallelLayout(tensor=4),
+            r"megatron\.tensor_model_parallel_size: 4 does not divide 2 key-value groups",
+        ),
+        ("llama", ParallelLayout(pipeline=3), r"megatron\.pipeline_model_parallel_size: 3 does not divide 4 layers"),
+        ("qwen3_moe", ParallelLayout(expert=16), r"megatron\.expert_model_parallel_size: 16 does not divide 8 experts"),
+        ("qwen3_5", ParallelLayout(context=2), r"megatron\.context_parallel_size: 2, but .* need whole sequences"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_allow_is_refused(name, layout, message):
+    config = completed({**SHAPE, **CASES[name]})
+    with pytest.raises(SettingsError, match=message):
+        parallel.check(layout, family_of(config).architecture(config), 16)
+
+
+def test_attention_through_an_indexer_is_refused():
+    config = completed({"model_type": "glm_moe_dsa", "num_hidden_layers": 2})
+    with pytest.raises(CheckpointError, match="converted but not trained"):
+        parallel.check(ParallelLayout(), family_of(config).architecture(config), 1)

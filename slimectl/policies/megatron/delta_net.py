@@ -1,0 +1,129 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed sequences, in torch alone.
+
+Yang et al. 2024, arXiv:2412.06464. T tokens · H value heads of this tensor-parallel rank · K key width · V value width
+N chunks of all sequences · C tokens of a chunk · B sequences · W channels · S taps of a convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from torch import Tensor
+
+from slimectl.policies.megatron.norms import RMSNorm
+from slimectl.policies.megatron.packed import PackedSequences
+
+CHUNK = 64
+"""Tokens whose mutual influence is solved for at once."""
+
+
+class PlainRMSNorm(RMSNorm):
+    """RMSNorm whose weight counts from 0, in a model whose other norms count theirs from 1."""
+
+    zero_centered = False
+
+
+class PackedDeltaNet(GatedDeltaNet):
+    """mcore's gated delta net by its parameters and its checkpoints.
+
+    mcore's own (0.16.1) takes no packed sequences, and needs flash-linear-attention for its computation.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, hidden] to the same (of sequence-parallel rows where those are cut), and the bias to add."""
+        mixed, _bias = self.in_proj(hidden_states)
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        heads = self.num_value_heads // self.tp_size
+        qkv, z, beta, alpha = mixed.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
+        qkv = F.silu(_causal_convolution(qkv, self.conv1d.weight.squeeze(1), packed_seq_params.positions_T))
+        query, key, value = qkv.split([keys, keys, values], dim=-1)
+        share = self.num_value_heads // self.num_key_heads
+        query, key = (
+            _unit(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
+            for part in (query, key)
+        )
+        decay_TH = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        output_THV = gated_delta_rule(
+            query * self.key_head_dim**-0.5, key, value.unflatten(-1, (heads, -1)).float(), decay_TH,
+            beta.sigmoid().float(), packed_seq_params,
+        )  # fmt: skip
+        gate_THV = F.silu(z.unflatten(-1, (heads, -1)).float())
+        output_THV = self.out_norm(output_THV.to(hidden_states.dtype)) * gate_THV
+        return self.out_proj(output_THV.to(hidden_states.dtype).flatten(1)[:, None])
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay_TH: Tensor, beta_TH: Tensor, packed: PackedSequences
+) -> Tensor:
+    """Attention whose state forgets and corrects: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
+
+    `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32; the state is [K, V] and
+    begins at 0 in every sequence. Returns [T, H, V].
+    """
+    places_NC, turns = _chunks(packed, query.device)
+    real_NC = places_NC >= 0
+    q, k, v = (_in_chunks(part, places_NC) for part in (query, key, value))
+    g, beta = (_in_chunks(part[..., None], places_NC)[..., 0] for part in (decay_TH, beta_TH))
+    total = g.cumsum(-1)  # [N, H, C]
+    fading = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    # What tokens of a chunk write depends on what earlier ones wrote: a triangular system, solved for both right sides.
+    system = (k * beta[..., None]) @ k.transpose(-1, -2) * fading
+    sides = torch.cat([v, k * total.exp()[..., None]], dim=-1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system.tril(-1), sides, upper=False, unitriangular=True)
+    written, taken = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inner = q @ k.transpose(-1, -2) * fading
+    from_state = q * total.exp()[..., None]
+    kept = k * (total[..., -1:] - total).exp()[..., None]
+    state = q.new_zeros(len(turns[0]), q.shape[1], q.shape[-1], v.shape[-1])  # [B, H, K, V]
+    outputs = []
+    for turn in turns:
+        state = state[: len(turn)]
+        new = written[turn] - taken[turn] @ state
+        outputs.append(from_state[turn] @ state + inner[turn] @ new)
+        state = state * total[turn][..., -1, None, None].exp() + kept[turn].transpose(-1, -2) @ new
+    order_N = torch.cat(turns)
+    output_NHCV = torch.cat(outputs)
+    flat = torch.empty(packed.tokens, dtype=torch.long, device=query.device)
+    rows_NC = torch.arange(real_NC.numel(), device=query.device).view_as(real_NC)
+    flat[places_NC[order_N][real_NC[order_N]]] = rows_NC[real_NC[order_N]]
+    return output_NHCV.transpose(1, 2).flatten(0, 1)[flat]
+
+
+def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Row of every token of every chunk [N, C], -1 where a sequence ends before its chunk; and the chunks that are
+    computed in turn: the first of every sequence, the second of those that have one, …; longest sequences first."""
+    if "chunks" not in packed.cache:
+        spans = sorted(zip(packed.starts, packed.lengths, strict=True), key=lambda span: -span[1])
+        places, turns = [], [[] for _ in range(-(-max(packed.lengths) // CHUNK))]
+        for start, length in spans:
+            for i, first in enumerate(range(0, length, CHUNK)):
+                turns[i].append(len(places))
+                count = min(CHUNK, length - first)
+                places.append([*range(start + first, start + first + count), *([-1] * (CHUNK - count))])
+        chunks = torch.tensor(places, device=device), [torch.tensor(turn, device=device) for turn in turns]
+        packed.cache["chunks"] = chunks
+    return packed.cache["chunks"]
+
+
+def _in_chunks(part_THW: Tensor, places_NC: Tensor) -> Tensor:
+    """[N, H, C, W]; zeros where there is no token, which neither write nor forget."""
+    chunks = part_THW[places_NC.clamp(min=0)] * (places_NC >= 0)[..., None, None]
+    return chunks.transpose(1, 2)
+
+
+def _causal_convolution(states_TW: Tensor, kernel_WS: Tensor, positions_T: Tensor) -> Tensor:
+    """Every channel with its own kernel over the last S tokens of its sequence."""
+    output = states_TW * kernel_WS[:, -1]
+    for back in range(1, kernel_WS.shape[1]):
+        earlier = states_TW.roll(back, dims=0) * (positions_T >= back)[:, None]
+        output = output + earlier * kernel_WS[:, -1 - back]
+    return output
+
+
+def _unit(states: Tensor) -> Tensor:
+    return states * torch.rsqrt(states.square().sum(-1, keepdim=True) + 1e-6)
