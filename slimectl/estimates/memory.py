@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slimectl.estimates import activations
-from slimectl.estimates.activations import Saved
-from slimectl.estimates.figures import Figure, counted, parameters, total
-from slimectl.estimates.parameters import Part, count, held, stage_of
-from slimectl.estimates.run import CHUNK_LOGITS, KEPT_LOGITS, Run
+from slimectl.estimates.figures import Figure, parameters, total
+from slimectl.estimates.parameters import Part, count, held
+from slimectl.estimates.passing import passing
+from slimectl.estimates.run import Run
 from slimectl.weights.architecture import Architecture
 
 PEAK = "peak per rank"
@@ -48,7 +47,7 @@ def _fsdp(parts: Sequence[Part], architecture: Architecture, run: Run, stage: in
         weights,
         gradients,
         Figure("optimizer", 8 * P / n, "bytes", f"two moments, float32: 8 x {P:,}{shared}"),
-        *_passing(parts, architecture, run, 0, float(max(layer, root) if n > 1 else 0)),
+        *passing(parts, architecture, run, 0, float(max(layer, root) if n > 1 else 0)),
     ]
 
 
@@ -73,120 +72,5 @@ def _megatron(parts: Sequence[Part], architecture: Architecture, run: Run, stage
         Figure("weights", c * mine.all, "bytes", f"{run.dtype} {c} x {P}"),
         Figure("gradients", 4 * mine.all, "bytes", f"float32 4 x {P}"),
         optimizer,
-        *_passing(parts, architecture, run, stage, 0.0),
+        *passing(parts, architecture, run, stage, 0.0),
     ]
-
-
-def _passing(parts: Sequence[Part], architecture: Architecture, run: Run, stage: int, gathered: float) -> list[Figure]:
-    """What comes and goes with every pack: activations, the head's own, and the backward pass' temporaries."""
-    last = run.policy == "fsdp" or stage == run.layout.pipeline - 1
-    head = _head(architecture, run) if last else Figure("head", 0, "bytes", "on the last stage only")
-    return [
-        _activations(architecture, run, stage, last),
-        head,
-        _backward(parts, architecture, run, head.value, gathered),
-    ]
-
-
-def layer_of(architecture: Architecture, run: Run, index: int) -> list[Saved]:
-    """What layer `index` keeps of every token."""
-    if run.policy == "fsdp":
-        return activations.fsdp_layer(architecture, run)
-    t = architecture.transformer
-    frequency, linear = t.get("moe_layer_freq", 1), t.get("linear_attention_freq")
-    experts = bool(architecture.experts) and bool(
-        frequency[index] if isinstance(frequency, list) else index % frequency == 0
-    )
-    delta = linear is not None and bool(linear[index] if isinstance(linear, list) else (index + 1) % linear != 0)
-    return activations.megatron_layer(architecture, run, experts=experts, linear=delta)
-
-
-def _activations(architecture: Architecture, run: Run, stage: int, last: bool) -> Figure:
-    layers = [i for i in range(architecture.layers) if run.policy == "fsdp" or _stage(i, architecture, run) == stage]
-    each = [activations.size(layer_of(architecture, run, i)) for i in layers]
-    packs = in_flight(run, stage)
-    heaviest = layer_of(architecture, run, layers[each.index(max(each))])
-    what = f"{run.tokens:,} tokens x {len(layers)} layers"
-    words = f"({' + '.join(part.text for part in heaviest)})"
-    size = sum(each) * packs * run.tokens
-    if run.recompute == "full":
-        boundary = run.bytes * architecture.transformer["hidden_size"] / _cut(run)
-        size = (len(layers) * boundary * packs + max(each)) * run.tokens
-        words = f"cH {counted(boundary)}"
-        what += f", and one layer anew: {run.tokens:,} x {counted(max(each))} bytes"
-    if packs != 1:
-        what = f"{packs:g} packs under way x {what}"
-    size += run.tokens * _outer(architecture, run, stage, last)
-    return Figure("activations", size, "bytes", f"{what} x {words} bytes, + embedding and last norm")
-
-
-def _stage(layer: int, architecture: Architecture, run: Run) -> int:
-    return stage_of(layer, architecture.layers, run.layout)
-
-
-def _cut(run: Run) -> int:
-    """Sequence parallelism cuts what lies between the matrices, wherever tensor parallelism is."""
-    return run.layout.tensor if run.policy == "megatron" else 1
-
-
-def _outer(architecture: Architecture, run: Run, stage: int, last: bool) -> float:
-    """Token numbers and angles, and on the last stage the last norm, bytes per token."""
-    H, c = int(architecture.transformer["hidden_size"]), run.bytes
-    turned = float(architecture.transformer["kv_channels"]) * architecture.rope.percent
-    if architecture.mla:
-        turned = float(architecture.transformer["qk_pos_emb_head_dim"])
-    outer = 8 + (2 * c if run.policy == "fsdp" else 4) * turned
-    if not last:
-        return outer
-    norm = (4 + c) * H + 4 if run.policy == "fsdp" else ((8 if run.device == "cpu" else c) * H + 4) / _cut(run)
-    return outer + norm
-
-
-def in_flight(run: Run, stage: int) -> float:
-    """Packs whose activations a stage holds at once; of interleaved stages, chunks / chunks of a stage.
-
-    >>> from slimectl.layouts import ParallelLayout
-    >>> in_flight(Run(4, ParallelLayout(pipeline=4)), 0), in_flight(Run(4, ParallelLayout(pipeline=4)), 3)
-    (4, 1)
-    """
-    if run.policy == "fsdp":
-        return 1
-    pipeline, virtual = run.layout.pipeline, run.layout.virtual_pipeline
-    if virtual is None:
-        return pipeline - stage
-    return (2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1) / virtual
-
-
-def _head(architecture: Architecture, run: Run) -> Figure:
-    """The head's own as policies/head.py works: log-probabilities kept, one chunk at work, then its gradients."""
-    H, V, c = int(architecture.transformer["hidden_size"]), architecture.vocab_size / _cut(run), run.bytes
-    R = run.responses
-    chunk = min(CHUNK_LOGITS, R * V)
-    kept = min(KEPT_LOGITS // CHUNK_LOGITS * chunk, R * V)
-    words = (
-        f"hidden states and their gradients 2c x {R:,} x {H:,} + log-probabilities kept 4 x min(2^25, {R:,} x {V:,.0f})"
-        f" + a chunk of logits 8 x min(2^23, …) + the weight's gradient c x {V:,.0f} x {H:,}"
-    )
-    return Figure("head", 2 * R * c * H + 4 * kept + 8 * chunk + c * V * H, "bytes", words)
-
-
-def _backward(parts: Sequence[Part], architecture: Architecture, run: Run, head: float, gathered: float) -> Figure:
-    """Gradients inside one layer's MLP, where they are more than what the head gives back before the MLP's turn."""
-    c, t = run.bytes, architecture.transformer
-    F = int(t["ffn_hidden_size"]) / _cut(run)
-    size, words = 3 * c * F * run.tokens, f"gradients in an MLP 3cF = 3 x {c} x {F:,.0f} x {run.tokens:,} tokens"
-    if architecture.experts and run.policy == "megatron":
-        layer = max(part.count for part in parts if part.kind == "experts")
-        layer = layer // run.layout.expert // run.layout.expert_tensor
-        rows = 3 * c * int(t["moe_ffn_hidden_size"]) * int(t["moe_router_topk"]) / _cut(run) * run.tokens
-        # A grouped product takes the gate and up of all experts stacked in one tensor, and gives their gradients so.
-        experts = 2 * c * layer * 2 / 3 + rows
-        if experts > size:
-            size, words = (
-                experts,
-                f"experts of a layer stacked, and their gradients: 4/3 c x {parameters(layer)}, + 3ckF",
-            )
-    words += ", as far as above the head's"
-    if gathered:
-        words += f" + gradients of a whole layer before they are shared out (4 + c) x {parameters(gathered)}"
-    return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimectl import cards
-from slimectl.estimates import compute, engine, memory, parameters, plan
+from slimectl.estimates import compute, engine, memory, parameters, passing, plan
 from slimectl.estimates.figures import Figure
 from slimectl.estimates.plan import Model
 from slimectl.estimates.run import CHUNK_LOGITS, DENSE_SCORES, KEPT_LOGITS, Run
@@ -90,18 +90,19 @@ def test_the_peak_is_the_sum_of_its_lines():
     ],
 )
 def test_packs_under_way(layout: ParallelLayout, stage: int, packs: float):
-    assert memory.in_flight(Run(4, layout), stage) == packs
+    assert passing.in_flight(Run(4, layout), stage) == packs
 
 
-def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer():
-    def activations(recompute: str) -> float:
-        run = Run(1, recompute=recompute, seq_len=1024, max_tokens_per_gpu=1024)  # type: ignore[arg-type]
-        return figure(memory.figures(SMALL.parts, SMALL.architecture, run), "activations").value
+def test_full_recomputation_keeps_the_inputs_of_layers_and_makes_one_layer_anew():
+    def of(name: str, recompute: str) -> float:
+        run = Run(1, recompute=recompute, seq_len=4096, max_tokens_per_gpu=65536)  # type: ignore[arg-type]
+        return figure(memory.figures(SMALL.parts, SMALL.architecture, run), name).value
 
-    run = Run(1, seq_len=1024, max_tokens_per_gpu=1024)
-    layer = sum(part.size for part in memory.layer_of(SMALL.architecture, run, 0))
-    saved = activations("none") - activations("full")
-    assert saved == pytest.approx(1024 * (27 * layer - 28 * 2 * 1024))
+    layer = sum(part.size for part in passing.layer_of(SMALL.architecture, Run(1, seq_len=4096), 0))
+    saved = of("activations", "none") - of("activations", "full")
+    assert saved == pytest.approx(65536 * 28 * (layer - 2 * 1024))
+    # As far as it is above what the head has given back by then.
+    assert of("backward", "full") == pytest.approx(65536 * (layer + 3 * 2 * 3072) - of("head", "full"))
 
 
 def test_flops_of_a_token():

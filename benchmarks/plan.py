@@ -1,0 +1,192 @@
+"""The peak memory that `slimectl plan` foresees against the one that a training step reaches, on this machine's CPU.
+
+    python benchmarks/plan.py                          # all cases, each in a process of its own
+    python benchmarks/plan.py --policy fsdp --case deep
+
+A case is a small model of random weights and a batch of two packs, so that the second pack meets the gradients of the
+first; two steps, so that the optimizer has its state. Measured is the growth of the process' peak resident memory
+(ru_maxrss) over what it is once the libraries are loaded and warm. Memory that is freed is given back at once
+(MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; `length` tokens of a sequence, `sequences` of them in a pack."""
+
+    config: dict[str, Any]
+    length: int
+    sequences: int
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    recomputes: tuple[str, ...] = ("none",)
+    policies: tuple[str, ...] = ("fsdp", "megatron")
+    prompt: int = 32
+
+
+def shape(
+    model_type: str, hidden: int, ffn: int, layers: int, heads: int, groups: int, vocab: int, **more: Any
+) -> dict:
+    return {
+        "model_type": model_type, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 64, "vocab_size": vocab,
+        "max_position_embeddings": 4096, **more,
+    }  # fmt: skip
+
+
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+CASES = {
+    "deep": Case(shape("qwen3", 384, 1024, 8, 6, 2, 8192), 512, 4, recomputes=("none", "full")),
+    "wide": Case(shape("llama", 768, 2048, 3, 12, 12, 4096), 1024, 1),
+    "words": Case(shape("qwen2", 256, 704, 2, 4, 2, 65536, tie_word_embeddings=True), 256, 8),
+    "experts": Case(shape("qwen3_moe", 384, 1024, 4, 6, 2, 4096, **EXPERTS), 512, 4, policies=("megatron",)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One process."""
+
+    case: str
+    policy: str
+    dtype: str
+    recompute: str
+    model: str = field(default="")
+
+
+def foreseen(trial: Trial) -> float:
+    """Bytes by the formulas."""
+    from slimectl.estimates import memory, plan
+    from slimectl.estimates.run import Run
+    from slimectl.weights.complete import completed
+
+    case = CASES[trial.case]
+    model = plan.model_of(completed(case.config))
+    run = Run(
+        1, policy=trial.policy, dtype=trial.dtype, recompute=trial.recompute, seq_len=case.length,  # type: ignore[arg-type]
+        max_tokens_per_gpu=case.length * case.sequences, response_share=1 - case.prompt / case.length, device="cpu",
+    )  # fmt: skip
+    return memory.peak(memory.figures(model.parts, model.architecture, run))
+
+
+def measured(trial: Trial) -> int:
+    """Bytes that two steps add to this process' peak."""
+    import torch
+
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.types import Row
+
+    case = CASES[trial.case]
+    torch.set_num_threads(1)
+    # One token more than is computed: the last predicts nothing. Groups of one: nothing is shared.
+    response = case.length + 1 - case.prompt
+    rows = [
+        Row([(7 * g + i) % 4096 for i in range(case.length + 1)], response, [1.0 / response] * response, group=g)
+        for g in range(2 * case.sequences)
+    ]
+    options: dict[str, Any] = {
+        "optimizer": OptimizerOptions(lr=1e-6),
+        "max_tokens_per_pack": case.length * case.sequences,
+        "dtype": trial.dtype,
+    }
+    maker = policy_of(trial, options)
+    torch.nn.functional.linear(torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)).sum().backward()
+    before = resident()
+    policy = maker(Path(trial.model), HFCheckpoint(), **options)
+    for _ in range(2):
+        policy.forward_backward(rows, NegativeLogProb())
+        policy.optim_step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def policy_of(trial: Trial, options: dict[str, Any]) -> Any:
+    """The policy's class, its libraries loaded; its own options are added."""
+    if trial.policy == "fsdp":
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+        from slimectl.policies.fsdp.policy import FsdpPolicy
+
+        options["gradient_checkpointing"] = trial.recompute == "full"
+        return FsdpPolicy
+    from slimectl.policies.megatron.config import Recompute
+    from slimectl.policies.megatron.policy import MegatronPolicy
+
+    options["recompute"] = Recompute(trial.recompute)
+    return MegatronPolicy
+
+
+class NegativeLogProb:
+    needs_entropy = False
+
+    def __call__(self, pack: Any) -> tuple[Any, dict[str, Any]]:
+        return -(pack.weights_T * pack.logprobs_T).sum(), {}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_own_process(trial: Trial) -> int:
+    command = [sys.executable, __file__, "--trial", json.dumps(trial.__dict__)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, check=False
+    )
+    if result.returncode:
+        raise SystemExit(result.stderr)
+    return int(result.stdout.splitlines()[-1])
+
+
+def create(config: dict[str, Any], folder: Path) -> None:
+    from slimectl.checkpoints.create import create_model
+
+    create_model(config, folder, seed=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=("fsdp", "megatron"), help="only this trainer")
+    parser.add_argument("--case", choices=CASES, help="only this case")
+    parser.add_argument("--trial", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trial:
+        print(measured(Trial(**json.loads(options.trial))))
+        return
+    print(f"{'case':<8} {'policy':<9} {'dtype':<9} {'recompute':<9} {'foreseen':>9} {'measured':>9}  ratio")
+    for name, case in CASES.items():
+        if options.case not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "model"
+            create(case.config, model)
+            for policy in case.policies:
+                if options.policy not in (None, policy):
+                    continue
+                for dtype in case.dtypes:
+                    for recompute in case.recomputes:
+                        trial = Trial(name, policy, dtype, recompute, str(model))
+                        formula, real = foreseen(trial), in_own_process(trial)
+                        print(
+                            f"{name:<8} {policy:<9} {dtype:<9} {recompute:<9} {formula / 2**20:>5.0f} MiB"
+                            f" {real / 2**20:>5.0f} MiB  {formula / real:.2f}",
+                            flush=True,
+                        )
+
+
+if __name__ == "__main__":
+    main()
