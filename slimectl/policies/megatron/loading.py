@@ -12,34 +12,33 @@ from slimectl.errors import CheckpointError
 from slimectl.ports import Weights
 from slimectl.weights.links import Link
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
-def checked_names(weights: Weights, links: Sequence[Link], carried: Sequence[str], path: Path) -> list[str]:
-    """The tensors that the model has, in the checkpoint's order; a head that repeats its tied embedding is one.
+def checked_names(weights: Weights, links: Sequence[Link], carried: Sequence[str], tie: str, path: Path) -> list[str]:
+    """The tensors that the model has, in the checkpoint's order; a head that repeats its embedding `tie` is one.
 
     Reads nothing but headers, except such a head. Raises CheckpointError.
     """
     expected = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
-    ties = HEAD not in expected and EMBEDDING in expected
+    shapes = expected if HEAD in expected else {**expected, HEAD: expected[tie]}
     names = []
     for name, (shape, _) in weights.forms().items():
-        if name not in expected and not (ties and name == HEAD):
+        if name not in shapes:
             if any(re.search(pattern, name) for pattern in carried):
                 continue
             raise CheckpointError(f"{path}: the model has no {name}; config.json and weights do not belong together")
-        wanted = expected[EMBEDDING if name not in expected else name]
-        if tuple(shape) != wanted:
+        if tuple(shape) != shapes[name]:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}; copy config and weights"
-                " from the same checkpoint"
+                f"{path}: {name} has shape {list(shape)}, config.json asks for {list(shapes[name])}; copy config and"
+                " weights from the same checkpoint"
             )
         names.append(name)
-    missing = [name for name in expected if name not in set(names)]
+    missing = sorted(expected.keys() - set(names))
     if missing:
         raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")
-    if HEAD in names and HEAD not in expected and not torch.equal(weights.get(HEAD), weights.get(EMBEDDING)):
+    if HEAD in names and HEAD not in expected and not torch.equal(weights.get(HEAD), weights.get(tie)):
         raise CheckpointError(
-            f"{path}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false"
+            f"{path}: {HEAD} differs from {tie}, but config.json ties them; set tie_word_embeddings to false"
         )
     return names

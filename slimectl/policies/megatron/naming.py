@@ -50,8 +50,3 @@ def _global(name: str, chunk: PackedGPT) -> str:
         chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     )
     return f"{expert[1]}{first + int(expert[2])}{expert[3]}"
-
-
-def is_expert(name: str) -> bool:
-    """Whether the expert groups, not the dense ones, share a parameter."""
-    return _EXPERT.fullmatch(name) is not None

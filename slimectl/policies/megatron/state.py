@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimectl.errors import SettingsError
-from slimectl.policies.megatron.loading import EMBEDDING as TIED
-from slimectl.policies.megatron.naming import EMBEDDING, is_expert
+from slimectl.policies.megatron.naming import EMBEDDING
 from slimectl.policies.megatron.optimizer import Master
 from slimectl.weights.links import Link
 
@@ -30,14 +29,13 @@ class LinkedState:
     ) -> None:
         self.links, self.held, self.copy, self.device = links, held, copy, device
         self.of_name = {name: link for link in links for name in link.hf}
-        mine = {i: _is_parameter(held, link) for i, link in enumerate(links) if link.megatron in held}
-        everyones: list[dict[int, bool]] = [{} for _ in range(dist.get_world_size())]
+        self.embedding = next(link.hf[0] for link in links if link.megatron == EMBEDDING)
+        mine = [i for i, link in enumerate(links) if link.megatron in held]
+        everyones: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyones, mine)
         self.source: dict[str, int] = {}
         for rank in reversed(range(len(everyones))):
             self.source |= {links[i].megatron: rank for i in everyones[rank]}
-        self.parameters = {links[i].megatron for part in everyones for i, is_parameter in part.items() if is_parameter}
-        """What is no buffer (such as a router's bias): what an optimizer can update."""
 
     def whole(self, link: Link, what: str) -> Tensor:
         """The whole parameter, or its moment, in float32 on every rank."""
@@ -60,7 +58,7 @@ class LinkedState:
         waiting: dict[str, Tensor] = {}
         for name in names:
             # A head that the checkpoint stores although it is tied.
-            key = name if name in self.of_name else TIED
+            key = name if name in self.of_name else self.embedding
             if key not in waiting:
                 link = self.of_name[key]
                 waiting |= link.to_hf(self.whole(link, what))
@@ -92,10 +90,6 @@ class LinkedState:
         return [*([held] if held is not None else []), *copies]
 
 
-def _is_parameter(held: dict[str, Master], link: Link) -> bool:
-    return isinstance(held[link.megatron].parameter, nn.Parameter)
-
-
 def trained_links(links: Sequence[Link], names: set[str]) -> set[str]:
     """Megatron names of the parameters whose Hugging Face names are in `names`.
 
@@ -117,7 +111,7 @@ def trained_links(links: Sequence[Link], names: set[str]) -> set[str]:
 
 def _group(link: Link) -> dist.ProcessGroup:
     """The ranks that `link.split` cuts the parameter for."""
-    if is_expert(link.megatron):
+    if link.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 

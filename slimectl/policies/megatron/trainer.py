@@ -120,11 +120,11 @@ class MegatronTrainer:
         masters = optimizer.masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
         of_copy = masters.pop() if copy is not None else None
         self.state = LinkedState(self.links, dict(zip(held, masters, strict=True)), of_copy, self.device)
-        self.updated = [link for link in self.links if link.megatron in self.trained & self.state.parameters]
+        self.updated = [link for link in self.links if link.megatron in self.trained and not link.buffer]
 
     def _read_weights(self, path: Path) -> None:
         weights = self.checkpoint.open(path)
-        self.names = checked_names(weights, self.links, self.carried, path)
+        self.names = checked_names(weights, self.links, self.carried, self.state.embedding, path)
         for link in self.state.mine(self.links):
             self.state.put(link, PARAM, weights.get)
 
