@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +23,12 @@ from slimectl.cli.options import (
     resolved,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slimectl.settings import Settings
+    from slimectl.types import Sample
+
 
 def score(
     samples: Samples = "-",
@@ -30,6 +37,12 @@ def score(
         str | None, typer.Option("--custom-rm-path", help="Your reward function, by path")
     ] = None,
     reference: Annotated[str | None, typer.Option("--reference", help="Model whose log-probs to attach")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what was graded and why, in metadata.explanation and in a summary")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only report whether the reward is fit to train on; exit code 1 if not")
+    ] = False,
     workers: Workers = None,
     out: Out = "-",
     on_error: OnError = "stop",
@@ -45,22 +58,29 @@ def score(
         slimectl score samples.jsonl --rm-type math > scored.jsonl
     """
     flags = {"score.rm_type": rm_type, "score.custom_rm_path": custom_rm_path, "score.workers": workers}
-    found = resolved(config, assign, flags)
+    found = resolved(config, assign, flags | {"score.explain": explain or None})
     check_on_error(on_error)
     if dry_run:
         print_settings(found)
         return
-    needs_destination(out)
+    settings = found.settings
+    lines = explain and out == "-" and sys.stdout.isatty()
+    if not check and not lines:
+        needs_destination(out)
     from statistics import fmean
 
     from slimectl import wiring
+    from slimectl.cli.reasons import Reasons
     from slimectl.cli.records import say, told, up_to_date, write_out
     from slimectl.data.jsonl import read_samples
     from slimectl.stages.score import reward_number
     from slimectl.stages.score import score as stage
     from slimectl.streams import tee
 
-    settings = found.settings
+    read = read_samples(samples, on_error=on_error, report=say)
+    if check:
+        _check(read, settings)
+        return
     inputs = [samples] if samples != "-" else []
     reward = wiring.reward(settings)
     manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
@@ -69,11 +89,52 @@ def score(
     frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
     executor = wiring.executor()
     rewards: list[float] = []
+    reasons = Reasons()
+
+    def count(sample: Sample) -> None:
+        rewards.append(reward_number(sample, settings.score.reward_key))
+        reasons.add(sample, rewards[-1])
+
     try:
-        read = read_samples(samples, on_error=on_error, report=say)
-        scored = stage(read, reward, settings.score, executor=executor, reference=frozen)
-        counted = tee(scored, lambda sample: rewards.append(reward_number(sample, settings.score.reward_key)))
+        counted = tee(stage(read, reward, settings.score, executor=executor, reference=frozen), count)
+        if lines:
+            _print_reasons(counted, rewards)
+            return
         counts = write_out(counted, out, manifest, inputs)
     finally:
         executor.close()
+    if explain:
+        for line in reasons.lines():
+            say(line)
     told(counts, {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {})
+
+
+def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
+    """A line a sample, for a terminal."""
+    from slimectl.cli.reasons import reason
+
+    for sample in samples:
+        print(f"sample {sample.index}: reward {rewards[-1]:.4g}: {reason(sample)}")
+
+
+def _check(samples: Iterable[Sample], settings: Settings) -> None:
+    """A line a check on stdout. Raises SlimectlError if one of them failed."""
+    from slimectl import wiring
+    from slimectl.errors import RecordError, SlimectlError
+    from slimectl.stages.check_reward import check_reward
+
+    given = list(samples)
+    if not given:
+        raise RecordError("no samples came; --check grades real ones")
+    reward, executor = wiring.reward(settings), wiring.executor()
+    findings = []
+    try:
+        for finding in check_reward(given, reward, settings.score, executor=executor, bounds=reward.bounds):
+            print(finding, flush=True)
+            findings.append(finding)
+    finally:
+        executor.close()
+    if failed := [finding.check for finding in findings if not finding.fine]:
+        raise SlimectlError(
+            f"{len(failed)} of {len(findings)} checks failed ({', '.join(failed)}); mend the reward first"
+        )

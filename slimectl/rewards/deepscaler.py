@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slimectl.rewards.extraction import label_text, text_of
+from slimectl.rewards.extraction import label_text
 from slimectl.rewards.math import Math
 from slimectl.rewards.verdict import Found, Verdict, Verifier, nothing
 from slimectl.types import Sample
@@ -33,7 +33,7 @@ class Deepscaler(Verifier):
 
     def extract(self, sample: Sample) -> str | None:
         answer = after_thinking(sample.response)
-        return None if answer is None else Math().extract(replace(sample, response=text_of(answer)))
+        return None if answer is None else Math().extract(replace(sample, response=answer.text))
 
 
 def after_thinking(text: str, markers: tuple[str, ...] = MARKERS) -> Found | None:

@@ -34,6 +34,9 @@ class ScoreSettings(Section):
     reward_key: str | None = None
     """Which number of a dict reward is trained on."""
 
+    explain: bool = False
+    """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
+
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds one sample may take; past it the sample gets reward 0 and metadata.reward_error."""
 

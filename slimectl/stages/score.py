@@ -46,6 +46,8 @@ class Grader:
         return Grader, (self.settings,)
 
     def __call__(self, sample: Sample) -> Any:
+        if self.settings.score.explain:
+            return self.explain(sample)
         path = sample.custom_rm_path or self.settings.score.custom_rm_path
         return self._asked(path, sample) if path else self.verifier_of(sample)(sample)
 
@@ -56,6 +58,13 @@ class Grader:
             return self.verifier_of(sample).explain(sample)
         reward = self._asked(path, sample)
         return Verdict(reward, "whole sample", f"{path} returned {reward!r}")
+
+    def bounds(self, sample: Sample) -> tuple[float, float] | None:
+        """Between which numbers the verifier says the reward lies; None for another key of a dict, or no verifier."""
+        given = self.settings.score
+        if sample.custom_rm_path or given.custom_rm_path or given.reward_key not in (None, "score"):
+            return None
+        return self.verifier_of(sample).bounds
 
     def verifier_of(self, sample: Sample) -> Verifier:
         """The verifier that is meant where no function of the user's is. Raises SettingsError if none is named."""

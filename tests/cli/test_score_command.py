@@ -1,0 +1,92 @@
+"""`slimectl score` explains its rewards, and says beforehand whether they are fit to train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+
+from workshop import Workshop
+
+BOXES = {0: r"so \boxed{8}", 1: r"so \boxed{7}", 2: "so 7", 3: "no idea"}
+
+
+def samples_file(workshop: Workshop, responses: dict[int, str], label: object = "7") -> str:
+    samples = [
+        {"group_index": index // 2, "index": index, "prompt": "x", "tokens": [1, 2], "response": response,
+         "response_length": 1, "label": label, "status": "completed"}
+        for index, response in responses.items()
+    ]  # fmt: skip
+    path = workshop.folder / "samples.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return path.name
+
+
+def test_explain_writes_why_into_every_record_and_sums_up_on_stderr(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    out = workshop.slimectl("score", name, "--rm-type", "math", "--explain")
+    first, _, third, _ = map(json.loads, out.splitlines())
+    assert (first["reward"], third["reward"]) == (0.0, 0.0)
+    assert first["metadata"]["explanation"] == {
+        "extracted": "8",
+        "from": r"last \boxed{}",
+        "span": [10, 11],
+        "why": "does not equal the label '7' (read as '8')",
+    }
+    assert third["metadata"]["explanation"]["why"] == r"no \boxed{} or \fbox{}, or the last one never closes"
+    assert workshop.stderr.splitlines() == [
+        r"reward 0: 2 samples, e.g. sample 2: last \boxed{}: no \boxed{} or \fbox{}, or the last one never closes",
+        r"reward 0: 1 samples, e.g. sample 0: last \boxed{}: '8' does not equal the label '7' (read as '8')",
+        r"reward 1: 1 samples, e.g. sample 1: last \boxed{}: '7' equals the label '7'",
+        "4 samples, mean reward 0.25",
+    ]
+
+
+def test_explaining_is_another_output_than_not_explaining(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    workshop.slimectl("score", name, "--rm-type", "numeric", "--out", "scored.jsonl")
+    workshop.slimectl("score", name, "--rm-type", "numeric", "--out", "scored.jsonl", "--explain")
+    assert "explanation" in (workshop.folder / "scored.jsonl").read_text()
+
+
+def test_at_a_terminal_explanations_are_lines(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        workshop.command("score", name, "--rm-type", "numeric", "--explain"),
+        cwd=workshop.folder, stdout=theirs, stderr=subprocess.DEVNULL, env=workshop.environment, check=True, timeout=90,
+    )  # fmt: skip
+    os.close(theirs)
+    lines = os.read(ours, 100_000).decode().splitlines()
+    os.close(ours)
+    assert lines[1] == "sample 1: reward 1: last number of the whole response: '7' is the label '7'"
+    assert lines[3] == "sample 3: reward 0: last number of the whole response: no number there"
+
+
+def test_check_prints_a_line_a_check_and_its_exit_code_is_the_verdict(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    out = workshop.slimectl("score", name, "--rm-type", "numeric", "--check").decode().splitlines()
+    assert [line.split()[:2] for line in out] == [
+        ["ok", word] for word in ("errors", "type", "range", "determinism", "time", "variance")
+    ]
+    assert workshop.stderr == ""
+    out = workshop.slimectl("score", name, "--rm-type", "exact", "--check", code=1).decode()
+    assert "FAIL  variance     0 of 2 groups have different rewards" in out
+    assert workshop.stderr == "slimectl: 1 of 6 checks failed (variance); mend the reward first\n"
+
+
+def test_check_reports_what_would_stop_a_run(workshop: Workshop):
+    name = samples_file(workshop, BOXES, label=None)
+    out = workshop.slimectl("score", name, "--rm-type", "numeric", "--check", code=1).decode().splitlines()
+    assert out[0].startswith(
+        "FAIL  errors       4 samples, the first is sample 0: RecordError: sample 0: label: missing"
+    )
+
+
+def test_a_weighted_sum_is_given_as_a_setting(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    parts = '[{type = "numeric"}, {type = "length_penalty", weight = -0.1, limit = 10}]'
+    out = workshop.slimectl("score", name, "-s", f"score.rm={parts}", "--explain").splitlines()
+    assert json.loads(out[1])["reward"] == {"score": 0.99, "numeric": 1.0, "length_penalty": 0.1}
+    assert "1 x numeric 1 (is the label '7'); -0.1 x length_penalty 0.1" in workshop.stderr
