@@ -6,6 +6,8 @@ V) · B sequences of one call · L their length. TransformerEngine's attention i
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -46,7 +48,7 @@ class PackedCoreAttention(nn.Module):
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.group)[packed.order_S]
                 for states in (key_TKD, value_TKV)
             )
-        if _flash_takes(query_THD, value_TKV):
+        if _flash_takes(query_THD):
             return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale).flatten(1)
         return torch.cat([
             _causal(query_THD[q], key_TKD[k], value_TKV[k], count, self.scale) for q, k, count in _calls(packed)
@@ -136,25 +138,34 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return (torch.softmax(scores, dim=-1).flatten(2, 3) @ value).reshape(count, heads, length, -1)
 
 
-def _flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether one kernel computes all sequences of the pack: CUDA, half precision, keys as wide as values."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+@functools.cache
+def _varlen_kernel() -> Any:
+    """torch's attention over ragged sequences, where it takes the arguments of 2.13; they changed between releases."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+def _flash_takes(query: Tensor) -> bool:
+    """Whether one kernel computes all sequences of the pack: CUDA, half precision, heads that it knows."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    width = query.shape[-1]
+    return query.is_cuda and half and width <= 256 and width % 8 == 0 and _varlen_kernel() is not None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
-    """torch's flash attention over ragged sequences; [T, H, V].
-
-    Its arguments changed between releases of torch; these are 2.13's.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
+    """Flash attention over ragged sequences, [T, H, V]; values narrower than keys are widened for it."""
     q_ends, k_ends, rows, longest_q, longest_k = _ragged(packed, query.device)
     if rows is not None:
         key, value = key[rows], value[rows]
-    return varlen_attn(
-        query, key, value, q_ends, k_ends, longest_q, longest_k, scale=scale, window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+    width = value.shape[-1]
+    output = _varlen_kernel()(
+        query, key, F.pad(value, (0, query.shape[-1] - width)), q_ends, k_ends, longest_q, longest_k, scale=scale,
+        window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
+    return output[..., :width]
 
 
 def _ragged(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:

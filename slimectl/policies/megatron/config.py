@@ -16,12 +16,18 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from slimectl.errors import SettingsError
-from slimectl.layouts import ParallelLayout
+from slimectl.layouts import SETTINGS, ParallelLayout
 from slimectl.policies.megatron.rotary import softmax_scale
 from slimectl.weights.architecture import Architecture
 
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 """Whose fields [megatron.args] may name."""
+
+_OWN_SETTINGS = {setting.removeprefix("megatron."): setting for setting in SETTINGS.values()} | {
+    "sequence_parallel": SETTINGS["tensor"],
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "train.dtype"),
+}
+"""Arguments that would contradict the layout or the precision of the weights, and the setting to use instead."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ def field_names(kind: type) -> set[str]:
 
 
 def check_args(args: Mapping[str, Any]) -> None:
-    """Raises SettingsError, with the nearest name, for an argument that no class of megatron-core takes."""
+    """Raises SettingsError for an argument that is a setting of its own, or that no class of megatron-core takes; the
+    latter with the nearest name."""
+    for name in (name for name in args if name in _OWN_SETTINGS):
+        raise SettingsError(f"megatron.args.{name}: is a setting of its own; set {_OWN_SETTINGS[name]}")
     known = set().union(*(field_names(kind) for kind in ARGUMENT_CLASSES))
     for name in args:
         if name not in known:

@@ -1,0 +1,79 @@
+"""What [megatron.args] may say, and what becomes of an architecture's fields."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from model_cases import CASES, SHAPE
+
+from slimectl.errors import SettingsError
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron.config import Recompute, args_of, transformer_config
+from slimectl.weights.architecture import Architecture
+from slimectl.weights.complete import completed
+from slimectl.weights.families import family_of
+
+
+def architecture(name: str) -> Architecture:
+    config = completed({**SHAPE, **CASES[name]})
+    return family_of(config).architecture(config)
+
+
+def configured(name: str = "llama", layout: ParallelLayout = ParallelLayout(), **options):
+    return transformer_config(architecture(name), layout, **{"dtype": torch.float32, **options})
+
+
+def test_arguments_have_the_last_word():
+    config = configured("qwen3_moe", args={"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"})
+    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.01, "aux_loss")
+
+
+def test_arguments_go_to_the_class_that_takes_them():
+    args = {"hidden_dropout": 0.1, "adam_beta2": 0.98, "bucket_size": 100}
+    assert configured(args=args).hidden_dropout == 0.1
+    assert args_of(args, OptimizerConfig) == {"adam_beta2": 0.98}
+    assert args_of(args, DistributedDataParallelConfig) == {"bucket_size": 100}
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_name():
+    with pytest.raises(SettingsError, match=r"^megatron\.args\.moe_z_los_coeff: .*did you mean moe_z_loss_coeff\?$"):
+        configured(args={"moe_z_los_coeff": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("tensor_model_parallel_size", r"megatron\.tensor_model_parallel_size"),
+        ("sequence_parallel", r"megatron\.tensor_model_parallel_size"),
+        ("bf16", r"train\.dtype"),
+    ],
+)
+def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
+    with pytest.raises(SettingsError, match=rf"megatron\.args\.{name}: is a setting of its own; set {setting}"):
+        configured(args={name: 2})
+
+
+def test_what_megatron_core_refuses_is_one_line():
+    with pytest.raises(SettingsError, match="^megatron-core refuses the configuration: ") as refusal:
+        configured(args={"recompute_granularity": "everything"})
+    assert "\n" not in str(refusal.value)
+
+
+def test_tensor_parallelism_brings_sequence_parallelism():
+    assert configured(layout=ParallelLayout(tensor=2)).sequence_parallel
+    assert not configured().sequence_parallel
+
+
+def test_recomputation_is_of_whole_layers_or_of_modules():
+    full = configured(recompute=Recompute("full"))
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+    some = configured(recompute=Recompute("selective", ("mlp",)))
+    assert (some.recompute_granularity, some.recompute_modules) == ("selective", ["mlp"])
+
+
+def test_yarn_is_squared_into_the_scale_of_latent_attention():
+    # By hand: 24 dimensions a head; mscale 0.1 · 0.8 · ln 4 + 1 = 1.1109.
+    assert configured("deepseek_v3_yarn").softmax_scale == pytest.approx(24**-0.5 * 1.110904**2, rel=1e-5)
+    assert configured("deepseek_v3").softmax_scale == pytest.approx(24**-0.5)
