@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -60,7 +60,7 @@ def _redirect(module: ModuleType, view: ModuleType) -> None:
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """Every function that the module defines, in classes and under decorators too."""
-    spaces: list[dict[str, Any]] = [vars(module)]
+    spaces: list[Mapping[str, Any]] = [vars(module)]
     spaces += [vars(kind) for kind in vars(module).values() if inspect.isclass(kind) and _of(kind, module)]
     for value in [value for space in spaces for value in space.values()]:
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)

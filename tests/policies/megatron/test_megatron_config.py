@@ -56,7 +56,7 @@ def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
 
 
 def test_what_megatron_core_refuses_is_one_line():
-    with pytest.raises(SettingsError, match="^megatron-core refuses the configuration: ") as refusal:
+    with pytest.raises(SettingsError, match=r"^megatron-core refuses the configuration: ") as refusal:
         configured(args={"recompute_granularity": "everything"})
     assert "\n" not in str(refusal.value)
 
