@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slimectl.weights.architecture import Config, head_dim
-from slimectl.weights.links import GroupedRows, Link, Rows, Split
+from slimectl.weights.joins import GroupedRows, Rows
+from slimectl.weights.links import Link, Split
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 """What most families call the matrices of a gated MLP."""

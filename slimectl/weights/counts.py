@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slimectl.weights.architecture import Config
 from slimectl.weights.families import family_of
-from slimectl.weights.links import Shape
+from slimectl.weights.joins import Shape
 
 
 @dataclass(frozen=True)

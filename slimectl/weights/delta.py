@@ -9,7 +9,8 @@ from typing import Any
 from slimectl.weights import blocks
 from slimectl.weights.architecture import Architecture, Config, dense, head_dim, refuse
 from slimectl.weights.blocks import same
-from slimectl.weights.links import GatedGroupedRows, Join, Link, Shape, Split
+from slimectl.weights.joins import GatedGroupedRows, Join, Shape
+from slimectl.weights.links import Link, Split
 
 Part = Callable[[int, str, str], list[Link]]
 """Links of a part of one layer: (its number, Megatron's prefix of the layer, Hugging Face's)."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slimectl.errors import CheckpointError
-from slimectl.weights.links import Shape
+from slimectl.weights.joins import Shape
 
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from slimectl.weights import blocks, delta, moe
 from slimectl.weights.architecture import Architecture, Config
 from slimectl.weights.family import Family
-from slimectl.weights.links import Link, Rows
+from slimectl.weights.joins import Rows
+from slimectl.weights.links import Link
 from slimectl.weights.qwen2_moe import experts, mixture, shared_fields
 
 

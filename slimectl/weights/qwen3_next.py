@@ -5,7 +5,8 @@ from __future__ import annotations
 from slimectl.weights import blocks, delta, moe
 from slimectl.weights.architecture import Architecture, Config
 from slimectl.weights.family import Family
-from slimectl.weights.links import Link, Ungrouped
+from slimectl.weights.joins import Ungrouped
+from slimectl.weights.links import Link
 from slimectl.weights.qwen2_moe import experts, mixture, shared_fields, sparse_layers
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from slimectl.errors import CheckpointError
 from slimectl.weights.architecture import Architecture
-from slimectl.weights.links import Link, Shape
+from slimectl.weights.joins import Shape
+from slimectl.weights.links import Link
 
 BLOCK_NAMES = {
     "in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimectl.errors import CheckpointError
-from slimectl.weights.links import GatedGroupedRows, GroupedRows, Join, Link, Rows, Same, Split, Ungrouped
+from slimectl.weights.joins import GatedGroupedRows, GroupedRows, Join, Rows, Same, Ungrouped
+from slimectl.weights.links import Link, Split
 
 sizes = st.integers(1, 4)
 
