@@ -1,4 +1,4 @@
-"""Parameters of published models, from shapes alone, against what is known of them."""
+"""Parameters of the cards, from shapes alone, against transformers' counts and what was announced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOTALS = {
     "qwen3-30B-A3B": 30_532_122_624,
     "qwen3-235B-A22B": 235_093_634_560,
 }
-"""Exact, as the model hub counts the tensors of the published checkpoints."""
+"""Exact, as transformers' own models of these cards have them (built on the meta device)."""
 
 ANNOUNCED = {
     "deepseek-v3": (671, 37),
@@ -44,7 +44,7 @@ def config_of_card(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("card", TOTALS)
-def test_exact_totals_of_published_models(card):
+def test_exact_totals_are_those_of_transformers(card):
     assert parameters(config_of_card(card)).total == TOTALS[card]
 
 
