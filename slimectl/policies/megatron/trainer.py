@@ -17,7 +17,7 @@ from torch import Tensor
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.freezing import trained
-from slimectl.policies.megatron import model, naming, optimizer, parallel, schedule
+from slimectl.policies.megatron import model, naming, optimizer, parallel, schedule, torch_dist
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.loading import checked_names
@@ -214,6 +214,16 @@ class MegatronTrainer:
                 self.state.put(link, what, dict(zip(link.hf, parts, strict=True)).__getitem__, updates=self.updates)
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
+
+    def save_torch_dist(self, path: Path) -> None:
+        """Besides the port: the same in Megatron's own layout, see torch_dist.py, with config and tokenizer."""
+        torch_dist.save(path, self.chunks, self.optimizer, step=self.step, updates=self.updates)
+        if dist.get_rank() == 0:
+            copy_companions(self.model_dir, path, self.last.config.params_dtype)
+        dist.barrier()
+
+    def load_torch_dist(self, path: Path) -> None:
+        self.step, self.updates = torch_dist.load(path, self.chunks, self.optimizer)
 
     def close(self) -> None:
         """Nothing outlives the process; the groups of the layout serve other models of it."""

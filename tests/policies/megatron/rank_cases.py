@@ -55,6 +55,12 @@ class Rebuilt:
     def close(self) -> None:
         self.policy.close()
 
+    def save_torch_dist(self, path: Path) -> None:
+        self.policy.save_torch_dist(path)
+
+    def load_torch_dist(self, path: Path) -> None:
+        self.policy.load_torch_dist(path)
+
 
 class Ranks(GroupPolicy):
     """The group that holds them."""
@@ -65,3 +71,9 @@ class Ranks(GroupPolicy):
     def build(self, model_dir: Path, **options: Any) -> Ranks:
         self._call("build", model_dir, options)
         return self
+
+    def save_torch_dist(self, path: Path) -> None:
+        self._call("save_torch_dist", path)
+
+    def load_torch_dist(self, path: Path) -> None:
+        self._call("load_torch_dist", path)

@@ -1,0 +1,140 @@
+"""A policy in Megatron's own checkpoint layout, model and optimizer, through mcore's dist_checkpointing.
+
+For those who go on in Megatron-LM or come from it; a run saves and resumes by MegatronTrainer.save, which is exact at
+every layout. mcore (0.16.1) reshards optimizers over tensor, pipeline and data sizes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.megatron.optimizer import drop_gradients, inners
+
+CONTENT = {
+    # Every moment in the shape of its parameter: the one form that can be cut anew.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""What mcore keeps with a checkpoint, to be handed back on loading."""
+
+
+def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, *, step: int, updates: int) -> None:
+    """Write the weights, masters, moments and counts of all ranks into the existing folder `path`."""
+    _begin(optimizer)
+    state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": {"step": step, "updates": updates}}
+    with _written_here():
+        dist_checkpointing.save(state, str(path), content_metadata=CONTENT)
+
+
+def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> tuple[int, int]:
+    """Take all of it back at this layout; steps and updates. Raises CheckpointError."""
+    _begin(optimizer)
+    try:
+        content = dist_checkpointing.load_content_metadata(str(path))
+        loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
+            f" convert {path} DIR --to hf"
+        ) from error
+    for name, chunk in _named(chunks):
+        chunk.module.load_state_dict(loaded[name])
+    counts = loaded["slimectl"]
+    with _counted(optimizer, counts["updates"]):
+        optimizer.load_state_dict(loaded["optimizer"])
+    drop_gradients(chunks, optimizer)
+    return int(counts["step"]), int(counts["updates"])
+
+
+def _named(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
+    """mcore's names of the chunks."""
+    return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, content: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    models = {name: chunk.module.sharded_state_dict(metadata=dict(content)) for name, chunk in _named(chunks)}
+    return models | {"optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(content))}
+
+
+@contextmanager
+def _written_here() -> Iterator[None]:
+    """Let this process write its files itself.
+
+    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them; a rank may have no children
+    (it is a daemon), and leaves without the chance to end any. Delete when a synchronous save starts no process.
+    """
+    forks, results = FileSystemWriterAsync.write_preloaded_data_multiproc, filesystem_async._results_queue
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(forks)
+        filesystem_async._results_queue = results
+
+
+def _write(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+    """FileSystemWriterAsync.write_preloaded_data_multiproc, one file after another."""
+    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for i, bucket in enumerate(buckets):
+        waiting: queue.Queue[int] = queue.Queue()
+        waiting.put(i)
+        FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, written, waiting, True, use_msc=use_msc)
+    answers = dict(written.get() for _ in buckets)
+    failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
+    results.put(failures[0] if failures else answers)
+
+
+def _begin(optimizer: Any) -> None:
+    """Moments of zero for torch's AdamW before its first update.
+
+    megatron-core (0.16.1) reads the count of updates from them. Delete when it saves an optimizer without any.
+    """
+    for inner in inners(optimizer):
+        if isinstance(inner, torch.optim.AdamW):
+            for master in [master for group in inner.param_groups for master in group["params"]]:
+                if not inner.state[master]:
+                    inner.state[master] = {
+                        "step": torch.zeros((), device=master.device),
+                        "exp_avg": torch.zeros_like(master),
+                        "exp_avg_sq": torch.zeros_like(master),
+                    }
+
+
+@contextmanager
+def _counted(optimizer: Any, updates: int) -> Iterator[None]:
+    """Give every parameter of torch's AdamW its own count of updates while states are loaded.
+
+    megatron-core (0.16.1) has none to copy into the parameters' states (KeyError: 'step'), and then gives them all one
+    tensor: each would count every other's updates. Delete when DistributedOptimizer.load_state_dict does it.
+    """
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+    for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):
+        part._set_main_param_and_optimizer_states = partial(_set_counted, part, torch.tensor(float(updates)))
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part).pop("_set_main_param_and_optimizer_states", None)
+    for inner in inners(optimizer):
+        if isinstance(inner, torch.optim.AdamW):
+            for master, slots in inner.state.items():
+                slots["step"] = torch.tensor(float(updates), device=master.device)
+
+
+def _set_counted(part: DistributedOptimizer, step: torch.Tensor, parameter: Any, tensors: dict[str, Any]) -> None:
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {**tensors, "step": step})
