@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -14,14 +14,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.checkpoints.accounts import Apart
-from slimectl.checkpoints.parts import grouped, write_parts
+from slimectl.checkpoints.parts import MAX_FILE_BYTES, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """A router's bias is small beside what it decides; every implementation keeps it in float32."""
-MAX_SHARD_BYTES = 2 * 1024**3
 INDEX = "model.safetensors.index.json"
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
               "vocab.*", "merges.txt", "added_tokens.json")  # fmt: skip
@@ -95,7 +94,7 @@ class HFCheckpoint:
     `dtype` casts floating tensors on the way out; None keeps each as it comes.
     """
 
-    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_FILE_BYTES) -> None:
         self.dtype = dtype
         self.max_shard_bytes = max_shard_bytes
 
@@ -121,10 +120,10 @@ class HFCheckpoint:
         write_hf(path, Cast(held, self.dtype) if self.dtype else held, max_shard_bytes=self.max_shard_bytes)
 
 
-def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
+def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
     """Write the weights into the existing directory `path`, the index last; the SHA-256 of the shards.
 
-    One tensor is in memory at a time. Shards of at most `max_shard_bytes`; those that an interrupted call left whole
+    Two tensors are in memory at a time. Shards of at most `max_shard_bytes`; those that an interrupted call left whole
     stay.
     """
     forms = weights.forms()
@@ -135,7 +134,8 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_SHARD_B
     def write(i: int, file: Path) -> None:
         # Wide numbers first: each tensor then lies at a multiple of its own width.
         members = sorted(groups[i], key=lambda name: -forms[name][1].itemsize)
-        write_safetensors(file, {name: forms[name] for name in members}, map(weights.get, members))
+        tensors = one_ahead(partial(weights.get, name) for name in members)
+        write_safetensors(file, {name: forms[name] for name in members}, tensors)
 
     _, hashes = write_parts(path, names, write)
     if len(names) > 1:

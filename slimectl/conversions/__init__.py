@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from slimectl.checkpoints.accounts import Accounted, Apart
-from slimectl.checkpoints.hf import MAX_SHARD_BYTES, Cast, HFWeights, write_hf
+from slimectl.checkpoints.hf import Cast, HFWeights, write_hf
 from slimectl.checkpoints.locate import resolve_source
+from slimectl.checkpoints.parts import MAX_FILE_BYTES
 from slimectl.checkpoints.quantize import Quantized, Scheme
 from slimectl.checkpoints.quantize_fp8 import Fp8Blocks
 from slimectl.checkpoints.quantize_int4 import Int4Groups
@@ -91,7 +92,7 @@ def convert_checkpoint(
     verify: bool | None = None,
     logits: int | None = None,
     progress: Callable[[str], None] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, Any]:
     """Make the model at `source` a checkpoint directory at `target`; a summary for a person.
 

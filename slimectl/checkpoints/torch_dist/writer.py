@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.parts import grouped, write_parts
+from slimectl.checkpoints.parts import InSteps, grouped, one_ahead, write_parts
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
@@ -43,7 +43,7 @@ def write_torch_dist(
 ) -> dict[str, str]:
     """Write all chunks and what describes them; the SHA-256 of the .distcp files.
 
-    `objects` are keys under which mcore looks for something that is no tensor; it finds None there. One chunk is in
+    `objects` are keys under which mcore looks for something that is no tensor; it finds None there. Two chunks are in
     memory at a time. Files of at most `max_file_bytes`; those that an interrupted call left whole stay.
     """
     groups = list(grouped(chunks, lambda chunk: chunk.nbytes, max_file_bytes))
@@ -69,13 +69,14 @@ def _write_file(path: Path, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Offset and length of each chunk's archive."""
     places = []
     with path.open("wb") as file:
-        for chunk in chunks:
+        for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
             start = file.tell()
-            tensor = chunk.load().reshape(chunk.sizes)
+            tensor = loaded.reshape(chunk.sizes)
             assert tensor.dtype == chunk.dtype, chunk.key
             # torch.save writes a tensor's whole storage, also where the tensor is a part of it.
-            whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-            torch.save(tensor if whole else tensor.clone(memory_format=torch.contiguous_format), file)
+            if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            torch.save(tensor, cast("BinaryIO", InSteps(file)))
             places.append((start, file.tell() - start))
     return places
 
