@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron.config import Recompute, transformer_config
 from slimectl.policies.megatron.packed import PackedSequences
@@ -107,13 +106,8 @@ def build(
 ) -> list[PackedGPT]:
     """The chunks of the model that this rank holds, one per virtual pipeline stage; matrices have no values yet.
 
-    `parallel.start(layout, …)` comes first. Raises SettingsError for a configuration that megatron-core refuses, and
-    for layers that are not built here.
+    `parallel.start(layout, …)` comes first. Raises SettingsError for a configuration that megatron-core refuses.
     """
-    if architecture.layer == "sparse_latent":
-        raise SettingsError(
-            "model.path: its attention picks tokens by an indexer, which cannot be trained yet; it can be converted"
-        )
     config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
     vocab_size = padded_vocabulary(architecture, layout)
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
