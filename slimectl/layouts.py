@@ -60,6 +60,8 @@ TENSOR_CUTS = {
     "num_query_groups": "key-value groups",
     "ffn_hidden_size": "MLP columns",
     "moe_shared_expert_intermediate_size": "columns of the shared expert",
+    "linear_num_key_heads": "key heads of linear attention",
+    "linear_num_value_heads": "value heads of linear attention",
 }
 """What tensor parallelism divides, by field of mcore's TransformerConfig."""
 

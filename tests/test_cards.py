@@ -15,6 +15,7 @@ from slimectl.estimates.run import Run
 from slimectl.estimates.search import fitting
 from slimectl.weights.architecture import head_dim, rope
 from slimectl.weights.complete import STAND_INS, completed
+from slimectl.weights.counts import Parameters, parameters
 from slimectl.weights.families import family_of
 
 MODELS = """
@@ -293,6 +294,7 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(name: str):
     experts = int(MIXTURE[name]["experts"]) if name in MIXTURE else 1
     chosen = routed * int(MIXTURE[name]["topk"]) // experts if name in MIXTURE else 0
     total = sum(sizes.values())
+    assert parameters(whole(name)) == Parameters(card["parameters"], card.get("activated", total))
     assert (card["parameters"], card.get("activated", total)) == (total, total - routed + chosen)
 
 

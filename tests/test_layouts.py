@@ -107,3 +107,11 @@ def test_layers_of_linear_attention_are_not_cut_by_context_parallelism():
         "megatron.context_parallel_size: 2, but layers of linear attention need whole sequences; set it to 1 and raise"
         " megatron.tensor_model_parallel_size instead"
     )
+
+
+def test_heads_of_linear_attention_are_cut_evenly():
+    hybrid = {**QWEN3_8B, "linear_attention_freq": [1, 1, 1, 0] * 9, "linear_num_key_heads": 4}
+    (message,) = problems(ParallelLayout(tensor=8), hybrid, 8)
+    assert message.startswith(
+        "megatron.tensor_model_parallel_size: 8 does not divide 4 key heads of linear attention; possible are 1, 2, 4"
+    )

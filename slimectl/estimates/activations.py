@@ -12,6 +12,9 @@ from slimectl.estimates.figures import counted
 from slimectl.estimates.run import Run
 from slimectl.weights.architecture import Architecture
 
+DELTA_CHUNK = 64
+"""Tokens that policies/megatron/delta_net.py solves for at once; tests/estimates/test_figures.py holds them equal."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -108,13 +111,16 @@ def _grouped(architecture: Architecture, run: Run) -> list[Saved]:
     saved = []
     if normed:
         norms = _norm(run, q) + _norm(run, k) + 4 * (heads + _groups(architecture) / cut - 2)
+        if architecture.layer == "wide_qk_norm":
+            norms = (4 + c) * (q + k) + 8  # ours, in float32 on any device
         # The key comes as a view of the fused projection: kept once, with that.
         view = 0 if run.device == "cpu" and c == 2 else c * k
         saved.append(Saved("norms of query and key", norms - view))
     if c == 2:
         saved.append(Saved("cosines and sines 2c x rotated", 2 * c * t["kv_channels"] * architecture.rope.percent))
     # A view keeps all of what it looks into. Query and key are turned, which makes new tensors; the value is a view.
-    if (alone and not scores) or (normed and not (run.device == "cpu" and c == 2)):
+    fused = (alone and not scores) or (normed and not (run.device == "cpu" and c == 2))
+    if fused:
         saved.append(Saved("fused projection c(q + 2k)", c * (q + 2 * k)))
     # The output matrix takes a view of the kernel's result on a GPU, a copy on a CPU.
     out = q if run.device == "cuda" or run.recompute == "selective" else 2 * q
@@ -124,7 +130,8 @@ def _grouped(architecture: Architecture, run: Run) -> list[Saved]:
         kv, words = 2 * k * chunks, f"q + 2k x {chunks:g} ranks' keys + result"
     saved += _attention(run, heads, q, kv, out, words)
     if t.get("attention_output_gate"):
-        saved.append(Saved("output gate 3cq", 3 * c * q))
+        # Its sigmoid and what it multiplies; it comes with the fused projection.
+        saved.append(Saved("output gate cq", (3 if fused else 2) * c * q))
     return saved
 
 
@@ -177,12 +184,18 @@ def _experts(architecture: Architecture, run: Run) -> list[Saved]:
 
 
 def _delta(architecture: Architecture, run: Run) -> list[Saved]:
-    """Gated delta rule: projections before and after the convolution, normalised query and key, values, gate, norm."""
-    t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
-    key = t["linear_num_key_heads"] * t["linear_key_head_dim"] / cut
-    value = t["linear_num_value_heads"] * t["linear_value_head_dim"] / cut
+    """Gated delta rule, float32 from the normalised keys to the output; sequences are padded to whole chunks."""
+    t, c = architecture.transformer, run.bytes
+    heads, K, V = t["linear_num_value_heads"] / run.layout.tensor, t["linear_key_head_dim"], t["linear_value_head_dim"]
+    keys, v, C = t["linear_num_key_heads"] / run.layout.tensor * K, heads * V, DELTA_CHUNK
+    mixed = 2 * keys + v
+    padded = -(-run.seq_len // C) * C / run.seq_len
+    chunks = 4 * heads * (11 * K + 3 * V + 6 * C + K * V / C)
+    # What goes on in float32 is kept as a copy, or as what it is already.
+    turned, gate = (c * mixed, 0) if c == 4 else (8 * keys, 4 * v)
     return [
-        Saved("projections and convolution 3c(2 key + value)", 3 * c * (2 * key + value)),
-        Saved("delta rule, float32: 3 x 4 (2 key + value)", 12 * (2 * key + value)),
-        Saved("gate and norm (8 + 2c) value", (8 + 2 * c) * value),
+        Saved("projection c(2 keys + 2 values)", c * (mixed + v + 2 * heads)),
+        Saved("convolution c taps (2 keys + values)", t["linear_conv_kernel_dim"] * c * mixed + turned),
+        Saved("delta rule 4 heads (11K + 3V + 6C + KV / C)", padded * chunks + 28 * heads),
+        Saved("gate and norm", _norm(run, v) + (2 * c + 4) * v + gate),
     ]

@@ -30,12 +30,12 @@ class Part:
 
 
 def parts_of(links: Sequence[Link]) -> list[Part]:
-    """The parameters of a family's table, by kind and layer."""
+    """The parameters of a family's table that are trained, by kind and layer."""
     counts: dict[tuple[Kind, int | None, bool, int], int] = {}
     for link in links:
-        if link.megatron.endswith(".expert_bias"):
-            continue  # moved by the load of the experts, not by gradients
-        key = (_kind(link.megatron), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
+        if link.buffer:
+            continue
+        key = (_kind(link), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
         counts[key] = counts.get(key, 0) + math.prod(link.shape)
     return [Part(kind, layer, count, cut, rows) for (kind, layer, cut, rows), count in counts.items()]
 
@@ -44,12 +44,13 @@ def _layer(name: str) -> int | None:
     return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
 
 
-def _kind(name: str) -> Kind:
+def _kind(link: Link) -> Kind:
+    name = link.megatron
     if "word_embeddings" in name:
         return "embedding"
     if name.startswith("output_layer"):
         return "output"
-    if ".mlp.experts." in name:
+    if link.expert is not None:
         return "experts"
     if ".mlp." in name:
         return "mlp"

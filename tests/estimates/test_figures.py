@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimectl import cards
-from slimectl.estimates import compute, engine, memory, parameters, passing, plan
+from slimectl.estimates import activations, compute, engine, memory, parameters, passing, plan
 from slimectl.estimates.figures import Figure
 from slimectl.estimates.plan import Model
 from slimectl.estimates.run import CHUNK_LOGITS, DENSE_SCORES, KEPT_LOGITS, Run
@@ -29,6 +29,8 @@ def test_the_constants_are_those_of_the_policies():
     from slimectl.policies import head
     from slimectl.policies.fsdp import attention
 
+    delta = pytest.importorskip("slimectl.policies.megatron.delta_net")
+    assert activations.DELTA_CHUNK == delta.CHUNK
     assert (CHUNK_LOGITS, KEPT_LOGITS, DENSE_SCORES) == (head.CHUNK_LOGITS, head.KEPT_LOGITS, attention.DENSE_SCORES)
 
 
