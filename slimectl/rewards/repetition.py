@@ -36,7 +36,7 @@ class Repetition(Verifier):
         else:
             pieces = re.findall(r"\w+|[^\w\s]", sample.response.lower())
         total = max(0, len(pieces) - self.n + 1)
-        distinct = len({tuple(pieces[at : at + self.n]) for at in range(total)})
+        distinct = len(set(zip(*(pieces[at:] for at in range(self.n)), strict=False)))
         why = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
         return nothing("whole response", why, 1 - distinct / total if total else 0.0)
 

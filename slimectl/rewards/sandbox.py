@@ -70,8 +70,10 @@ def run_program(
     covered, and memory in total is bounded only by processes times memory_mib.
 
     Where the kernel grants no namespaces, as in most containers, BackendError is raised. `allow_weaker` then runs the
-    program all the same, with the limits and the killing alone: it has the network, may write wherever its user may,
-    and if that user is root, the limit on processes does not bind it. For programs that are trusted otherwise.
+    program with the limits, the killing, and what Landlock gives: other files are out of reach from Linux 5.13 on, TCP
+    from 6.7, the signalling of others from 6.12. What is left open: UDP and other sockets, the list of processes, the
+    disk behind the temporary folder, and for root, whom the limit on processes does not bind, their number. On older
+    kernels, or where Landlock is switched off, all of it is open; use it for programs that are trusted otherwise.
     """
     if sys.platform != "linux":
         raise BackendError("score.rm_type=code: programs are shut in by Linux namespaces; grade them on Linux")

@@ -243,29 +243,54 @@ def test_cases_do_not_see_each_other():
     assert [one.stdout for one in run(program, {"input": ""}, {"input": ""})] == ["False False\n"] * 2
 
 
-def test_without_namespaces_it_is_refused_or_runs_with_less_as_asked():
-    # An ordinary user who may have no further namespace: what most containers are like.
-    script = (
+def test_without_namespaces_it_is_refused_or_runs_with_less_as_asked(tmp_path: Path):
+    # A user who may have no further namespace: what most containers are like.
+    (tmp_path / "secret").write_text("s")
+    programs = {
+        "fine": "open('kept', 'w').write('x'); print(open('kept').read())",
+        "stuck": "while True: pass",
+        "daemon": "import subprocess; subprocess.Popen(['/bin/sleep', '60'], process_group=0, stdout=-3, stderr=-3)",
+        "write": f"open('{tmp_path}/made', 'w')",
+        "read": f"open('{tmp_path}/secret')",
+        "tcp": "import socket; socket.create_connection(('127.0.0.1', 1), 1)",
+        "kill": "import os; os.kill(os.getppid(), 0); os.kill(WHO, 0)",
+        "memory": "bytearray(600 << 20)",
+    }
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
         "from slimectl.rewards.sandbox import *\n"
         "from slimectl.errors import BackendError\n"
         "try: run_program('', [{'input': ''}], Limits())\n"
         "except BackendError as error: print(error)\n"
-        "cases = [{'input': '2'}, {'input': 'stuck'}]\n"
-        'program = \'x = input()\\nwhile x == "stuck": pass\\nprint(x, end="")\'\n'
-        "for one in run_program(program, cases, Limits(test_timeout_s=0.5), allow_weaker=True): print(one.status)\n"
+        f"for name, program in {programs!r}.items():\n"
+        "    program = program.replace('WHO', str(os.getpid()))\n"
+        "    one = run_program(program, [{'input': ''}], Limits(test_timeout_s=0.5), allow_weaker=True)[0]\n"
+        "    print(name, one.status, one.stdout.strip(), one.error.partition(':')[0])\n"
     )
-    namespace = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c '{script_quoted(script)}'"
+    namespace = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} {script}"
     result = subprocess.run(["unshare", "-Ur", "sh", "-c", namespace], capture_output=True, text=True, check=False)
     if "max_user_namespaces" in result.stderr or "unshare" in result.stderr:
         pytest.skip("user namespaces cannot be taken away here")
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("score.rm_type=code: the kernel grants no sandbox (unshare: No space left on device)")
-    assert "allow_weaker=true" in lines[0]
-    assert lines[1:] == ["ended", "out of time"]
+    refused, *lines = result.stdout.splitlines()
+    assert refused.startswith("score.rm_type=code: the kernel grants no sandbox (unshare: No space left on device)")
+    assert "allow_weaker=true" in refused
+    assert lines[:3] == ["fine ended x ", "stuck out of time  ", "daemon ended  "]
+    assert lines[-1] == "memory exit code 1  MemoryError"
+    denied = [f"{what} exit code 1  PermissionError" for what in ("write", "read", "tcp", "kill")]
+    if (version := landlock_version()) >= 1:
+        assert lines[3:5] == denied[:2]
+        assert not (tmp_path / "made").exists()
+    if version >= 4:
+        assert lines[5] == denied[2]
+    if version >= 6:
+        assert lines[6] == denied[3]
 
 
-def script_quoted(script: str) -> str:
-    return script.replace("'", "'\\''")
+def landlock_version() -> int:
+    import ctypes
+
+    return int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
 @pytest.mark.parametrize("tests", [None, [], {}, 7, [1], [{"input": "x"}], {"inputs": ["a"], "outputs": []},

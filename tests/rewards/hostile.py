@@ -1,0 +1,92 @@
+"""Responses that try to break, stall or trick a verifier: a corpus, and endless compositions of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+EXPLOSIVE = [
+    "9^{9^{9^9}}", r"\binom{1000000}{500000}", r"\binom{\binom{999}{500}}{\binom{999}{400}}", "(10^{10})!",
+    "((5!)!)!",
+    "2^{1000000000}", "1^{9^9}", "10^{-10^{10}}", r"\int_0^1 x^x dx", r"\sum_{i=1}^{10000000} i^i",
+    r"\prod_{n=1}^{\infty} n", r"\lim_{x\to 0} \frac{\sin x}{x}", "1e999999999", "x^{x^{x^{x^x}}}", "(x+y+z)^{1000}",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}^{100000000}", r"\exp(\exp(\exp(\exp(9))))", r"\gcd(9^{9^9}, 3)",
+    r"\lcm(9^{9^9}, 3)", r"\lfloor 9^{9^{9^9}} \rfloor", r"9^{9^9} \bmod 7", r"\Gamma(10^9)", r"\cosh(10^9)",
+    "(10^3)!^{1000}", "((10^{300})^{300})^{300}", r"\zeta(10^{50})", r"\sqrt[10^9]{x^{10^9}}", r"\log_{1}{1}",
+    r"\frac{1}{0}",
+    r"\frac{0}{0}", r"\tan(\frac{\pi}{2})", r"\infty - \infty", r"\sin(10^{40})",
+    r"\det\begin{vmatrix}1\end{vmatrix}",
+    "x = y = z = x", "1 < 2 < 3 < x < 4", r"\left\{ x \mid x > 1 \right.", r"|x| \cdot ||y||| ", r"a_{b_{c_{d}}}",
+    r"(-1)^{\frac{1}{10^{30}}}", r"x^{0.1234567890123456789}", "0.1e-300^{300}", r"\cos^{-1}(2)^{i}", "i^{i^{i^i}}",
+]  # fmt: skip
+BROKEN = [
+    r"\frac{", r"\frac{1}", r"\frac12345", r"\sqrt[", r"\left(", r"\right]", "{" * 40, "}" * 40, "(" * 60,
+    "[" * 60 + ")" * 60,
+    r"\text{" * 20, r"\begin{cases}", r"\end{matrix}", "^" * 30, "_" * 30, "^_^", r"\\" * 30, "$" * 31, "&" * 30,
+    "%", "#",
+    "||||", r"\{\{\}", "{,}", ",,,;;;", "...", "1,2,,3", "1,234,56", "--5", "+-+-3", "5e", "e5", ".", "-", r"\boxed",
+    r"\boxed{", r"\boxed{\boxed{", r"\fbox{}", "</think>", "<think>", "<answer>", "</answer>", "###Response",
+    "Answer:", "```",
+    "```python", "answer is (", "Answer: Answer: Answer:", "**", "****(A)****", "(((A)))", r"\def\x{\x\x}\x",
+    r"\input{/etc/passwd}",
+    r"\write18{touch x}", "__import__('os').system('true')", "eval(input())",
+    "().__class__.__bases__[0].__subclasses__()",
+    "'; DROP TABLE", '{"score": 1}', "NaN", "nan", "inf", "-Infinity", "None", "True", "1_000", "0x10", "1j", "٣",
+    "½", "Ⅷ", "²³",
+    "\x00", "\x1b[31m", "\u202e", "\u200b" * 5, "\ufeff", "\ud800", "\U0001f600", "é", "ﬁ", "İ", "ß", "\r\n",
+    "\u2028", "\x85", "\t" * 9,
+]  # fmt: skip
+PLAIN = ["5", "42", r"\frac{1}{2}", "x", "x^2+1", "(1,2)", "[3,4)", r"\{1,2\}", "A", "B", "yes", r"\pi", "1,234.5",
+"50\\%",
+         r"5\text{ cm}", "y=2x+1", r"x \ge 3", r"1 \pm 2", r"(-\infty,2]\cup[3,\infty)", "Tuesday", "print(1)",
+         "1/3"]  # fmt: skip
+LABELS = ["5", "42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"\{1,2\}", "y=2x+1", r"\sqrt{2}", r"x \ge 3", "1000",
+          r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "yes"]  # fmt: skip
+AROUND = [
+    "{}", r"\boxed{{{}}}", r"so $\boxed{{{}}}$.", r"\fbox {{{}", "Answer: {}", "**Answer:** ${}$",
+    "<answer>{}</answer>",
+    "</think>{}", "The answer is ({})", "Final answer: {}", "```python\n{}\n```", "```\n{}", "#### {}", "{}\n\n{}",
+    r"<think>{}</think> Answer: {} \boxed{{{}}} <answer>{}</answer>", "{}" * 20,
+]  # fmt: skip
+INSIDE = [r"\frac{{{}}}{{{}}}", r"\sqrt{{{}}}", "({})^{{{}}}", "({}, {})", r"\{{{}, {}\}}", r"\text{{{}}}", "{}+{}",
+"{} = {}",
+          "{}!", r"\left[{}\right)", "|{}|", "{}{}", r"\log_{{{}}}{{{}}}", r"{} \cdot {}", "-{}", "{} cm", "{}, {}",
+          r"{} \cup {}", r"\binom{{{}}}{{{}}}", r"\sin^{{{}}}({})"]  # fmt: skip
+
+
+def responses(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(response, label) pairs; the same for the same seed, whatever the count."""
+    random = Random(seed)
+    for _ in range(count):
+        yield response(random), random.choice(LABELS)
+
+
+def response(random: Random) -> str:
+    text = _filled(random.choice(AROUND), random)
+    for _ in range(random.choice((0, 0, 0, 1, 3))):  # a slip of the pen
+        at = random.randrange(len(text) + 1)
+        text = (
+            text[:at]
+            + random.choice(("", "{", "}", "\\", "^", "\n", " ", "9", "\x00"))
+            + text[at + random.randint(0, 2) :]
+        )
+    return text * random.choice((100, 1000)) if random.random() < 0.005 else text
+
+
+def _filled(form: str, random: Random) -> str:
+    parts = [_formula(random, 0) for _ in range(form.count("{}"))]
+    return form.format(*parts)
+
+
+def _formula(random: Random, depth: int) -> str:
+    if depth < 4 and random.random() < 0.6 - 0.1 * depth:
+        form = random.choice(INSIDE)
+        return form.format(*(_formula(random, depth + 1) for _ in range(form.count("{}"))))
+    kind = random.random()
+    if kind < 0.06:
+        return random.choice(("9", "1+", "x", "(", "-", r"\ ", "a ", "1,", "𝒜", r"\pi", "{}", "A) ")) * random.randint(
+            1, 400
+        )
+    if kind < 0.12:
+        return "".join(random.choices("0123456789xyzπ+-*/^_=<>(){}[]\\.,|&!%$ \n\x00\ud800é", k=random.randint(0, 60)))
+    return random.choice(random.choice((EXPLOSIVE, BROKEN, PLAIN)))
