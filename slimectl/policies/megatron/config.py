@@ -23,11 +23,15 @@ from slimectl.weights.architecture import Architecture
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 """Whose fields [megatron.args] may name."""
 
+_OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_RECOMPUTE = ("recompute_granularity", "recompute_modules")
 _OWN_SETTINGS = {setting.removeprefix("megatron."): setting for setting in SETTINGS.values()} | {
     "sequence_parallel": SETTINGS["tensor"],
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "train.dtype"),
+    **{name: f"train.{name}" for name in _OPTIMIZER},
+    **{name: f"megatron.{name}" for name in ("use_distributed_optimizer", "optimizer_cpu_offload", *_RECOMPUTE)},
 }
-"""Arguments that would contradict the layout or the precision of the weights, and the setting to use instead."""
+"""Arguments that would contradict a setting, and that setting."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,20 @@ def check_args(args: Mapping[str, Any]) -> None:
             raise SettingsError(f"megatron.args.{name}: megatron-core has no such argument{hint}")
 
 
+def _check_against_model(args: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raises SettingsError for an argument that would make it another model, or that packed training stands on."""
+    for name, value in args.items():
+        if name in architecture.transformer and name not in _TUNABLE and value != architecture.transformer[name]:
+            raise SettingsError(
+                f"megatron.args.{name}: {value}, but the model's config.json makes it"
+                f" {architecture.transformer[name]}; leave it out"
+            )
+        if name in _NEEDED and value != _ALWAYS[name]:
+            raise SettingsError(
+                f"megatron.args.{name}: {value}, but packed training needs {_ALWAYS[name]}; leave it out"
+            )
+
+
 def args_of(args: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """The arguments that `kind` takes."""
     return {name: value for name, value in args.items() if name in field_names(kind)}
@@ -75,6 +93,7 @@ def transformer_config(
     Raises SettingsError for an unknown argument, and for values that megatron-core refuses.
     """
     check_args(args or {})
+    _check_against_model(args or {}, architecture)
     kind = MLATransformerConfig if architecture.mla else TransformerConfig
     values = {
         **_ALWAYS,
@@ -99,6 +118,12 @@ def transformer_config(
         return kind(**args_of(values, kind))
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
+
+
+_TUNABLE = {"hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
+"""What a model's architecture suggests and training may choose."""
+_NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispatcher_type", "add_bias_linear"}
+"""What this package's attention, batches and losses are written for."""
 
 
 def _as_allocated(weight: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ def test_arguments_have_the_last_word():
 
 
 def test_arguments_go_to_the_class_that_takes_them():
-    args = {"hidden_dropout": 0.1, "adam_beta2": 0.98, "bucket_size": 100}
+    args = {"hidden_dropout": 0.1, "sgd_momentum": 0.5, "bucket_size": 100}
     assert configured(args=args).hidden_dropout == 0.1
-    assert args_of(args, OptimizerConfig) == {"adam_beta2": 0.98}
+    assert args_of(args, OptimizerConfig) == {"sgd_momentum": 0.5}
     assert args_of(args, DistributedDataParallelConfig) == {"bucket_size": 100}
 
 
@@ -48,6 +48,8 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name():
         ("tensor_model_parallel_size", r"megatron\.tensor_model_parallel_size"),
         ("sequence_parallel", r"megatron\.tensor_model_parallel_size"),
         ("bf16", r"train\.dtype"),
+        ("lr", r"train\.lr"),
+        ("recompute_granularity", r"megatron\.recompute_granularity"),
     ],
 )
 def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
@@ -57,7 +59,7 @@ def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
 
 def test_what_megatron_core_refuses_is_one_line():
     with pytest.raises(SettingsError, match=r"^megatron-core refuses the configuration: ") as refusal:
-        configured(args={"recompute_granularity": "everything"})
+        configured(args={"cuda_graph_impl": "everything"})
     assert "\n" not in str(refusal.value)
 
 
@@ -77,3 +79,15 @@ def test_yarn_is_squared_into_the_scale_of_latent_attention():
     # By hand: 24 dimensions a head; mscale 0.1 · 0.8 · ln 4 + 1 = 1.1109.
     assert configured("deepseek_v3_yarn").softmax_scale == pytest.approx(24**-0.5 * 1.110904**2, rel=1e-5)
     assert configured("deepseek_v3").softmax_scale == pytest.approx(24**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"num_layers": 7}, "7, but the model's config.json makes it 4"),
+        ({"calculate_per_token_loss": False}, "False, but packed training needs True"),
+    ],
+)
+def test_an_argument_that_would_make_another_model_is_refused(argument, reason):
+    with pytest.raises(SettingsError, match=reason):
+        configured(args=argument)
