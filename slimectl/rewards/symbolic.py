@@ -11,6 +11,7 @@ from typing import Any
 MAX_CHARACTERS = 200
 MAX_DIGITS = 50
 MAX_NODES = 300
+MAX_DEPTH = 16
 MAX_LOG10 = 1000.0
 """Log10 of the largest number that an expression may evaluate to."""
 
@@ -30,8 +31,8 @@ class TooLargeError(Exception):
 def symbolically_equal(label: str, answer: str) -> bool:
     """Whether math-verify finds them equal, decimals taken as the exact fractions that they are.
 
-    What could run away is not tried and counts as unequal: texts over 200 characters, integrals, sums, limits,
-    determinants, gcd and lcm, nested binomials, numbers of more than 1000 digits. Never raises.
+    What could run away is not tried and counts as unequal: texts over 200 characters or 16 brackets deep, integrals,
+    sums, limits, determinants, gcd and lcm, nested binomials, numbers of more than 1000 digits. Never raises.
     """
     if not (_is_worth_parsing(label) and _is_worth_parsing(answer)):
         return False
@@ -72,9 +73,20 @@ def same_equation(label: str, answer: str) -> bool:
 def _is_worth_parsing(text: str) -> bool:
     if not 0 < len(text) <= MAX_CHARACTERS or _NEVER.search(text) or text.count("^") > 12:
         return False
+    if _depth(text) > MAX_DEPTH:  # the parser takes seconds for brackets that never close
+        return False
     longest = max(map(len, re.findall(r"\d+", text)), default=0)
     # The parser evaluates binomials (and gcd, det and their like) itself, before there is a tree to look at.
     return longest <= (3 if "binom" in text else MAX_DIGITS) and not _LARGE_BINOMIAL.search(text)
+
+
+def _depth(text: str) -> int:
+    """How many brackets are open at once."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _is_complex(text: str) -> bool:

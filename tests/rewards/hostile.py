@@ -70,7 +70,7 @@ def response(random: Random) -> str:
             + random.choice(("", "{", "}", "\\", "^", "\n", " ", "9", "\x00"))
             + text[at + random.randint(0, 2) :]
         )
-    return text * random.choice((100, 1000)) if random.random() < 0.005 else text
+    return text * random.choice((100, 300)) if random.random() < 0.005 else text
 
 
 def _filled(form: str, random: Random) -> str:

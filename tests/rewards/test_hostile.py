@@ -23,7 +23,10 @@ from slimectl.types import Sample
 
 COUNT = int(os.environ.get("SLIMECTL_HOSTILE", "1000"))
 TIMEOUT_S = 5.0
-"""score.timeout_s, here for all verifiers together."""
+"""score.timeout_s, here for all verifiers together, in seconds of CPU: the machine's other work is not theirs."""
+
+STUCK_S = 60.0
+"""After which a worker is killed; wall clock."""
 
 TESTS = [{"input": "", "output": "1\n"}]
 CHOICES = ["5", "42", "x", "yes"]
@@ -64,11 +67,11 @@ def graded(given: Verifier, sample: Sample) -> float:
 
 
 def grade_by_all(pair: tuple[str, str]) -> float:
-    """Seconds that all verifiers took for one response."""
-    started = time.perf_counter()
+    """Seconds of CPU that all verifiers took for one response."""
+    started = time.process_time()
     for name, one in VERIFIERS.items():
         graded(one, sample_of(pair[0], label_for(name, pair[1]), choices=CHOICES))
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def warm_up(pair: tuple[str, str]) -> None:
@@ -90,8 +93,9 @@ def test_no_hostile_response_raises_or_overruns(executor: LocalExecutor):
         *responses(COUNT, seed=1),
     ]
     started, seconds = time.perf_counter(), []
-    for pair, result in zip(pairs, executor.map(grade_by_all, pairs, workers=2, timeout_s=TIMEOUT_S), strict=True):
+    for pair, result in zip(pairs, executor.map(grade_by_all, pairs, workers=2, timeout_s=STUCK_S), strict=True):
         assert isinstance(result, float), f"{result!r} for {pair!r}"
+        assert result < TIMEOUT_S, pair
         seconds.append(result)
     print(
         f"{len(pairs)} responses, {len(VERIFIERS)} verifiers each: {time.perf_counter() - started:.0f} s; "
@@ -118,17 +122,17 @@ TASKS = [
 
 
 def grade_tasks(pair: tuple[str, str]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     for task in TASKS:
         graded(verifier("reasoning_gym"), sample_of(pair[0], "6", **task))
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def test_no_hostile_response_breaks_a_reasoning_task(executor: LocalExecutor):
     pytest.importorskip("reasoning_gym")
     list(executor.map(grade_tasks, [("", "")] * 8, workers=2))
     pairs = list(responses(COUNT // 10, seed=2))
-    results = list(executor.map(grade_tasks, pairs, workers=2, timeout_s=TIMEOUT_S))
+    results = list(executor.map(grade_tasks, pairs, workers=2, timeout_s=STUCK_S))
     assert [result for result in results if not isinstance(result, float)] == []
 
 
@@ -144,5 +148,5 @@ def test_no_hostile_program_breaks_the_sandbox(executor: LocalExecutor):
     if refusal():
         pytest.skip(refusal())
     pairs = list(responses(max(12, COUNT // 100), seed=3))
-    results = list(executor.map(grade_code, pairs, workers=2, timeout_s=TIMEOUT_S))
+    results = list(executor.map(grade_code, pairs, workers=2, timeout_s=STUCK_S))
     assert [result for result in results if not isinstance(result, float)] == []
