@@ -114,7 +114,7 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
     source, there, back, copy = (folder / name for name in ("source", "there", "back", "copy"))
     size = make(source, gigabytes)
     facts: dict[str, list[dict[str, float]]] = {}
-    for _ in range(rounds):
+    for round_ in range(rounds + 1):
         turns = {
             "cp": lambda: copied(source, copy, sync=False),
             "cp and sync": lambda: copied(source, copy, sync=True),
@@ -122,7 +122,9 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
             "torch_dist to hf": lambda: converted(there, back, "hf"),
         }
         for name, turn in turns.items():
-            facts.setdefault(name, []).append(turn())
+            found = turn()
+            if round_:  # the first is to warm up: memory that a virtual machine never touched is slow to get
+                facts.setdefault(name, []).append(found)
             shutil.rmtree(copy, ignore_errors=True)
         for made in (there, back):
             shutil.rmtree(made)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.checkpoints.accounts import Apart
-from slimectl.checkpoints.parts import MAX_FILE_BYTES, grouped, one_ahead, write_parts
+from slimectl.checkpoints.parts import file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
@@ -94,7 +94,7 @@ class HFCheckpoint:
     `dtype` casts floating tensors on the way out; None keeps each as it comes.
     """
 
-    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None) -> None:
         self.dtype = dtype
         self.max_shard_bytes = max_shard_bytes
 
@@ -120,14 +120,15 @@ class HFCheckpoint:
         write_hf(path, Cast(held, self.dtype) if self.dtype else held, max_shard_bytes=self.max_shard_bytes)
 
 
-def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
+def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, str]:
     """Write the weights into the existing directory `path`, the index last; the SHA-256 of the shards.
 
-    Two tensors are in memory at a time. Shards of at most `max_shard_bytes`; those that an interrupted call left whole
-    stay.
+    Two tensors are in memory at a time. Shards of at most `max_shard_bytes` (None: as `file_bytes` says); those that an
+    interrupted call left whole stay.
     """
     forms = weights.forms()
-    groups = list(grouped(forms, lambda name: nbytes(forms[name]), max_shard_bytes))
+    total = sum(map(nbytes, forms.values()))
+    groups = list(grouped(forms, lambda name: nbytes(forms[name]), max_shard_bytes or file_bytes(total)))
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(names) > 1 else ["model.safetensors"]
 
@@ -140,7 +141,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int = MAX_FILE_BY
     _, hashes = write_parts(path, names, write)
     if len(names) > 1:
         weight_map = {member: name for name, group in zip(names, groups, strict=True) for member in group}
-        index = {"metadata": {"total_size": sum(map(nbytes, forms.values()))}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return hashes
 

@@ -6,40 +6,25 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from slimectl.data.rundir import sha256
 
 Item = TypeVar("Item")
 
-STEP_BYTES = 4 * 1024**2
-MAX_FILE_BYTES = 1024**3
-"""Small enough that an interruption loses little, and that hashing keeps up with writing."""
+FILES, LEAST_FILE_BYTES, MOST_FILE_BYTES = 8, 512 * 1024**2, 4 * 1024**3
 
 FACTS = ".facts-"
 """Prefix of the note beside each finished file, as long as others are missing."""
 
 
-class InSteps:
-    """A binary file to write large tensors to, a few megabytes at a time.
+def file_bytes(total: int) -> int:
+    """How large the files of `total` bytes may get: an eighth, as far as that is neither small nor huge.
 
-    One write of hundreds of megabytes into a new file took 5 to 8 times the CPU time of many small ones (Linux 6,
-    ext4), and torch.save and safetensors hand over a tensor whole.
+    An interruption then loses little, and hashing keeps up with writing: one file is hashed while the next is written.
     """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), STEP_BYTES):
-            self._file.write(view[start : start + STEP_BYTES])
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
+    return min(max(total // FILES, LEAST_FILE_BYTES), MOST_FILE_BYTES)
 
 
 def one_ahead(loads: Iterable[Callable[[], Item]]) -> Iterator[Item]:
@@ -77,22 +62,24 @@ def write_parts(
     interrupted call with the same arguments, is kept, and so are its facts.
     """
     hashes: dict[str, Future[str]] = {}
-    # One file is hashed while the next is written: hashing lets the interpreter's lock go.
+    # One file is brought to the disk and hashed while the next is written: both let the interpreter's lock go.
     with ThreadPoolExecutor(1) as pool:
         for i, name in enumerate(names):
-            _make(folder, name, partial(write, i))
-            hashes[name] = pool.submit(sha256, folder / name)
+            note, staged = folder / f"{FACTS}{name}", folder / f".part-{name}"
+            if not (folder / name).exists():
+                note.write_text(json.dumps(write(i, staged)))
+            hashes[name] = pool.submit(_finish, staged, folder / name)
+        found = {name: future.result() for name, future in hashes.items()}
     facts = [json.loads((folder / f"{FACTS}{name}").read_text()) for name in names]
     for name in names:
         (folder / f"{FACTS}{name}").unlink()
-    return facts, {name: future.result() for name, future in hashes.items()}
+    return facts, found
 
 
-def _make(folder: Path, name: str, write: Callable[[Path], Any]) -> None:
-    note, staged = folder / f"{FACTS}{name}", folder / f".part-{name}"
-    if (folder / name).exists() and note.exists():
-        return
-    note.write_text(json.dumps(write(staged)))
-    with staged.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(staged, folder / name)
+def _finish(staged: Path, final: Path) -> str:
+    """Give a written file its name, once it is on the disk; its SHA-256."""
+    if not final.exists():
+        with staged.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(staged, final)
+    return sha256(final)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.parts import InSteps
 from slimectl.errors import CheckpointError
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -116,4 +115,4 @@ def write_safetensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[T
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, form), tensor in zip(forms.items(), tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == form, name
-            InSteps(file).write(buffer(tensor.detach().cpu().contiguous()))
+            file.write(buffer(tensor.detach().cpu().contiguous()))

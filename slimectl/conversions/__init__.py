@@ -14,7 +14,6 @@ import torch
 from slimectl.checkpoints.accounts import Accounted, Apart
 from slimectl.checkpoints.hf import Cast, HFWeights, write_hf
 from slimectl.checkpoints.locate import resolve_source
-from slimectl.checkpoints.parts import MAX_FILE_BYTES
 from slimectl.checkpoints.quantize import Quantized, Scheme
 from slimectl.checkpoints.quantize_fp8 import Fp8Blocks
 from slimectl.checkpoints.quantize_int4 import Int4Groups
@@ -92,7 +91,7 @@ def convert_checkpoint(
     verify: bool | None = None,
     logits: int | None = None,
     progress: Callable[[str], None] | None = None,
-    max_shard_bytes: int = MAX_FILE_BYTES,
+    max_shard_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Make the model at `source` a checkpoint directory at `target`; a summary for a person.
 
@@ -147,7 +146,7 @@ def convert_checkpoint(
 Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, str]]]
 
 
-def _ends(found: Source, options: Options, max_bytes: int) -> Ends:
+def _ends(found: Source, options: Options, max_bytes: int | None) -> Ends:
     """What goes into the target, how it is read back, and how it is written."""
     weights = found.weights
     if options.to == "torch_dist":

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.parts import InSteps, grouped, one_ahead, write_parts
+from slimectl.checkpoints.parts import file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
@@ -39,14 +39,15 @@ class Chunk:
 
 
 def write_torch_dist(
-    folder: Path, chunks: Sequence[Chunk], *, max_file_bytes: int, objects: Sequence[str] = ()
+    folder: Path, chunks: Sequence[Chunk], *, max_file_bytes: int | None = None, objects: Sequence[str] = ()
 ) -> dict[str, str]:
     """Write all chunks and what describes them; the SHA-256 of the .distcp files.
 
     `objects` are keys under which mcore looks for something that is no tensor; it finds None there. Two chunks are in
     memory at a time. Files of at most `max_file_bytes`; those that an interrupted call left whole stay.
     """
-    groups = list(grouped(chunks, lambda chunk: chunk.nbytes, max_file_bytes))
+    most = max_file_bytes or file_bytes(sum(chunk.nbytes for chunk in chunks))
+    groups = list(grouped(chunks, lambda chunk: chunk.nbytes, most))
     names = [f"__0_{i}.distcp" for i in range(len(groups) + bool(objects))]
 
     def write(i: int, path: Path) -> list[tuple[int, int]]:
@@ -76,7 +77,7 @@ def _write_file(path: Path, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
             # torch.save writes a tensor's whole storage, also where the tensor is a part of it.
             if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
-            torch.save(tensor, cast("BinaryIO", InSteps(file)))
+            torch.save(tensor, file)
             places.append((start, file.tell() - start))
     return places
 
