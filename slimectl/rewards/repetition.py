@@ -15,8 +15,8 @@ from slimectl.types import Sample
 class Repetition(Verifier):
     """The share of n-grams that occurred before, 0.0 (none) to below 1.0; give it a negative weight.
 
-    >>> Repetition(n=2)(Sample(response="no no no no"))  # (no, no) three times, two of them again
-    0.6666666666666666
+    >>> Repetition(n=2)(Sample(response="up down up down up"))  # four pairs, two of them again
+    0.5
 
     One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
     arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other sign a word of its own; `of`

@@ -1,14 +1,18 @@
 """The simple verifiers, each as a table: options, label, response, what is extracted, reward."""
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards import verifier
+from slimectl.rewards import known_types, verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
 from slimectl.rewards.numerals import exact_number, last_number
+from slimectl.rewards.registry import TYPES
 from slimectl.types import Sample
 
 TABLE = [
@@ -154,3 +158,16 @@ def test_importing_the_verifiers_loads_nothing_heavy():
     code = f"import sys, slimectl.rewards; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_the_manual_has_every_type_with_its_options():
+    rows = [
+        line
+        for line in (Path(__file__).parents[2] / "docs" / "verifiers.md").read_text().splitlines()
+        if line[:3] == "| `"
+    ]
+    named = {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert sorted(named) == known_types()
+    for name, row in named.items():
+        options = {field.name for field in fields(TYPES[name])}
+        assert set(re.findall(r"`(\w+)`", row.split("|")[-2])) == options, name
