@@ -36,6 +36,11 @@ class Batch:
     def targets_M(self) -> Tensor:
         return self.targets_R[self.mine_M]
 
+    def by_row(self, rows: Sequence[Row], values_R: Tensor) -> dict[int, list[float]]:
+        """The values of each member's response tokens."""
+        values = iter(values_R.tolist())
+        return {i: [next(values) for _ in range(rows[i].response_length)] for i in self.members}
+
 
 def shares(rows: Sequence[Row], layout: ParallelLayout, *, max_tokens: int, data: int) -> list[list[Pack]]:
     """The packs of every data-parallel rank, as many for each; `max_tokens` is what one GPU takes.

@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slimectl.errors import SettingsError
+from slimectl.policies.megatron.masters import Master
 from slimectl.policies.megatron.naming import EMBEDDING
-from slimectl.policies.megatron.optimizer import Master
 from slimectl.weights.links import Link
 
 Read = Callable[[str], Tensor]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,19 @@ from torch import Tensor
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.freezing import trained
-from slimectl.policies.megatron import model, naming, optimizer, parallel, schedule, torch_dist
+from slimectl.policies.megatron import files, model, naming, optimizer, parallel, schedule, torch_dist
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.config import Recompute
+from slimectl.policies.megatron.gathering import per_row, totals
 from slimectl.policies.megatron.loading import checked_names
-from slimectl.policies.megatron.optimizer import PARAM, OptimizerChoices
+from slimectl.policies.megatron.masters import PARAM, masters
+from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.replay import RoutingReplay
 from slimectl.policies.megatron.routers import Balance
 from slimectl.policies.megatron.state import LinkedState, trained_links
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
-from slimectl.policies.state import (
-    MOMENTS,
-    OPTIMIZER,
-    copy_companions,
-    read_tensors,
-    read_trainer,
-    write_float32,
-    write_trainer,
-)
-from slimectl.ports import CheckpointFormat
+from slimectl.policies.state import copy_companions, read_trainer
+from slimectl.ports import CheckpointFormat, Weights
 from slimectl.types import Metrics, Row
 from slimectl.weights.complete import read_config
 from slimectl.weights.families import family_of
@@ -49,6 +42,9 @@ _QUIET = (
 )
 for _message, _category in _QUIET:
     warnings.filterwarnings("ignore", _message, _category)
+
+Evaluate = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(batch, hidden states) on the last stage: the loss of a micro-batch and its metrics."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -88,12 +84,12 @@ class MegatronTrainer:
         config = read_config(self.model_dir)
         family = family_of(config)
         self.architecture, self.carried = family.architecture(config), family.carried
-        self.links = family.links(config)
+        self.links = [*family.links(config), *self._links()]
         grouped = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size() if grouped else 1
         parallel.check(self.layout, self.architecture, self.ranks)
         names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
-        self.trained = trained_links(self.links, names)
+        self.trained = trained_links(self.links, names) - self._untrained()
         self.device = model.device()
         if device is not None and torch.device(device).type != self.device.type:
             raise SettingsError(
@@ -109,6 +105,7 @@ class MegatronTrainer:
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
         bare = model.build(self.architecture, self.layout, **fields)
+        self._add(bare)
         held = naming.held(bare)
         held = {link.megatron: held[link.megatron] for link in self.links if link.megatron in held}
         copy = naming.tied_copy(bare)
@@ -117,29 +114,34 @@ class MegatronTrainer:
         self.chunks = optimizer.wrapped(bare, choices)
         self.last = bare[-1]
         self.optimizer = optimizer.build(self.chunks, self.options, choices)
-        masters = optimizer.masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
-        of_copy = masters.pop() if copy is not None else None
-        self.state = LinkedState(self.links, dict(zip(held, masters, strict=True)), of_copy, self.device)
+        made = masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
+        of_copy = made.pop() if copy is not None else None
+        self.state = LinkedState(self.links, dict(zip(held, made, strict=True)), of_copy, self.device)
         self.updated = [link for link in self.links if link.megatron in self.trained and not link.buffer]
 
     def _read_weights(self, path: Path) -> None:
-        weights = self.checkpoint.open(path)
+        weights = self._opened(path)
         self.names = checked_names(weights, self.links, self.carried, self.state.embedding, path)
         for link in self.state.mine(self.links):
             self.state.put(link, PARAM, weights.get)
 
+    def _links(self) -> list[Link]:
+        """Of what a kind of trainer has besides the model."""
+        return []
+
+    def _add(self, chunks: Sequence[model.PackedGPT]) -> None:
+        """Build that, where this rank holds it."""
+
+    def _untrained(self) -> set[str]:
+        """Megatron names of parameters that a kind of trainer has no use for."""
+        return set()
+
+    def _opened(self, path: Path) -> Weights:
+        return self.checkpoint.open(path)
+
     @property
     def weight_version(self) -> str:
         return str(self.step)
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this is the one rank of its data-parallel replica that reports what the last stage computed."""
-        return (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
-        )
 
     def run(self, rows: Sequence[Row], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
         """What `finish` kept of this rank's share of the rows, on the last stage; see schedule.run.
@@ -168,13 +170,18 @@ class MegatronTrainer:
             self.replay.end(recorded=forward_only)
         return kept
 
-    def from_all_ranks(self, part: dict) -> list[dict]:
-        """The parts of the ranks that speak, on every rank."""
-        if self.ranks == 1:
-            return [part]
-        parts: list[dict] = [{} for _ in range(self.ranks)]
-        dist.all_gather_object(parts, part if self.speaks else {})
-        return parts
+    def of_rows(self, rows: Sequence[Row], finish: schedule.Finish) -> list[list[float]]:
+        """What `finish` kept for every row, without gradients, on every rank."""
+        return per_row(self.run(rows, finish, forward_only=True), len(rows))
+
+    def summed(self, rows: Sequence[Row], evaluate: Evaluate) -> Metrics:
+        """Accumulate the gradient of the loss over all rows; it and its metrics, summed in float64, on every rank."""
+
+        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            value, metrics = evaluate(batch, hidden)
+            return value, {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
+
+        return totals(self.run(rows, finish, forward_only=False))
 
     def optim_step(self) -> Metrics:
         """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""
@@ -190,28 +197,17 @@ class MegatronTrainer:
 
     def save(self, path: Path) -> None:
         """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""
-        if dist.get_rank() == 0:
-            self.checkpoint.write(path, self.weights())
-            write_float32(path / OPTIMIZER, self._moment_shapes(self.updated), self.state.each(self.updated, MOMENTS))
-            _, first = next(iter(self.checkpoint.read(path)))
-            copy_companions(self.model_dir, path, first.dtype)
-            options = dataclasses.asdict(self.options)
-            write_trainer(path, step=self.step, updates=self.updates, seed=self.seed, optimizer=options)
-        else:
-            for _ in chain(self.weights(), self.state.each(self.updated, MOMENTS)):
-                pass
-        dist.barrier()
+        facts = {"step": self.step, "updates": self.updates, "seed": self.seed, "optimizer": asdict(self.options)}
+        files.save(
+            path, self.checkpoint, self.state, names=self.names, updated=self.updated, companions=self.model_dir,
+            facts=facts,
+        )  # fmt: skip
 
     def load(self, path: Path) -> None:
         saved = read_trainer(path)
         self._read_weights(path)
         self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
-        mine = self.state.mine(self.updated)
-        moments = read_tensors(path / OPTIMIZER, self._moment_shapes(mine))
-        for link in mine:
-            for what in MOMENTS:
-                parts = [next(moments)[1] for _ in link.hf]
-                self.state.put(link, what, dict(zip(link.hf, parts, strict=True)).__getitem__, updates=self.updates)
+        files.load_moments(path, self.state, self.updated, updates=self.updates)
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
 
@@ -227,11 +223,3 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """Nothing outlives the process; the groups of the layout serve other models of it."""
-
-    def _moment_shapes(self, links: Sequence[Link]) -> dict[str, torch.Size]:
-        return {
-            f"{what}.{name}": torch.Size(shape)
-            for link in links
-            for what in MOMENTS
-            for name, shape in zip(link.hf, link.shapes, strict=True)
-        }

@@ -21,8 +21,8 @@ STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
 becomes whole steps, and two orders of summing soon two models."""
 
 
-def megatron(model_dir: Path, **options: Any) -> MegatronPolicy:
-    return MegatronPolicy(model_dir, HFCheckpoint(), **({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
+def megatron(model_dir: Path, *, kind: type = MegatronPolicy, **options: Any) -> Any:
+    return kind(model_dir, HFCheckpoint(), **({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
 
 
 class Rebuilt:
@@ -33,6 +33,9 @@ class Rebuilt:
     def build(self, model_dir: Path, options: dict[str, Any]) -> None:
         parallel.stop()
         self.policy = megatron(model_dir, **options)
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        return self.policy.values(rows)
 
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
         return self.policy.log_probs(rows)
@@ -71,6 +74,9 @@ class Ranks(GroupPolicy):
     def build(self, model_dir: Path, **options: Any) -> Ranks:
         self._call("build", model_dir, options)
         return self
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        return self._call("values", rows)
 
     def save_torch_dist(self, path: Path) -> None:
         self._call("save_torch_dist", path)

@@ -42,7 +42,7 @@ def snapshot(policy: Any) -> dict[str, torch.Tensor]:
         {"optimizer_cpu_offload": True},
         {"optimizer_cpu_offload": True, "distributed_optimizer": False},
         {"max_tokens_per_pack": 20},
-        {"args": {"bucket_size": 1000, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
+        {"args": {"bucket_size": 1000, "pad_buckets_for_high_nccl_busbw": True, "pin_cpu_grads": False}},
     ],
     ids=str,
 )
@@ -175,6 +175,7 @@ def test_half_of_a_fused_matrix_cannot_be_frozen(four_layers: ModelDir):
     [
         ({"moe_aux_los_coeff": 1}, r"megatron\.args\.moe_aux_los_coeff: .*did you mean moe_aux_loss_coeff"),
         ({"clip_grad": 2.0}, r"megatron\.args\.clip_grad: is a setting of its own"),
+        ({"main_params_dtype": "bf16"}, r"megatron-core refuses the configuration: main_params_dtype"),
         ({"overlap_grad_reduce": True}, r"overlap_grad_reduce: is not possible \(gradients are shared once a step"),
     ],
 )

@@ -1,0 +1,106 @@
+"""A critic: the same model with one value per response token instead of a distribution.
+
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.head import in_pack
+from slimectl.policies.megatron.model import PackedGPT
+from slimectl.policies.megatron.naming import HEAD
+from slimectl.policies.megatron.trainer import MegatronTrainer
+from slimectl.policies.tokens import present, response_tokens
+from slimectl.ports import Loss, Weights
+from slimectl.types import Metrics, Row
+from slimectl.weights.links import Link
+
+NAME = "score.weight"
+"""Where transformers' sequence classifiers keep the weight of their head, [outputs, H]."""
+
+
+class ValueHead(nn.Module):
+    """One number for each hidden state; every tensor-parallel rank holds all of it and computes all of it."""
+
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype, device=device))
+
+    def forward(self, hidden_T1H: Tensor, batch: Batch) -> Tensor:
+        """Values [R]: of the state before each response token, at the token that predicts it."""
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            # All ranks compute the same from here on: each takes its own tokens' gradient, none are summed.
+            hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
+        selected_MH = hidden_T1H[:, 0][batch.sources_M]
+        return in_pack((selected_MH.float() @ self.weight.float().t())[:, 0], batch)
+
+
+class MegatronCritic(MegatronTrainer):
+    """Values on the backbone of `model_dir`, trained whole; `options` are MegatronTrainer's.
+
+    The head begins at zero unless the checkpoint has one. What is saved holds it as `score.weight`.
+    """
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """One value per response token, without gradients."""
+
+        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
+            return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
+
+        return self.of_rows(rows, finish)
+
+    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+        """ports.Policy's; the loss finds the values, with their gradient, where a policy's finds log-probabilities."""
+        names = present(rows)
+
+        def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            values_R = self.last.value_head(hidden, batch)
+            if not batch.members:
+                return values_R.sum(), {}
+            tokens = response_tokens(
+                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=values_R, entropy_R=None
+            )
+            return loss(tokens)
+
+        return self.summed(rows, evaluate)
+
+    @property
+    def _width(self) -> int:
+        return int(self.architecture.transformer["hidden_size"])
+
+    def _links(self) -> list[Link]:
+        return [Link("value_head.weight", (NAME,), ((1, self._width),))]
+
+    def _add(self, chunks: Sequence[PackedGPT]) -> None:
+        last = chunks[-1]
+        if last.post_process:
+            last.value_head = ValueHead(self._width, dtype=last.config.params_dtype, device=self.device)
+
+    def _untrained(self) -> set[str]:
+        return {HEAD}
+
+    def _opened(self, path: Path) -> Weights:
+        return _WithHead(self.checkpoint.open(path), self._width)
+
+
+class _WithHead:
+    """The weights of a checkpoint, with a head of zeros if it has none."""
+
+    def __init__(self, weights: Weights, width: int) -> None:
+        self._weights, self._width = weights, width
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {NAME: ((1, self._width), torch.float32), **self._weights.forms()}
+
+    def get(self, name: str) -> Tensor:
+        if name == NAME and NAME not in self._weights.forms():
+            return torch.zeros(1, self._width)
+        return self._weights.get(name)
