@@ -1,22 +1,27 @@
-"""A training step of the FSDP policy against the padded Hugging Face step that people write, in CPU seconds.
+"""A training step of both policies against the padded Hugging Face step that people write, in CPU seconds.
 
     python benchmarks/training.py --model DIR                                   # 8 answers of 16..128 to 256 tokens
     python benchmarks/training.py --model DIR --prompts 64 --prompt 20 --answer 4 16
+    python benchmarks/training.py --model DIR --memory                          # peak memory instead, a process a side
 
-Both sides: one thread, the same rows, the same clipped surrogate, AdamW, one forward, backward and update. The Hugging
+All sides: one thread, the same rows, the same clipped surrogate, AdamW, one forward, backward and update. The Hugging
 Face side is `model(input_ids, attention_mask)` padded to the longest row, `log_softmax` over its full logits, fused
 AdamW; in bfloat16 a model in bfloat16. It is measured in every setting of --micro-batch and --attention, and the
-fastest counts. Rounds alternate; medians are shown.
+fastest counts. Rounds alternate; medians are shown. The learning rate is 0, so that all gradient norms stay equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +64,9 @@ def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
     return rows
 
 
-def own_step(model: Path, rows: list[Row], dtype: str) -> Step:
-    options = OptimizerOptions(lr=1e-6)
-    policy = FsdpPolicy(model, HFCheckpoint(), optimizer=options, dtype=dtype, max_tokens_per_pack=16384)
+def own_step(name: str, model: Path, rows: list[Row], dtype: str) -> Step:
+    options = {"optimizer": OptimizerOptions(lr=0.0), "dtype": dtype, "max_tokens_per_pack": 16384}
+    policy = _policy(name)(model, HFCheckpoint(), **options)
     for row, logprobs in zip(rows, policy.log_probs(rows), strict=True):
         row.old_log_probs = logprobs
 
@@ -72,12 +77,24 @@ def own_step(model: Path, rows: list[Row], dtype: str) -> Step:
     return step
 
 
-def padded_step(model_dir: Path, rows: list[Row], dtype: str, micro_batch: int, attention: str) -> Step:
+def _policy(name: str) -> Any:
+    if name == "fsdp":
+        return FsdpPolicy
+    from slimectl.policies.megatron.policy import MegatronPolicy
+
+    return MegatronPolicy
+
+
+@cache
+def _hugging_face(model_dir: Path, dtype: str) -> tuple[Any, torch.optim.Optimizer]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation=attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    model.train()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    return model.train(), torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+
+def padded_step(model_dir: Path, rows: list[Row], dtype: str, micro_batch: int, attention: str) -> Step:
+    model, optimizer = _hugging_face(model_dir, dtype)
 
     def micro_step(rows: list[Row]) -> None:
         width = max(len(row.tokens) for row in rows)
@@ -95,6 +112,7 @@ def padded_step(model_dir: Path, rows: list[Row], dtype: str, micro_batch: int, 
         surrogate(logprobs, column("old_log_probs"), column("advantages"), column("weights")).backward()
 
     def step() -> float:
+        model.set_attn_implementation(attention)
         optimizer.zero_grad()
         for start in range(0, len(rows), micro_batch):
             micro_step(rows[start : start + micro_batch])
@@ -111,9 +129,58 @@ def cpu_seconds(step: Step) -> float:
     return time.process_time() - start
 
 
+def sides(options: argparse.Namespace, rows: list[Row], dtype: str) -> dict[str, Callable[[], Step]]:
+    """How to build each side's step."""
+    made: dict[str, Callable[[], Step]] = {
+        name: partial(own_step, name, options.model, rows, dtype) for name in options.policy
+    }
+    for attention in options.attention:
+        for size in options.micro_batch:
+            made[f"{attention}, {size} rows"] = partial(padded_step, options.model, rows, dtype, size, attention)
+    return made
+
+
+def compare_times(options: argparse.Namespace, dtype: str) -> None:
+    rows = drawn_rows(options, vocabulary=256)
+    steps = {name: build() for name, build in sides(options, rows, dtype).items()}
+    norms = ", ".join(f"{step():.6g}" for step in steps.values())
+    print(f"{dtype}: gradient norms {norms}", file=sys.stderr)
+    rounds = [{name: cpu_seconds(step) for name, step in steps.items()} for _ in range(options.rounds)]
+    medians = {name: statistics.median(times[name] for times in rounds) for name in steps}
+    tokens = sum(len(row.tokens) for row in rows)
+    fastest = min(seconds for name, seconds in medians.items() if name not in options.policy)
+    for name, seconds in medians.items():
+        rate = f"{tokens / seconds:.0f} tokens per CPU second"
+        print(f"{dtype}: {name}: {seconds:.3f} s, {rate}, {fastest / seconds:.2f} of the fastest Hugging Face")
+
+
+def compare_memory(options: argparse.Namespace, dtype: str) -> None:
+    """Two steps of each side in a process of its own: its peak less what it held before it built anything."""
+    names = list(sides(options, [], dtype))
+    for name in names:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            print(f"{dtype}: {name}: {process.submit(_peak_mib, options, name, dtype).result():.0f} MiB")
+
+
+def _peak_mib(options: argparse.Namespace, name: str, dtype: str) -> float:
+    torch.set_num_threads(1)
+    rows = drawn_rows(options, vocabulary=256)
+    _policy("megatron")
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for row in rows:
+        row.old_log_probs = [0.0] * row.response_length
+    step = sides(options, rows, dtype)[name]()
+    for _ in range(2):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--policy", nargs="+", default=["fsdp", "megatron"], help="fsdp, megatron")
     parser.add_argument("--prompts", type=int, default=1, help="prompts per step")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--answers", type=int, default=8, help="answers per prompt")
@@ -122,22 +189,11 @@ def main() -> None:
     parser.add_argument("--attention", nargs="+", default=["sdpa", "eager"], help="Hugging Face's attention")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one to warm up")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="float32, bfloat16")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for dtype in options.dtype:
-        rows = drawn_rows(options, vocabulary=256)
-        steps = {"slimectl": own_step(options.model, rows, dtype)}
-        for attention in options.attention:
-            for size in options.micro_batch:
-                steps[f"{attention}, {size} rows"] = padded_step(options.model, rows, dtype, size, attention)
-        norms = ", ".join(f"{step():.6g}" for step in steps.values())
-        print(f"{dtype}: gradient norms {norms}", file=sys.stderr)
-        rounds = [{name: cpu_seconds(step) for name, step in steps.items()} for _ in range(options.rounds)]
-        medians = {name: statistics.median(times[name] for times in rounds) for name in steps}
-        ours = medians.pop("slimectl")
-        tokens = sum(len(row.tokens) for row in rows)
-        print(f"{dtype}: slimectl {ours:.3f} s ({tokens / ours:.0f} tokens per CPU second); Hugging Face", end=" ")
-        print("; ".join(f"{name} {seconds:.3f} s ({seconds / ours:.2f} times)" for name, seconds in medians.items()))
+        (compare_memory if options.memory else compare_times)(options, dtype)
 
 
 if __name__ == "__main__":

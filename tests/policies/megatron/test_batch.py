@@ -1,0 +1,66 @@
+"""Where the tokens of rows lie on each context-parallel rank, written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policies.policy_cases import random_rows
+
+from slimectl.algorithms.packing import planned, tokens_of
+from slimectl.layouts import ParallelLayout
+from slimectl.policies.megatron.batch import Batch, laid_out, shares
+from slimectl.types import Row
+
+ROWS = [Row([1, 2, 3, 4, 5], 2, [1.0] * 2), Row([6, 7, 8], 1, [1.0], group=1), Row([9, 10], 0, [], group=2)]
+
+
+def batch(layout: ParallelLayout, rank: int = 0) -> Batch:
+    [[pack]] = planned(ROWS, max_tokens=50, share=False)
+    return laid_out(ROWS, pack, layout, rank=rank, device=torch.device("cpu"))
+
+
+def test_the_last_token_of_a_response_predicts_nothing_and_stays_out():
+    made = batch(ParallelLayout())
+    assert made.members == [0, 1, 2]
+    assert made.tokens_T.tolist() == [1, 2, 3, 4, 6, 7, 9, 10]
+    assert made.targets_R.tolist() == [4, 5, 8]
+    assert made.tokens_T[made.sources_M].tolist() == [3, 4, 7]
+    assert made.row_R.tolist() == [0, 0, 1]
+    assert made.by_row(ROWS, torch.tensor([0.5, 1.5, 2.5])) == {0: [0.5, 1.5], 1: [2.5], 2: []}
+
+
+def test_two_context_ranks_hold_the_outer_and_the_inner_chunks_and_predict_what_follows_them():
+    outer, inner = (batch(ParallelLayout(context=2), rank) for rank in (0, 1))
+    # Padded to four each: 1 2 3 4 | 6 7 . . | 9 10 . .
+    assert outer.tokens_T.tolist() == [1, 4, 6, 0, 9, 0]
+    assert inner.tokens_T.tolist() == [2, 3, 7, 0, 10, 0]
+    assert outer.targets_M.tolist() == [5]
+    assert inner.targets_M.tolist() == [4, 8]
+    assert inner.tokens_T[inner.sources_M].tolist() == [3, 7]
+    assert sorted([*outer.mine_M.tolist(), *inner.mine_M.tolist()]) == [0, 1, 2]
+    assert outer.targets_R.tolist() == inner.targets_R.tolist() == [4, 5, 8]
+
+
+def test_tensor_ranks_can_cut_every_pack():
+    made = batch(ParallelLayout(tensor=4, context=2))
+    assert made.sequences.tokens % 16 == 0
+    assert len(made.tokens_T) % 4 == 0
+
+
+def test_a_pack_without_rows_is_one_token_that_nothing_is_asked_of():
+    made = laid_out(ROWS, [], ParallelLayout(), rank=0, device=torch.device("cpu"))
+    assert (made.members, len(made.tokens_T), len(made.targets_R)) == ([], 1, 0)
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(pipeline=2, virtual_pipeline=2), ParallelLayout(context=2), ParallelLayout()]
+)
+def test_every_rank_gets_as_many_packs_and_every_row_is_in_one(layout: ParallelLayout):
+    rows = random_rows(groups=5)
+    dealt = shares(rows, layout, max_tokens=30, data=2)
+    assert len({len(packs) for packs in dealt}) == 1
+    if layout.virtual_pipeline:
+        assert len(dealt[0]) % layout.pipeline == 0
+    packed = [i for packs in dealt for pack in packs for bundle in pack for i in bundle.rows]
+    assert sorted(packed) == list(range(len(rows)))
+    assert all(tokens_of(pack) <= 30 * layout.context for packs in dealt for pack in packs)

@@ -1,0 +1,36 @@
+"""The head over a part of the vocabulary: padding rows count for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimectl.layouts import ParallelLayout
+from slimectl.policies import head
+from slimectl.policies.head import VocabularyShard, linear_log_probs
+from slimectl.policies.megatron import parallel
+from slimectl.policies.megatron.parallel import parallel_state
+
+
+@pytest.mark.parametrize("kept_logits", [0, 10**6])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_padding_rows_take_part_in_nothing(monkeypatch: pytest.MonkeyPatch, kept_logits: int, entropy: bool):
+    """A shard of 13 rows and 3 of padding against the plain formulation over 13; two ranks are in test_equal_ranks."""
+    parallel.start(ParallelLayout(), seed=0)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 48)
+    monkeypatch.setattr(head, "KEPT_LOGITS", kept_logits)
+    shard = VocabularyShard(0, 13, parallel_state.get_tensor_model_parallel_group())
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(16, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(13, (7,), generator=draw)
+    scale = torch.randn(2, 7, generator=draw, dtype=torch.float64)
+    values = [
+        linear_log_probs(hidden, rows, targets, temperature=0.7, entropy=entropy, shard=group)
+        for rows, group in ((weight, shard), (weight[:13], None))
+    ]
+    losses = [(scale[0] * logprobs).sum() + (0 if h is None else (scale[1] * h).sum()) for logprobs, h in values]
+    found, expected = (torch.autograd.grad(loss, [hidden, weight]) for loss in losses)
+    torch.testing.assert_close(values[0], values[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert not found[1][13:].any()
