@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from workshop import Workshop
 
 KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
@@ -29,20 +30,39 @@ def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: in
     return False
 
 
-def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(workshop: Workshop):
-    workshop.slimectl("run", "--name", "whole")
+@pytest.mark.parametrize(("policy", "kills_at"), [("fsdp", KILLS_AT_BYTES), ("megatron", KILLS_AT_BYTES[2::2])])
+def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
+    workshop: Workshop, policy: str, kills_at: tuple[int, ...]
+):
+    workshop.slimectl("run", "--name", "whole", "--policy", policy)
     whole, broken = workshop.folder / "runs" / "whole", workshop.folder / "runs" / "broken"
-    assert killed(workshop, ["run", "--name", "broken"], broken / "metrics.jsonl", KILLS_AT_BYTES[0])
-    kills = 1
-    for at_bytes in KILLS_AT_BYTES[1:]:
-        kills += killed(workshop, ["run", "--resume", "runs/broken"], broken / "metrics.jsonl", at_bytes)
-    assert kills >= 5
+    command = ["run", "--name", "broken", "--policy", policy]
+    kills = 0
+    for at_bytes in kills_at:
+        kills += killed(workshop, command, broken / "metrics.jsonl", at_bytes)
+        command = ["run", "--resume", "runs/broken"]
+    assert kills >= len(kills_at) - 1
     workshop.slimectl("run", "--resume", "runs/broken")
     assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     for file in ("model.safetensors", "optimizer.safetensors"):
         last = Path("step_000006") / "policy" / file
         assert (broken / last).read_bytes() == (whole / last).read_bytes()
     assert not list(broken.glob(".tmp-*"))
+
+
+TENSOR = ["cluster.actor_num_gpus_per_node=2", "megatron.tensor_model_parallel_size=2"]
+
+
+@pytest.mark.parametrize("change", [["train.policy=megatron", *TENSOR], ["train.policy=fsdp"]], ids=["tensor", "fsdp"])
+def test_a_run_goes_on_at_another_layout_or_with_another_policy(workshop: Workshop, change: list[str]):
+    """Within rounding: the third round's answers are the same, and so are its loss and gradient."""
+    workshop.slimectl("run", "--name", "whole", "--policy", "megatron", "-s", "run.num_rollout=3")
+    schedule = ["-s", "train.lr_decay_iters=3"]
+    workshop.slimectl("run", "--policy", "megatron", "-s", "run.num_rollout=2", *schedule)
+    changes = [word for each in change for word in ("-s", each)]
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=3", *schedule, *changes)
+    whole, moved = ([line for line in workshop.metrics(name) if line["step"] == 3] for name in ("whole", "a"))
+    assert moved[0]["metrics"] == pytest.approx(whole[0]["metrics"], rel=1e-4, abs=1e-6)
 
 
 def test_the_first_ctrl_c_finishes_the_round_and_saves(workshop: Workshop):
