@@ -26,7 +26,7 @@ Trainer = Annotated[str | None, typer.Option("--policy", help="Trainer: fsdp or 
 Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[
-    str | None, typer.Option("--rm-type", help="Verifier: math, exact, numeric, regex, reasoning_gym, …")
+    str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Worker processes that grade; 0 is this process, without a time limit")
