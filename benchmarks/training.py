@@ -64,8 +64,8 @@ def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
     return rows
 
 
-def own_step(name: str, model: Path, rows: list[Row], dtype: str) -> Step:
-    options = {"optimizer": OptimizerOptions(lr=0.0), "dtype": dtype, "max_tokens_per_pack": 16384}
+def own_step(name: str, model: Path, rows: list[Row], dtype: str, max_tokens: int) -> Step:
+    options = {"optimizer": OptimizerOptions(lr=0.0), "dtype": dtype, "max_tokens_per_pack": max_tokens}
     policy = _policy(name)(model, HFCheckpoint(), **options)
     for row, logprobs in zip(rows, policy.log_probs(rows), strict=True):
         row.old_log_probs = logprobs
@@ -132,7 +132,7 @@ def cpu_seconds(step: Step) -> float:
 def sides(options: argparse.Namespace, rows: list[Row], dtype: str) -> dict[str, Callable[[], Step]]:
     """How to build each side's step."""
     made: dict[str, Callable[[], Step]] = {
-        name: partial(own_step, name, options.model, rows, dtype) for name in options.policy
+        name: partial(own_step, name, options.model, rows, dtype, options.max_tokens) for name in options.policy
     }
     for attention in options.attention:
         for size in options.micro_batch:
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--answers", type=int, default=8, help="answers per prompt")
     parser.add_argument("--answer", type=int, nargs=2, default=(16, 128), help="least and most tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a pack of ours")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[2, 8], help="rows per padded forward")
     parser.add_argument("--attention", nargs="+", default=["sdpa", "eager"], help="Hugging Face's attention")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one to warm up")
