@@ -13,7 +13,7 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import Args, Hook
 from slimectl.layouts import ParallelLayout
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Grpo, Sft
+from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
@@ -104,9 +104,11 @@ def _end_tokens(folder: Path) -> list[int]:
     return [given] if isinstance(given, int) else list(given or [])
 
 
-def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None) -> Policy:
+def policy(
+    settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None, trains: bool = True
+) -> Policy:
     """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one."""
-    build = partial(_build_policy, settings, folder, total_steps, lr)
+    build = partial(_build_policy, settings, folder, total_steps, lr, trains)
     if settings.cluster.ranks == 1:
         return build()
     from slimectl.policies.group import GroupPolicy
@@ -114,7 +116,7 @@ def policy(settings: Settings, folder: Path, *, total_steps: int | None, lr: flo
     return GroupPolicy(build, ranks=settings.cluster.ranks)
 
 
-def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None) -> Policy:
+def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool) -> Policy:
     """What every rank builds for itself."""
     from slimectl.checkpoints.hf import HFCheckpoint
 
@@ -126,6 +128,7 @@ def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr:
         "dtype": train.dtype,
         "freeze": train.freeze_params_name_list,
         "train_only": train.only_train_params_name_list,
+        "trains": trains,
         "device": device(train.device),
         "seed": settings.run.seed,
     }
@@ -217,13 +220,13 @@ def source_of(source: str) -> Path:
 
 def frozen(settings: Settings, folder: Path) -> Policy:
     """A model that is only asked for log-probabilities."""
-    return policy(settings, folder, total_steps=None, lr=0.0)
+    return policy(settings, folder, total_steps=None, trains=False)
 
 
 def reference(settings: Settings, start: Path) -> Policy | None:
     """The frozen reference, where the loss measures a divergence: algorithm.ref_load, else the model at `start`."""
     algorithm = settings.algorithm
-    if not isinstance(algorithm, Grpo) or algorithm.kl_loss_coef == 0:
+    if not isinstance(algorithm, PolicyGradient) or algorithm.kl_loss_coef == 0:
         return None
     path = algorithm.ref_load
     return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)

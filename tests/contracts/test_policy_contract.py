@@ -190,3 +190,17 @@ def test_a_folder_that_no_policy_wrote_is_refused(policy: Policy, model_dir: Mod
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         policy.load(model_dir("qwen3"))
     assert len(policy.log_probs(rows())) == 12
+
+
+def test_a_policy_that_does_not_train_has_the_same_log_probs_and_nothing_to_update(model_dir: ModelDir):
+    fsdp = FsdpPolicy(model_dir("qwen3"), HFCheckpoint(), optimizer=OPTIONS, trains=False)
+    megatron = MegatronPolicy(model_dir("qwen3"), HFCheckpoint(), optimizer=OPTIONS, trains=False)
+    for frozen, trained in ((fsdp, alone), (megatron, ADAPTERS["megatron"])):
+        expected = trained(model_dir("qwen3")).log_probs(rows())
+        for found, wanted in zip(frozen.log_probs(rows()), expected, strict=True):
+            assert found == pytest.approx(wanted, abs=1e-5)
+    assert not fsdp.masters.trained
+    assert not megatron.updated
+    assert (
+        sum(buffer.numel() for chunk in megatron.chunks for buffer in chunk.parameters() if buffer.requires_grad) == 0
+    )

@@ -14,7 +14,11 @@ def adamw(masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions)
     vectors = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=options.lr, betas=options.betas, eps=options.eps, fused=True
+        [group for group in groups if group["params"]] or groups[:1],
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        fused=True,
     )
 
 

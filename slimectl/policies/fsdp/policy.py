@@ -40,7 +40,8 @@ class FsdpPolicy:
     """ports.Policy over a Hugging Face causal model.
 
     `dtype` is what forward and backward compute in; masters, gradients and optimizer are float32. Where a process group
-    of several ranks exists, every rank builds one and makes the same calls.
+    of several ranks exists, every rank builds one and makes the same calls. `trains` False: only log-probabilities are
+    asked for, so nothing is held for gradients.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class FsdpPolicy:
         share_prompts: bool = True,
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
+        trains: bool = True,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -73,7 +75,7 @@ class FsdpPolicy:
         self.model = PackedModel(hf)
         names = trained((name for name, _ in hf.named_parameters()), freeze=freeze, train_only=train_only)
         for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(name in names)
+            parameter.requires_grad_(trains and name in names)
         self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh)
         self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)

@@ -37,6 +37,8 @@ from slimectl.weights.links import Link
 _QUIET = (
     # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
+    # Its model is frozen: a reference.
+    (r"WARNING: there is no optimizer on RANK", UserWarning),
     # Advice for GPUs, given without one too.
     *([] if torch.cuda.is_available() else [(r"When using sequence parallelism it is recommended", UserWarning)]),
 )
@@ -71,11 +73,15 @@ class MegatronTrainer:
         optimizer_cpu_offload: bool = False,
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
+        trains: bool = True,
         device: str | None = None,
         routing_replay: bool = False,
         seed: int = 0,
     ) -> None:
-        """Raises SettingsError or CheckpointError."""
+        """`trains` False: only log-probabilities are asked for, so no gradients and no optimizer are held.
+
+        Raises SettingsError or CheckpointError.
+        """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
@@ -89,7 +95,7 @@ class MegatronTrainer:
         self.ranks = dist.get_world_size() if grouped else 1
         parallel.check(self.layout, self.architecture, self.ranks)
         names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
-        self.trained = trained_links(self.links, names) - self._untrained()
+        self.trained = trained_links(self.links, names) - self._untrained() if trains else set()
         self.device = model.device()
         if device is not None and torch.device(device).type != self.device.type:
             raise SettingsError(
