@@ -3,11 +3,13 @@
     python benchmarks/convert.py [--sizes 0.3 1 3] [--rounds 3] [--folder DIR]
 
 Models of Qwen3's shape and random bfloat16 weights, differing in their number of layers only, are made in DIR (a
-temporary folder if not given; 4 times the largest size is needed). In every round `cp`, Hugging Face to torch_dist and
-torch_dist back to Hugging Face take turns, each in a process of its own, unverified; files are in the page cache, and
-`cp` is timed without and with bringing its copy to the disk, which a conversion always does. Printed are medians:
-bytes a second by the clock and by CPU seconds (of all threads), their ratios to `cp`, and the process's peak resident
-memory with how much of it imports had taken before. Hashing every file for the manifest is part of the conversion.
+temporary folder if not given; 4 times the largest size is needed). For each direction, Hugging Face to torch_dist and
+back, one process does in turns: `cp`, `cp` brought to the disk with `sync` (a conversion always does that), and the
+conversion, unverified; the first round is not counted. Every turn begins as the copy of the one before is deleted: a
+virtual machine gets memory that it used a moment ago at once, and other memory slowly, whatever asks for it. Printed
+are medians: bytes a second by the clock and by CPU seconds (of all threads), ratios of neighbouring turns, and the
+process's peak resident memory with how much of it imports had taken before. Hashing every file for the manifest is part
+of the conversion.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +75,8 @@ def make(folder: Path, gigabytes: float) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def child(source: Path, target: Path, to: str) -> None:
-    """One conversion, with its facts on stdout."""
+def child(source: Path, target: Path, to: str, rounds: int) -> None:
+    """All turns of one direction, with their facts on stdout; the last conversion stays."""
     # What is imported on the way is no part of the work.
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
@@ -81,11 +84,35 @@ def child(source: Path, target: Path, to: str) -> None:
     from slimectl.weights.complete import completed
 
     completed(SHAPE)
-    base = peak_bytes()
-    start, cpu = time.perf_counter(), time.process_time()
-    convert_checkpoint(source, target, to=to, verify=False)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(json.dumps({"wall": wall, "cpu": cpu, "peak": peak_bytes(), "base": base}))
+    base, copy = peak_bytes(), target.with_name("copy")
+    turns = {
+        "cp": lambda: copied(source, copy, sync=False),
+        "cp and sync": lambda: copied(source, copy, sync=True),
+        to: lambda: convert_checkpoint(source, target, to=to, verify=False),
+    }
+    facts: dict[str, Any] = {name: [] for name in turns}
+    for _ in range(rounds + 1):
+        for name, turn in turns.items():
+            for old in (copy, target):
+                shutil.rmtree(old, ignore_errors=True)
+            facts[name].append(timed(turn))
+    print(json.dumps({"turns": facts, "base": base, "peak": peak_bytes()}))
+
+
+def timed(turn: Callable[[], Any]) -> dict[str, float]:
+    def cpu() -> float:
+        found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(each.ru_utime + each.ru_stime for each in found)
+
+    start, before = time.perf_counter(), cpu()
+    turn()
+    return {"wall": time.perf_counter() - start, "cpu": cpu() - before}
+
+
+def copied(source: Path, target: Path, *, sync: bool) -> None:
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    if sync:
+        subprocess.run(["sync", *map(str, target.iterdir())], check=True)
 
 
 def peak_bytes() -> int:
@@ -94,60 +121,30 @@ def peak_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def converted(source: Path, target: Path, to: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--child", str(source), str(target), to]
-    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return found
-
-
-def copied(source: Path, target: Path, *, sync: bool) -> dict[str, float]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
-    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
-    if sync:
-        subprocess.run(["sync", *map(str, target.iterdir())], check=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"wall": wall, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
-
-
 def measure(folder: Path, gigabytes: float, rounds: int) -> None:
-    source, there, back, copy = (folder / name for name in ("source", "there", "back", "copy"))
+    source, there, back = (folder / name for name in ("source", "there", "back"))
     size = make(source, gigabytes)
-    facts: dict[str, list[dict[str, float]]] = {}
-    for round_ in range(rounds + 1):
-        turns = {
-            "cp": lambda: copied(source, copy, sync=False),
-            "cp and sync": lambda: copied(source, copy, sync=True),
-            "hf to torch_dist": lambda: converted(source, there, "torch_dist"),
-            "torch_dist to hf": lambda: converted(there, back, "hf"),
-        }
-        for name, turn in turns.items():
-            found = turn()
-            if round_:  # the first is to warm up: memory that a virtual machine never touched is slow to get
-                facts.setdefault(name, []).append(found)
-            shutil.rmtree(copy, ignore_errors=True)
-        for made in (there, back):
-            shutil.rmtree(made)
-    shutil.rmtree(source)
     print(f"{size / 1e9:.2f} GB")
-    for name, runs in facts.items():
-        wall, cpu = (size / statistics.median(run[key] for run in runs) / 1e9 for key in ("wall", "cpu"))
-        line = f"  {name:<17} {wall:5.2f} GB/s  {cpu:5.2f} GB a CPU-second"
-        if "peak" in runs[0]:
-            ratios = [
-                statistics.median(other[key] / run[key] for run, other in zip(runs, facts[cp], strict=True))
-                for cp in ("cp", "cp and sync")
-                for key in ("wall", "cpu")
-            ]
-            line += "  of cp {:.2f} ({:.2f} CPU), of cp and sync {:.2f} ({:.2f} CPU)".format(*ratios)
-            peak, base = (max(run[key] for run in runs) / 1e6 for key in ("peak", "base"))
-            line += f"  peak {peak:.0f} MB, of it imports {base:.0f} MB"
-        print(line, flush=True)
+    for before, after, to in ((source, there, "torch_dist"), (there, back, "hf")):
+        command = [sys.executable, __file__, "--child", str(before), str(after), to, str(rounds)]
+        facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for name, runs in facts["turns"].items():
+            wall, cpu = (size / statistics.median(run[key] for run in runs[1:]) / 1e9 for key in ("wall", "cpu"))
+            print(f"  {'to ' + name if name == to else name:<14} {wall:5.2f} GB/s {cpu:5.2f} GB a CPU-second", end="")
+            if name == to:
+                for cp in ("cp", "cp and sync"):
+                    pairs = list(zip(facts["turns"][cp], runs, strict=True))[1:]
+                    wall, cpu = (statistics.median(a[key] / b[key] for a, b in pairs) for key in ("wall", "cpu"))
+                    print(f", {wall:.2f} of {cp} ({cpu:.2f} by CPU)", end="")
+                print(f", peak {facts['peak'] / 1e6:.0f} MB, imports {facts['base'] / 1e6:.0f} MB", end="")
+            print(flush=True)
+    for made in (source, there, back):
+        shutil.rmtree(made)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+        child(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.3, 1, 3], help="gigabytes")

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.checkpoints.accounts import Apart
-from slimectl.checkpoints.parts import file_bytes, grouped, one_ahead, write_parts
+from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Weights
@@ -132,7 +132,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(names) > 1 else ["model.safetensors"]
 
-    def write(i: int, file: Path) -> None:
+    def write(i: int, file: HashedFile) -> None:
         # Wide numbers first: each tensor then lies at a multiple of its own width.
         members = sorted(groups[i], key=lambda name: -forms[name][1].itemsize)
         tensors = one_ahead(partial(weights.get, name) for name in members)

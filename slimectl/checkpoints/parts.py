@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
-
-from slimectl.data.rundir import sha256
+from typing import Any, BinaryIO, TypeVar
 
 Item = TypeVar("Item")
 
 FILES, LEAST_FILE_BYTES, MOST_FILE_BYTES = 8, 512 * 1024**2, 4 * 1024**3
+
+WORTH_A_THREAD = 65536
+"""Bytes from which handing them to another thread pays."""
 
 FACTS = ".facts-"
 """Prefix of the note beside each finished file, as long as others are missing."""
@@ -22,7 +24,7 @@ FACTS = ".facts-"
 def file_bytes(total: int) -> int:
     """How large the files of `total` bytes may get: an eighth, as far as that is neither small nor huge.
 
-    An interruption then loses little, and hashing keeps up with writing: one file is hashed while the next is written.
+    An interruption then loses little, and one file is brought to the disk while the next is written.
     """
     return min(max(total // FILES, LEAST_FILE_BYTES), MOST_FILE_BYTES)
 
@@ -53,33 +55,63 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
     yield group
 
 
+class HashedFile:
+    """A new file that is hashed while it is written: both take their time outside of the interpreter's lock."""
+
+    def __init__(self, file: BinaryIO, pool: Executor) -> None:
+        self._file = file
+        self._pool = pool
+        self._sha = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) < WORTH_A_THREAD:
+            self._sha.update(view)
+            return self._file.write(view)
+        hashing = self._pool.submit(self._sha.update, view)
+        count = self._file.write(view)
+        hashing.result()  # the memory is the caller's again as soon as this returns
+        return count
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sha256(self) -> str:
+        return self._sha.hexdigest()
+
+
 def write_parts(
-    folder: Path, names: Sequence[str], write: Callable[[int, Path], Any]
+    folder: Path, names: Sequence[str], write: Callable[[int, HashedFile], Any]
 ) -> tuple[list[Any], dict[str, str]]:
     """Make the files `names` of `folder`, each whole or not there; what `write` said of each, and their SHA-256.
 
-    `write(i, path)` writes file i and returns facts about it that JSON can hold. A file that is there already, from an
+    `write(i, file)` fills file i and returns facts about it that JSON can hold. A file that is there already, from an
     interrupted call with the same arguments, is kept, and so are its facts.
     """
-    hashes: dict[str, Future[str]] = {}
-    # One file is brought to the disk and hashed while the next is written: both let the interpreter's lock go.
-    with ThreadPoolExecutor(1) as pool:
+    finished: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as finishing:
         for i, name in enumerate(names):
-            note, staged = folder / f"{FACTS}{name}", folder / f".part-{name}"
-            if not (folder / name).exists():
-                note.write_text(json.dumps(write(i, staged)))
-            hashes[name] = pool.submit(_finish, staged, folder / name)
-        found = {name: future.result() for name, future in hashes.items()}
-    facts = [json.loads((folder / f"{FACTS}{name}").read_text()) for name in names]
+            if (folder / name).exists():
+                continue
+            staged = folder / f".part-{name}"
+            with staged.open("wb") as raw:
+                file = HashedFile(raw, hashing)
+                said = {"facts": write(i, file), "sha256": file.sha256()}
+            (folder / f"{FACTS}{name}").write_text(json.dumps(said))
+            finished.append(finishing.submit(_finish, staged, folder / name))
+        for future in finished:
+            future.result()
+    notes = [json.loads((folder / f"{FACTS}{name}").read_text()) for name in names]
     for name in names:
         (folder / f"{FACTS}{name}").unlink()
-    return facts, found
+    return [note["facts"] for note in notes], {name: note["sha256"] for name, note in zip(names, notes, strict=True)}
 
 
-def _finish(staged: Path, final: Path) -> str:
-    """Give a written file its name, once it is on the disk; its SHA-256."""
-    if not final.exists():
-        with staged.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(staged, final)
-    return sha256(final)
+def _finish(staged: Path, final: Path) -> None:
+    """Give a written file its name, once it is on the disk."""
+    with staged.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(staged, final)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ CODES = {
 CODE = {dtype: code for code, dtype in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit: a damaged length must not ask for all memory."""
+
+
+class Writable(Protocol):
+    """What tensors are written to."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
 
 
 def nbytes(form: Form) -> int:
@@ -102,7 +108,7 @@ def _entry(facts: dict[str, Any]) -> tuple[int, Form]:
     return start, form
 
 
-def write_safetensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[Tensor]) -> None:
+def write_safetensors(file: Writable, forms: Mapping[str, Form], tensors: Iterable[Tensor]) -> None:
     """Write the tensors, which come in the order of `forms`, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -111,8 +117,7 @@ def write_safetensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[T
         header[name] = {"dtype": CODE[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for (name, form), tensor in zip(forms.items(), tensors, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == form, name
-            file.write(buffer(tensor.detach().cpu().contiguous()))
+    file.write(len(text).to_bytes(8, "little") + text)
+    for (name, form), tensor in zip(forms.items(), tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == form, name
+        file.write(buffer(tensor.detach().cpu().contiguous()))

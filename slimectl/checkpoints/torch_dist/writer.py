@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.parts import file_bytes, grouped, one_ahead, write_parts
+from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
@@ -50,8 +50,8 @@ def write_torch_dist(
     groups = list(grouped(chunks, lambda chunk: chunk.nbytes, most))
     names = [f"__0_{i}.distcp" for i in range(len(groups) + bool(objects))]
 
-    def write(i: int, path: Path) -> list[tuple[int, int]]:
-        return _write_file(path, groups[i]) if i < len(groups) else _write_nothing(path)
+    def write(i: int, file: HashedFile) -> list[tuple[int, int]]:
+        return _write_file(file, groups[i]) if i < len(groups) else _write_nothing(file)
 
     places, hashes = write_parts(folder, names, write)
     placed = [
@@ -66,26 +66,25 @@ def write_torch_dist(
     return hashes
 
 
-def _write_file(path: Path, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+def _write_file(file: HashedFile, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Offset and length of each chunk's archive."""
     places = []
-    with path.open("wb") as file:
-        for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
-            start = file.tell()
-            tensor = loaded.reshape(chunk.sizes)
-            assert tensor.dtype == chunk.dtype, chunk.key
-            # torch.save writes a tensor's whole storage, also where the tensor is a part of it.
-            if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
-            torch.save(tensor, file)
-            places.append((start, file.tell() - start))
+    for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
+        start = file.tell()
+        tensor = loaded.reshape(chunk.sizes)
+        assert tensor.dtype == chunk.dtype, chunk.key
+        # torch.save writes a tensor's whole storage, also where the tensor is a part of it.
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        torch.save(tensor, cast("BinaryIO", file))
+        places.append((start, file.tell() - start))
     return places
 
 
-def _write_nothing(path: Path) -> list[tuple[int, int]]:
+def _write_nothing(file: HashedFile) -> list[tuple[int, int]]:
     """A list of one None, as mcore writes the extra state of a module that has none."""
-    torch.save([None], path)
-    return [(0, path.stat().st_size)]
+    torch.save([None], cast("BinaryIO", file))
+    return [(0, file.tell())]
 
 
 def _add_objects(metadata: Any, keys: Sequence[str], name: str, start: int, length: int) -> None:
