@@ -54,9 +54,14 @@ def start(layout: ParallelLayout, seed: int) -> None:
 
 
 def stop() -> None:
-    """Forget the groups, and leave the world if `start` made it."""
+    """Forget the groups, and leave the world if `start` made it; models of this layout cannot be used any more."""
     global _started, _own_world
+    # mcore (0.16.1) forgets most groups without ending them: each keeps threads that poll.
+    made = [group for group in parallel_state._global_process_group_list or [] if isinstance(group, dist.ProcessGroup)]
     parallel_state.destroy_model_parallel()
+    for group in made:
+        if group in dist.distributed_c10d._world.pg_map:  # some it does end
+            dist.destroy_process_group(group)
     if _own_world and dist.is_initialized():
         dist.destroy_process_group()
     _started, _own_world = None, False

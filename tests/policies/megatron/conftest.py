@@ -51,14 +51,14 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks

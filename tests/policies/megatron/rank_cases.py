@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ class Rebuilt:
 
     weight_version = "0"
 
+    policy: Any = None
+
     def build(self, model_dir: Path, options: dict[str, Any]) -> None:
+        self.policy = None
+        gc.collect()  # the last policy's references keep its groups, and they their threads
         parallel.stop()
         self.policy = megatron(model_dir, **options)
 
