@@ -220,7 +220,7 @@ def source_of(source: str) -> Path:
 
 def frozen(settings: Settings, folder: Path) -> Policy:
     """A model that is only asked for log-probabilities."""
-    return policy(settings, folder, total_steps=None, trains=False)
+    return policy(settings, folder, total_steps=None, lr=0.0, trains=False)
 
 
 def reference(settings: Settings, start: Path) -> Policy | None:
