@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from slimectl.ports import NamedTensors, Weights
 EXACT = re.compile(r"e_score_correction_bias$")
 """A router's bias is small beside what it decides; every implementation keeps it in float32."""
 INDEX = "model.safetensors.index.json"
+STREAMED_BYTES = 1024**3
+"""Size of a shard where the whole is not known beforehand: what writing holds in memory."""
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
               "vocab.*", "merges.txt", "added_tokens.json")  # fmt: skip
 
@@ -115,9 +117,49 @@ class HFCheckpoint:
         return Apart(HFWeights(path))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
-        """Write all tensors into the existing directory `path`; they are collected first (see `write_hf`)."""
-        held = HeldWeights(tensors)
-        write_hf(path, Cast(held, self.dtype) if self.dtype else held, max_shard_bytes=self.max_shard_bytes)
+        """Write the stream into the existing directory `path`, in the memory of one shard; the index comes last."""
+        written: list[list[str]] = []
+        total = 0
+        for held in _held_shards(tensors, self.max_shard_bytes or STREAMED_BYTES):
+            weights = Cast(held, self.dtype) if self.dtype else held
+            forms = weights.forms()
+            with (path / f".part-{len(written)}").open("wb") as file:
+                write_safetensors(file, forms, map(weights.get, forms))
+            written.append(list(forms))
+            total += sum(map(nbytes, forms.values()))
+            del held, weights  # before the next shard is collected
+        names = _shard_names(len(written))
+        for i, name in enumerate(names):
+            (path / f".part-{i}").rename(path / name)
+        _write_index(path, names, written, total)
+
+
+def _held_shards(tensors: NamedTensors, most: int) -> Iterator[HeldWeights]:
+    """The stream in parts of about `most` bytes; at least one. What is held is the stream's no more."""
+    held: dict[str, Tensor] = {}
+    size, count = 0, 0
+    for name, tensor in tensors:
+        # A copy: the stream may overwrite its buffer.
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += held[name].nbytes
+        if size >= most:
+            yield HeldWeights(held.items())
+            held, size, count = {}, 0, count + 1
+    if held or not count:
+        yield HeldWeights(held.items())
+
+
+def _shard_names(count: int) -> list[str]:
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return names if count > 1 else ["model.safetensors"]
+
+
+def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[str]], total_bytes: int) -> None:
+    """Which tensor is in which shard, where there are several."""
+    if len(names) > 1:
+        weight_map = {member: name for name, group in zip(names, members, strict=True) for member in group}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, str]:
@@ -129,8 +171,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
     forms = weights.forms()
     total = sum(map(nbytes, forms.values()))
     groups = list(grouped(forms, lambda name: nbytes(forms[name]), max_shard_bytes or file_bytes(total)))
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    names = names if len(names) > 1 else ["model.safetensors"]
+    names = _shard_names(len(groups))
 
     def write(i: int, file: HashedFile) -> None:
         # Wide numbers first: each tensor then lies at a multiple of its own width.
@@ -139,10 +180,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
         write_safetensors(file, {name: forms[name] for name in members}, tensors)
 
     _, hashes = write_parts(path, names, write)
-    if len(names) > 1:
-        weight_map = {member: name for name, group in zip(names, groups, strict=True) for member in group}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _write_index(path, names, groups, total)
     return hashes
 
 
