@@ -19,7 +19,7 @@ from slimectl.errors import SettingsError
 from slimectl.journal import Journal
 from slimectl.ports import Policy
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Grpo, Sft
+from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.evaluate import evaluate, summarized
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
@@ -247,10 +247,11 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     if isinstance(settings.algorithm, Sft):
         raise SettingsError("algorithm.name: sft needs no rollouts; use `slimectl train` on demonstrations")
-    if isinstance(settings.algorithm, Grpo) and settings.rollout.n_samples_per_prompt == 1:
+    compares = isinstance(settings.algorithm, PolicyGradient) and settings.algorithm.baseline != "none"
+    if compares and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
-            "rollout.n_samples_per_prompt: 1 gives groups of one, and GRPO compares answers to a prompt with one "
-            "another; sample at least 2"
+            f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
+            f"prompt with one another; sample at least 2"
         )
     if settings.train.lr_decay_style != "constant" and not (settings.train.lr_decay_iters or settings.run.num_rollout):
         raise SettingsError(

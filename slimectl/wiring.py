@@ -224,9 +224,9 @@ def frozen(settings: Settings, folder: Path) -> Policy:
 
 
 def reference(settings: Settings, start: Path) -> Policy | None:
-    """The frozen reference, where the loss measures a divergence: algorithm.ref_load, else the model at `start`."""
+    """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
     algorithm = settings.algorithm
-    if not isinstance(algorithm, PolicyGradient) or algorithm.kl_loss_coef == 0:
+    if not isinstance(algorithm, PolicyGradient) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
         return None
     path = algorithm.ref_load
     return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)

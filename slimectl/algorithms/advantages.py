@@ -9,11 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
+
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted"]
 
 
 def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Tensor:
@@ -29,30 +32,72 @@ def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Te
     return centred_G / (rewards_G.std() + STD_EPSILON) if std_normalization else centred_G
 
 
+def leave_one_out(rewards_G: Tensor) -> Tensor:
+    """Each reward less the mean of the others in its group; [G] to [G].
+
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 7. Equal rewards, one member included, give exact zeros.
+    """
+    count = rewards_G.numel()
+    if count == 0 or bool((rewards_G == rewards_G[0]).all()):
+        return torch.zeros_like(rewards_G)
+    return rewards_G - (rewards_G.sum() - rewards_G) / (count - 1)
+
+
+def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
+    """Each reward less sum(length reward) / sum(length) of its group; [G], [G] to [G].
+
+    OPO, Hao et al. 2025, arXiv:2505.23585, section 3.2: the baseline of least variance where the squared gradient of a
+    sequence grows with its length. Equal rewards give exact zeros; without any length the mean is the plain one.
+    """
+    if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):
+        return torch.zeros_like(rewards_G)
+    weights_G = lengths_G if bool(lengths_G.any()) else torch.ones_like(rewards_G)
+    return rewards_G - (weights_G * rewards_G).sum() / weights_G.sum()
+
+
 def group_advantages(
-    rewards: Sequence[float], groups: Sequence[int], executions: Sequence[int], *, std_normalization: bool = True
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    executions: Sequence[int],
+    *,
+    baseline: Baseline = "group_mean",
+    std_normalization: bool = True,
+    lengths: Sequence[int] = (),
 ) -> list[float]:
-    """The group-normalised reward of every sample, in the order given; three sequences of one length.
+    """The advantage of every sample among those of its group, in the order given; sequences of one length.
 
     >>> group_advantages([1.0, 7.0, 3.0], groups=[0, 9, 0], executions=[0, 1, 2], std_normalization=False)
     [-1.0, 0.0, 1.0]
 
     A group is all samples of one id, wherever they stand and however many they are. Samples of one execution (fan-out)
-    are one attempt: it counts once, with the mean of their rewards, and they share its advantage.
+    are one attempt: it counts once, with the mean of their rewards and the sum of their lengths, and they share its
+    advantage. `std_normalization` is for group_mean; only length_weighted reads `lengths`, in trained tokens.
 
     Raises ValueError on unequal lengths and on a reward that is not finite.
     """
     if not len(rewards) == len(groups) == len(executions):
         raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(executions)} executions: not one of each")
-    attempts: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    if baseline == "length_weighted" and len(lengths) != len(rewards):
+        raise ValueError(f"{len(lengths)} lengths for {len(rewards)} rewards")
+    attempts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for position, (reward, group, execution) in enumerate(zip(rewards, groups, executions, strict=True)):
         if not math.isfinite(reward):
             raise ValueError(f"rewards[{position}] is {reward}, which no advantage can be made of")
-        attempts[group][execution].append(float(reward))
+        attempts[group][execution].append(position)
     advantages: dict[tuple[int, int], float] = {}
     for group, by_execution in attempts.items():
-        rewards_G = torch.tensor([fmean(shared) for shared in by_execution.values()], dtype=torch.float64)
-        normalized_G = group_normalized(rewards_G, std_normalization=std_normalization)
-        for execution, advantage in zip(by_execution, normalized_G.tolist(), strict=True):
+        rewards_G = _per_attempt([fmean(float(rewards[i]) for i in shared) for shared in by_execution.values()])
+        if baseline == "leave_one_out":
+            advantages_G = leave_one_out(rewards_G)
+        elif baseline == "length_weighted":
+            lengths_G = _per_attempt([sum(lengths[i] for i in shared) for shared in by_execution.values()])
+            advantages_G = length_weighted(rewards_G, lengths_G)
+        else:
+            advantages_G = group_normalized(rewards_G, std_normalization=std_normalization)
+        for execution, advantage in zip(by_execution, advantages_G.tolist(), strict=True):
             advantages[group, execution] = advantage
     return [advantages[key] for key in zip(groups, executions, strict=True)]
+
+
+def _per_attempt(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

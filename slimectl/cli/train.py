@@ -28,7 +28,7 @@ def train(
     model: Model = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo or sft")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
     trainer: Trainer = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
     on_error: OnError = "stop",

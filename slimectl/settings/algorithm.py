@@ -1,31 +1,24 @@
-"""What is learnt from the rewards: one settings class per algorithm, its defaults those we would train with."""
+"""What is learnt from the rewards: one settings class per algorithm, its defaults those of its paper."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from slimectl.settings.base import Section
 
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
 
-class Grpo(Section):
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
-    name: Literal["grpo"] = "grpo"
+class PolicyGradient(Section):
+    """What every algorithm shares that raises the probability of what was rewarded."""
+
+    baseline: ClassVar[Baseline] = "group_mean"
+    """What a reward is compared with; with "none" a prompt needs no second answer."""
+
+    name: str
     """Which algorithm."""
-
-    eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """How far the probability ratio may fall below 1 before its gradient stops."""
-
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """How far it may rise above 1; eps_clip where not given (DAPO: 0.28)."""
-
-    eps_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: bound on the loss of bad tokens whose ratio exploded; off where not given."""
-
-    grpo_std_normalization: bool = True
-    """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""
 
     drop_zero_std_groups: bool = True
     """Leave out groups whose rewards are all equal: they carry no signal, only weight in the mean."""
@@ -36,11 +29,18 @@ class Grpo(Section):
     fixed_length: Annotated[int, Field(ge=1)] | None = None
     """Divide each rollout's sum by this constant instead of its own length (Dr. GRPO)."""
 
+    normalize_advantages: bool = False
+    """Whiten the advantages over all tokens of the round."""
+
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the reference in the reward: each token's own where returns are by token, else the
+    sum over the answer. The estimator is k1."""
+
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the reference in the loss."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of that divergence."""
+    """Estimator of the divergence in the loss."""
 
     use_unbiased_kl: bool = False
     """Weight the estimator by the importance ratio."""
@@ -64,6 +64,118 @@ class Grpo(Section):
     """Lower bound of that weight."""
 
 
+class Clipped(PolicyGradient):
+    """Those that hold the probability ratio within bounds around 1."""
+
+    eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """How far the probability ratio may fall below 1 before its gradient stops."""
+
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
+    """How far it may rise above 1; eps_clip where not given (DAPO: 0.28)."""
+
+    eps_clip_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: bound on the loss of bad tokens whose ratio exploded; off where not given."""
+
+
+class GroupNormalized(Clipped):
+    """Those whose advantage is the reward among those of its group."""
+
+    grpo_std_normalization: bool = True
+    """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""
+
+
+class Grpo(GroupNormalized):
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm."""
+
+
+class DrGrpo(GroupNormalized):
+    """GRPO done right: blind to lengths and to a group's spread (Liu et al. 2025, arXiv:2503.20783)."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """Which algorithm."""
+
+    grpo_std_normalization: bool = False
+    """Divide by the group's standard deviation; off, or too easy and too hard prompts would weigh more."""
+
+    fixed_length: Annotated[int, Field(ge=1)] | None = 3000
+    """Divide each rollout's sum by this constant, not its own length; the paper's is its longest answer, in tokens."""
+
+
+class Dapo(GroupNormalized):
+    """GRPO with clip-higher, dynamic sampling and a mean over tokens (Yu et al. 2025, arXiv:2503.14476).
+
+    Its overlong penalty is a reward: score.rm_type "overlong".
+    """
+
+    name: Literal["dapo"] = "dapo"
+    """Which algorithm."""
+
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = 0.28
+    """How far it may rise above 1: wider than it may fall, so that rare tokens can grow."""
+
+    calculate_per_token_loss: bool = True
+    """Mean over all tokens of the step, so that a token of a long answer counts as much as one of a short answer."""
+
+
+class Rloo(Clipped):
+    """REINFORCE, leave-one-out: the others are the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
+
+    baseline: ClassVar[Baseline] = "leave_one_out"
+
+    name: Literal["rloo"] = "rloo"
+    """Which algorithm."""
+
+    calculate_per_token_loss: bool = True
+    """Mean over all tokens of the step: the gradient of whole answers, as in the paper, on the scale of a token."""
+
+
+class Opo(Clipped):
+    """On-policy RL with the optimal, length-weighted baseline (Hao et al. 2025, arXiv:2505.23585)."""
+
+    baseline: ClassVar[Baseline] = "length_weighted"
+
+    name: Literal["opo"] = "opo"
+    """Which algorithm."""
+
+    calculate_per_token_loss: bool = True
+    """Mean over all tokens of the step: the gradient of whole answers, whose variance the baseline makes least."""
+
+
+class Whitened(Clipped):
+    """The REINFORCE++ family: advantages by token, on one scale over the whole round."""
+
+    normalize_advantages: bool = True
+    """Whiten the advantages over all tokens of the round; this family needs it."""
+
+
+class ReinforcePlusPlus(Whitened):
+    """Returns of every token, whitened over the batch instead of a group (Hu et al. 2025, arXiv:2501.03262)."""
+
+    baseline: ClassVar[Baseline] = "none"
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """Which algorithm."""
+
+    drop_zero_std_groups: bool = False
+    """Leave out groups whose rewards are all equal; here they count, as no group is compared within itself."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token before it."""
+
+
+class ReinforcePlusPlusBaseline(Whitened):
+    """REINFORCE++ with a baseline: reward less the group's mean, whitened over the batch (arXiv:2501.03262)."""
+
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    """Which algorithm."""
+
+    drop_zero_std_groups: bool = False
+    """Leave out groups whose rewards are all equal; here they count in the scale of the batch."""
+
+
 class Sft(Section):
     """Supervised fine-tuning: mean negative log-probability over the loss mask."""
 
@@ -74,5 +186,11 @@ class Sft(Section):
     """Mean over all tokens of the step rather than over samples of each one's mean."""
 
 
-AlgorithmSettings = Annotated[Grpo | Sft, Field(discriminator="name")]
-ALGORITHMS: dict[str, type[Section]] = {"grpo": Grpo, "sft": Sft}
+AlgorithmSettings = Annotated[
+    Grpo | DrGrpo | Dapo | Rloo | Opo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Sft,
+    Field(discriminator="name"),
+]
+ALGORITHMS: dict[str, type[Section]] = {
+    cls.model_fields["name"].default: cls
+    for cls in (Grpo, DrGrpo, Dapo, Rloo, Opo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Sft)
+}

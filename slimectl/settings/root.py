@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from slimectl.settings.algorithm import AlgorithmSettings, Grpo, Sft
+from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft, Whitened
 from slimectl.settings.base import Section
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.megatron import MegatronSettings, megatron_contradictions
@@ -82,15 +82,22 @@ def contradictions(settings: Settings) -> Iterator[str]:
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
-    if isinstance(algorithm, Grpo):
-        yield from _grpo_contradictions(algorithm)
+    if isinstance(algorithm, PolicyGradient):
+        yield from _algorithm_contradictions(algorithm)
 
 
-def _grpo_contradictions(algorithm: Grpo) -> Iterator[str]:
+def _algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
     if algorithm.use_rollout_logprobs and algorithm.use_tis:
         yield (
             "algorithm.use_rollout_logprobs and algorithm.use_tis exclude each other: with the engine's own "
             "log-probabilities there is nothing to correct; drop one"
         )
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        yield (
+            "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward or "
+            "into the loss; set one to 0"
+        )
+    if isinstance(algorithm, Whitened) and not algorithm.normalize_advantages:
+        yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
     if algorithm.calculate_per_token_loss and algorithm.fixed_length:
         yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slimectl.algorithms.statistics import rollout_metrics
-from slimectl.errors import RecordError
 from slimectl.ports import Policy
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Grpo
-from slimectl.stages.objective import grpo_rows, loss_of, require_groups, sft_rows, weigh
+from slimectl.settings.algorithm import PolicyGradient
+from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
@@ -84,7 +83,7 @@ def _round(samples: list[Sample], policy: Policy, settings: Settings, state: Tra
     state.pending += zip((sample.execution for sample in kept), rows, strict=True)
     waiting = [row for _, row in state.pending]
     steps = list(_steps(state, settings))
-    if isinstance(settings.algorithm, Grpo):
+    if isinstance(settings.algorithm, PolicyGradient):
         _fix_old_log_probs(waiting, policy, moves_on=len(steps) > 1 or bool(state.pending))
     perf = {"perf/data_preprocess_time": time.perf_counter() - started}
     for i, chosen in enumerate(steps or [[]]):
@@ -101,15 +100,11 @@ def _rows(
     """What of a round is trained on, as rows that lack nothing but the weights of their step."""
     kept = _fresh(samples, int(policy.weight_version), settings.run.max_staleness, metrics)
     algorithm = settings.algorithm
-    if not isinstance(algorithm, Grpo):
+    if not isinstance(algorithm, PolicyGradient):
         return kept, sft_rows(kept)
-    require_groups(samples)
-    kept, rows = grpo_rows(kept, algorithm, reward_key=settings.score.reward_key, metrics=metrics)
-    _require_log_probs(kept, algorithm)
-    if algorithm.use_rollout_logprobs:
-        for row in rows:
-            row.old_log_probs = row.rollout_log_probs
-    return kept, rows
+    require_groups(samples, algorithm)
+    key = settings.score.reward_key
+    return policy_rows(kept, algorithm, reward_key=key, metrics=metrics, log_probs=policy.log_probs)
 
 
 def _fix_old_log_probs(rows: list[Row], policy: Policy, *, moves_on: bool) -> None:
@@ -146,24 +141,6 @@ def _age(sample: Sample, version: int) -> int | None:
         return None
     # A policy that starts anew from a trained checkpoint counts from 0 again: its own samples are not from the future.
     return max(0, version - min(map(int, versions)))
-
-
-def _require_log_probs(samples: Sequence[Sample], algorithm: Grpo) -> None:
-    """Raises RecordError if a sample lacks log-probabilities that a setting makes use of."""
-    sampled = "sample with `slimectl rollout`, which records them"
-    wanted = {
-        "algorithm.kl_loss_coef": (
-            algorithm.kl_loss_coef > 0,
-            "ref_log_probs",
-            "add --reference DIR to `slimectl score`",
-        ),
-        "algorithm.use_tis": (algorithm.use_tis, "rollout_log_probs", sampled),
-        "algorithm.use_rollout_logprobs": (algorithm.use_rollout_logprobs, "rollout_log_probs", sampled),
-    }
-    for setting, (needed, name, way_out) in wanted.items():
-        lacking = [sample for sample in samples if needed and getattr(sample, name) is None]
-        if lacking:
-            raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {way_out}")
 
 
 def _steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, Row]]]:

@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.advantages import group_advantages, group_normalized
+from slimectl.algorithms.advantages import group_advantages, group_normalized, leave_one_out, length_weighted
 
 rewards_of_samples = st.lists(
     st.tuples(st.floats(-10, 10), st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=12
@@ -56,6 +56,7 @@ def test_a_reward_that_is_no_number_is_refused_by_position():
         group_advantages([1.0, 0.0], [0], [0, 1])
 
 
+@settings(deadline=None)
 @given(rewards_of_samples)
 def test_advantages_of_the_attempts_of_a_group_sum_to_zero(samples):
     rewards, groups, executions = zip(*samples, strict=True)
@@ -65,6 +66,7 @@ def test_advantages_of_the_attempts_of_a_group_sum_to_zero(samples):
         assert sum(a for (g, _), a in attempts.items() if g == group) == pytest.approx(0, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(rewards_of_samples, st.randoms(use_true_random=False))
 def test_permuting_samples_permutes_advantages(samples, random):
     order = random.sample(range(len(samples)), len(samples))
@@ -73,9 +75,36 @@ def test_permuting_samples_permutes_advantages(samples, random):
     assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-6, abs=1e-6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.floats(-5, 5))
 def test_a_constant_added_to_every_reward_changes_nothing(rewards, shift):
     ids = list(range(len(rewards)))
     plain = group_advantages(rewards, [0] * len(ids), ids, std_normalization=False)
     moved = group_advantages([r + shift for r in rewards], [0] * len(ids), ids, std_normalization=False)
     assert moved == pytest.approx(plain, abs=1e-9)
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_others():
+    # 6 - (0 + 3) / 2, 0 - (6 + 3) / 2, 3 - (6 + 0) / 2
+    assert leave_one_out(torch.tensor([6.0, 0.0, 3.0])).tolist() == [4.5, -4.5, 0.0]
+    assert leave_one_out(torch.tensor([5.0])).tolist() == [0.0]
+
+
+def test_the_length_weighted_baseline_leans_to_the_reward_of_long_answers():
+    # baseline (1 * 10 + 0 * 30) / 40
+    assert length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([10.0, 30.0])).tolist() == [0.75, -0.25]
+    assert length_weighted(torch.tensor([1.0, 0.0]), torch.zeros(2)).tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "length_weighted"])
+def test_fan_out_counts_once_under_every_baseline(baseline):
+    advantages = group_advantages(
+        [1.0, 0.0, 0.5], [0, 0, 0], [5, 6, 5], baseline=baseline, lengths=[1, 3, 2]
+    )  # attempt 5: reward 3/4, length 3; attempt 6: reward 0, length 3
+    expected = {"leave_one_out": [0.75, -0.75, 0.75], "length_weighted": [0.375, -0.375, 0.375]}
+    assert advantages == pytest.approx(expected[baseline])
+
+
+def test_a_length_for_each_reward_is_required():
+    with pytest.raises(ValueError, match="1 lengths for 2 rewards"):
+        group_advantages([1.0, 0.0], [0, 0], [0, 1], baseline="length_weighted", lengths=[3])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
@@ -173,6 +173,7 @@ def test_zero_weight_silences_a_token_whatever_its_numbers():
 values = st.floats(-3, 3)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*[values] * 6), min_size=2, max_size=8), st.data())
 def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens, data):
     logprobs_T, old_T, ref_T, rollout_T, advantages_T, weights_T = torch.tensor(tokens, dtype=torch.float64).unbind(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import SettingsError
+from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.layers import Layer, flat, from_assignments, from_environment, from_file, parse_value, resolve
 from slimectl.settings.written import settings_toml
 
@@ -39,7 +40,7 @@ def test_later_layers_win_and_every_key_names_its_origin(tmp_path: Path):
         ("train.lr=abc", "train.lr: input should be a valid number, unable to parse string as a number, not 'abc' "
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
-        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are grpo, sft"),
+        ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are " + ", ".join(ALGORITHMS)),
         ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1e-5"),
     ],
 )  # fmt: skip

@@ -1,0 +1,169 @@
+"""What each algorithm makes of a round, in numbers worked out by hand, and that a policy learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.errors import RecordError
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
+from slimectl.settings.root import contradictions
+from slimectl.stages.objective import policy_rows, require_groups, weigh
+from slimectl.stages.train import train
+from slimectl.types import Row, Sample, Status
+
+LENGTHS = (2, 4, 4)
+GROUPS = ((1.0, 0.0, 0.0), (1.0, 1.0, 0.0))
+NAMES = [name for name, cls in ALGORITHMS.items() if issubclass(cls, PolicyGradient)]
+
+
+def attempts() -> list[Sample]:
+    """Two groups of three answers, of 2, 4 and 4 tokens."""
+    return [
+        Sample(
+            group_index=group,
+            index=3 * group + i,
+            tokens=[65 + group, 66, *range(100 + 10 * i, 100 + 10 * i + length)],
+            response_length=length,
+            reward=reward,
+            status=Status.COMPLETED,
+            weight_versions=["0"],
+        )
+        for group, rewards in enumerate(GROUPS)
+        for i, (reward, length) in enumerate(zip(rewards, LENGTHS, strict=True))
+    ]
+
+
+def algorithm(name: str, **changes: Any) -> PolicyGradient:
+    made = ALGORITHMS[name].model_validate({"name": name, **changes})
+    assert isinstance(made, PolicyGradient)
+    return made
+
+
+def objective(name: str, old: float = -1.0, ref: float | None = None, **changes: Any) -> list[Row]:
+    """Rows of the round with the advantages and the weights of one step; every token as likely as given."""
+    chosen, given = algorithm(name, **changes), attempts()
+    for sample in given:
+        sample.ref_log_probs = None if ref is None else [ref] * sample.response_length
+    samples, rows = policy_rows(
+        given,
+        chosen,
+        reward_key=None,
+        metrics={},
+        log_probs=lambda rows: [[old] * row.response_length for row in rows],
+    )
+    weigh(rows, [sample.execution for sample in samples], chosen)
+    return rows
+
+
+# Group 0 has mean 1/3, group 1 has 2/3; both have the unbiased standard deviation sqrt(1/3).
+ONE = (2 / 3) / (1 / 3) ** 0.5
+CENTRED = [2 / 3, -1 / 3, -1 / 3, 1 / 3, 1 / 3, -2 / 3]
+NORMALIZED = [ONE, -ONE / 2, -ONE / 2, ONE / 2, ONE / 2, -ONE]
+# Returns are 1 on 2 + 2 + 4 tokens and 0 on 12: mean 0.4, variance (8 * 0.36 + 12 * 0.16) / 19 = 4.8 / 19.
+R_STD = (4.8 / 19) ** 0.5
+RETURNS = [0.6 / R_STD, -0.4 / R_STD, -0.4 / R_STD, 0.6 / R_STD, 0.6 / R_STD, -0.4 / R_STD]
+# The centred rewards sum to 2 * 2/3 - 8/3 + 2/3 + 4/3 - 8/3 = -2 over 20 tokens: mean -0.1; of the tokens 2 have 2/3,
+# 8 have -1/3, 6 have 1/3 and 4 have -2/3: sum of squares (2 * 4 + 8 + 6 + 4 * 4) / 9 = 38/9, less 20 * 0.01.
+C_STD = ((38 / 9 - 0.2) / 19) ** 0.5
+ADVANTAGES = {
+    "grpo": NORMALIZED,
+    "dr_grpo": CENTRED,
+    "dapo": NORMALIZED,
+    "rloo": [1.0, -0.5, -0.5, 0.5, 0.5, -1.0],  # 1 - 0, 0 - 1/2, …, 1 - 1/2, …, 0 - 1
+    "opo": [0.8, -0.2, -0.2, 0.4, 0.4, -0.6],  # baselines 2 / 10 and (2 + 4) / 10
+    "reinforce_plus_plus": RETURNS,
+    "reinforce_plus_plus_baseline": [(value + 0.1) / C_STD for value in CENTRED],
+}
+PER_TOKEN = [1 / 20] * 6  # 20 tokens in all
+PER_ROLLOUT = [1 / 12, 1 / 24, 1 / 24] * 2  # 6 rollouts of 2 or 4 tokens
+WEIGHTS = dict.fromkeys(NAMES, PER_ROLLOUT) | {
+    "dr_grpo": [1 / 18000] * 6,
+    **dict.fromkeys(("dapo", "rloo", "opo"), PER_TOKEN),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_and_weights_of_a_step_are_those_worked_out_by_hand(name: str):
+    for i, row in enumerate(objective(name)):
+        assert row.advantages == pytest.approx([ADVANTAGES[name][i]] * LENGTHS[i % 3], rel=1e-5)
+        assert row.weights == pytest.approx([WEIGHTS[name][i]] * LENGTHS[i % 3])
+
+
+def test_divergence_in_the_reward_is_charged_to_the_answer_or_to_each_of_its_tokens():
+    # Each token 0.5 likelier than by the reference: 2 tokens cost 1 * 0.1, 4 tokens cost 2 * 0.1.
+    rloo = objective("rloo", old=-1.0, ref=-1.5, kl_coef=0.1)
+    assert rloo[0].advantages == pytest.approx([0.9 - -0.2] * 2)  # the others got -0.2 each
+    assert rloo[0].old_log_probs == [-1.0, -1.0]
+    # Returns now fall by 0.05 a token: 0.9, 0.95 (1 is at the end, less its own 0.05) and so on; compare two of them.
+    plain = objective("reinforce_plus_plus", old=-1.0, ref=-1.5, kl_coef=0.1)
+    first, last = plain[0].advantages
+    bad = plain[1].advantages
+    assert (last - first) / (last - bad[3]) == pytest.approx(0.05 / 1.0)
+    centred = objective("reinforce_plus_plus_baseline", old=-1.0, ref=-1.5, kl_coef=0.1)
+    without = objective("reinforce_plus_plus_baseline")
+    for row, other in zip(centred, without, strict=True):  # the same charge for every token is whitened away
+        assert row.advantages == pytest.approx(other.advantages)
+
+
+def test_returns_of_reinforce_plus_plus_are_discounted():
+    (first, second), zeros = (objective("reinforce_plus_plus", gamma=0.5)[i].advantages for i in (0, 1))
+    assert (first - zeros[0]) / (second - zeros[0]) == pytest.approx(0.5)
+
+
+def test_without_a_baseline_a_prompt_needs_no_second_answer():
+    alone = [sample for sample in attempts() if sample.index % 3 == 0]
+    require_groups(alone, algorithm("reinforce_plus_plus"))
+    with pytest.raises(RecordError, match="rloo compares the answers to a prompt with one another"):
+        require_groups(alone, algorithm("rloo"))
+
+
+def test_a_divergence_without_a_reference_is_refused():
+    with pytest.raises(RecordError, match=r"sample 0: no ref_log_probs, which algorithm.kl_coef needs"):
+        objective("rloo", kl_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("kl_coef and algorithm.kl_loss_coef exclude", {"name": "rloo", "kl_coef": 0.1, "kl_loss_coef": 0.1}),
+        ("normalize_advantages", {"name": "reinforce_plus_plus", "normalize_advantages": False}),
+    ],
+)
+def test_contradictions_name_the_keys(key: str, changes: dict[str, Any]):
+    (line,) = contradictions(Settings.model_validate({"algorithm": changes}))
+    assert key in line
+
+
+def test_what_a_paper_changes_is_the_default_of_its_algorithm():
+    dapo = algorithm("dapo").model_dump()
+    assert (dapo["eps_clip"], dapo["eps_clip_high"], dapo["kl_loss_coef"]) == (0.2, 0.28, 0.0)
+
+
+@pytest.fixture
+def policy(model_dir: Callable[..., Path]) -> FsdpPolicy:
+    return FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_takes_steps_of_every_algorithm(name: str, policy: FsdpPolicy):
+    chosen = {"algorithm": {"name": name}, "train": {"num_steps_per_rollout": 2}}
+    rounds = {"run": {"rollout_batch_size": 2}, "rollout": {"n_samples_per_prompt": 3}}
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    first, second = (report.metrics for report in train(attempts(), policy, Settings.model_validate(chosen | rounds)))
+    # The ratio of the first step is 1: its loss is minus the weighted advantages of group 0, half of all.
+    rows = zip(ADVANTAGES[name], WEIGHTS[name], LENGTHS, strict=False)
+    by_hand = -2 * sum(advantage * weight * length for advantage, weight, length in rows)
+    assert first["train/loss"] == pytest.approx(by_hand, abs=1e-5)
+    assert second["train/ppo_kl"] != 0
+    for metrics in (first, second):
+        assert metrics["train/grad_norm"] > 0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in policy.weights())
