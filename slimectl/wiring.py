@@ -13,7 +13,7 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import Args, Hook
 from slimectl.layouts import ParallelLayout
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Grpo, Sft
+from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
@@ -226,7 +226,7 @@ def frozen(settings: Settings, folder: Path) -> Policy:
 def reference(settings: Settings, start: Path) -> Policy | None:
     """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
     algorithm = settings.algorithm
-    if not isinstance(algorithm, Grpo) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
+    if not isinstance(algorithm, PolicyGradient) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
         return None
     path = algorithm.ref_load
     return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)
