@@ -33,6 +33,7 @@ def _train() -> list[Metric]:
         "train_rollout_k3": ("nat", "k3 estimate of the same"),
         "tis": ("", "Mean truncated importance weight"),
         "tis_clipfrac": ("", "Share of tokens whose importance weight was truncated"),
+        "opsm_clipfrac": ("", "Share of tokens in bad sequences that the policy has left, whose loss was zeroed"),
         "grad_norm": ("", "Global gradient norm before clipping"),
         "lr": ("", "Learning rate of the step"),
         "global_batch_size": ("rollouts", "Rollouts that made the step"),

@@ -35,7 +35,8 @@ def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Te
 def leave_one_out(rewards_G: Tensor) -> Tensor:
     """Each reward less the mean of the others in its group; [G] to [G].
 
-    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 7. Equal rewards, one member included, give exact zeros.
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740: r_i - mean(r_j, j != i). Equal
+    rewards, one member included, give exact zeros.
     """
     count = rewards_G.numel()
     if count == 0 or bool((rewards_G == rewards_G[0]).all()):
@@ -46,7 +47,7 @@ def leave_one_out(rewards_G: Tensor) -> Tensor:
 def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
     """Each reward less sum(length reward) / sum(length) of its group; [G], [G] to [G].
 
-    OPO, Hao et al. 2025, arXiv:2505.23585, section 3.2: the baseline of least variance where the squared gradient of a
+    OPO, Hao et al. 2025, arXiv:2505.23585: the baseline of least variance where the squared gradient of a
     sequence grows with its length. Equal rewards give exact zeros; without any length the mean is the plain one.
     """
     if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slimectl.algorithms.corrections import mismatch, truncated_fraction, truncated_importance
 from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
-from slimectl.algorithms.surrogates import clip_fraction, ppo_clip, ratio
+from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, sequence_logprobs
+from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, ppo_clip, ratio, soft_gate
 from slimectl.errors import SettingsError
 
 
@@ -37,11 +38,17 @@ class Pack(Protocol):
     def ref_logprobs_T(self) -> Tensor | None: ...
     @property
     def rollout_logprobs_T(self) -> Tensor | None: ...
+    @property
+    def row_T(self) -> Tensor: ...
+    @property
+    def rows(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss, the clipped surrogate of PPO and GRPO.
+    """pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss; pg_loss is the clipped one of PPO and GRPO,
+
+    or that of another `surrogate`: gspo, cispo, sapo, gmpo (see surrogates.py, sequence_surrogates.py).
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. Where the pack has no
     `old_logprobs_T`, the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
@@ -53,6 +60,7 @@ class PolicyLoss:
     Raises SettingsError if the pack lacks what a coefficient asks for.
     """
 
+    surrogate: str = "ppo_clip"
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     eps_clip_c: float | None = None
@@ -63,6 +71,10 @@ class PolicyLoss:
     use_tis: bool = False
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    use_opsm: bool = False
+    opsm_delta: float = 1e-4
     report_entropy: bool = False
 
     @property
@@ -89,11 +101,10 @@ class PolicyLoss:
         if pack.advantages_T is None:
             raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
         old_T = _old(pack)
-        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
         logprobs_T, advantages_T = pack.logprobs_T, pack.advantages_T
-        loss_T = ppo_clip(logprobs_T, old_T, advantages_T, low=self.eps_clip, high=high, dual=self.eps_clip_c)
+        loss_T, clipped_T = self._of_kind(pack, old_T, advantages_T)
         values_T = {
-            "pg_clipfrac": clip_fraction(logprobs_T, old_T, advantages_T, low=self.eps_clip, high=high),
+            "pg_clipfrac": clipped_T,
             "ppo_kl": old_T - logprobs_T,
             "ois": ratio(logprobs_T.detach(), old_T),
         }
@@ -105,7 +116,31 @@ class PolicyLoss:
             if rollout_T is None:
                 raise SettingsError("algorithm.use_tis needs rollout_log_probs, which these samples lack; turn it off")
             loss_T = loss_T * truncated_importance(old_T, rollout_T, **bounds)
+        if self.use_opsm:
+            mask_T = pack.weights_T != 0
+            kept_T = off_policy_kept(
+                logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, delta=self.opsm_delta
+            )
+            loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
+
+    def _of_kind(self, pack: Pack, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The surrogate of each token before any correction, and where it was clipped."""
+        logprobs_T, mask_T = pack.logprobs_T, pack.weights_T != 0
+        bounds = {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
+        if self.surrogate == "cispo":
+            return clipped_weight(logprobs_T, old_T, advantages_T, **bounds)
+        if self.surrogate == "sapo":
+            loss_T = soft_gate(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+            return loss_T, torch.zeros_like(loss_T)
+        if self.surrogate == "gmpo":
+            return geometric_mean(logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, **bounds)
+        if self.surrogate == "gspo":
+            logprobs_T = sequence_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
+        elif self.surrogate != "ppo_clip":
+            raise ValueError(f"no surrogate {self.surrogate!r}; there are ppo_clip, gspo, cispo, sapo, gmpo")
+        loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)
+        return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **bounds)
 
     def _divergence(self, pack: Pack) -> Tensor | None:
         """The estimate of each token where there is a reference; its graph is built only where it is trained on."""

@@ -26,7 +26,7 @@ def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
 def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
     """Discounted returns of one answer, [T]; zero where masked.
 
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3: every token is rewarded with -kl_coef kl, the last one
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: every token is rewarded with -kl_coef kl, the last one
     that the mask keeps with `reward` besides. An answer masked whole gives zeros.
     """
     rewards_T = torch.zeros_like(mask_T) if kl_T is None else -kl_coef * kl_T * mask_T

@@ -58,6 +58,32 @@ def clip_fraction(
         return (clipped_T > unclipped_T).to(logprobs_T.dtype)
 
 
+def clipped_weight(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """-stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to minimise, and 1.0 where the ratio is clipped; each [T].
+
+    CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4: only the weight is clipped, so every token keeps its gradient.
+    """
+    with torch.no_grad():
+        ratio_T = ratio(logprobs_T, old_logprobs_T)
+        weight_T = ratio_T.clamp(1 - low, 1 + high)
+        clipped_T = (weight_T != ratio_T).to(logprobs_T.dtype)
+    return -weight_T * advantages_T * logprobs_T, clipped_T
+
+
+def soft_gate(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, tau_pos: float, tau_neg: float
+) -> Tensor:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, to minimise; [T].
+
+    SAPO, Qwen 2025, arXiv:2511.20347: a gate that closes softly on either side of 1, where its slope is 1. `tau` is
+    `tau_pos` for A > 0, else `tau_neg`: a larger one closes faster.
+    """
+    tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg)
+    return -4 / tau_T * torch.sigmoid(tau_T * (ratio(logprobs_T, old_logprobs_T.detach()) - 1)) * advantages_T
+
+
 def _branches(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from slimectl.settings.base import Section
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
 
 
 class PolicyGradient(Section):
@@ -16,6 +17,9 @@ class PolicyGradient(Section):
 
     baseline: ClassVar[Baseline] = "group_mean"
     """What a reward is compared with; with "none" a prompt needs no second answer."""
+
+    surrogate: ClassVar[Surrogate] = "ppo_clip"
+    """What is minimised with the advantages."""
 
     name: str
     """Which algorithm."""
@@ -63,8 +67,14 @@ class PolicyGradient(Section):
     tis_clip_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of that weight."""
 
+    use_opsm: bool = False
+    """Off-policy sequence masking: leave bad answers alone that the policy has left already (arXiv:2512.02556)."""
 
-class Clipped(PolicyGradient):
+    opsm_delta: Annotated[float, Field(ge=0)] = 1e-4
+    """How far, as mean(old - present log-probability), before it does."""
+
+
+class Bounded(PolicyGradient):
     """Those that hold the probability ratio within bounds around 1."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -73,25 +83,29 @@ class Clipped(PolicyGradient):
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
     """How far it may rise above 1; eps_clip where not given (DAPO: 0.28)."""
 
+
+class Clipped(Bounded):
+    """Those of them whose bound may be doubled."""
+
     eps_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: bound on the loss of bad tokens whose ratio exploded; off where not given."""
 
 
-class GroupNormalized(Clipped):
+class GroupNormalized(PolicyGradient):
     """Those whose advantage is the reward among those of its group."""
 
     grpo_std_normalization: bool = True
     """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""
 
 
-class Grpo(GroupNormalized):
+class Grpo(GroupNormalized, Clipped):
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
     """Which algorithm."""
 
 
-class DrGrpo(GroupNormalized):
+class DrGrpo(GroupNormalized, Clipped):
     """GRPO done right: blind to lengths and to a group's spread (Liu et al. 2025, arXiv:2503.20783)."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
@@ -104,7 +118,7 @@ class DrGrpo(GroupNormalized):
     """Divide each rollout's sum by this constant, not its own length; the paper's is its longest answer, in tokens."""
 
 
-class Dapo(GroupNormalized):
+class Dapo(GroupNormalized, Clipped):
     """GRPO with clip-higher, dynamic sampling and a mean over tokens (Yu et al. 2025, arXiv:2503.14476).
 
     Its overlong penalty is a reward: score.rm_type "overlong".
@@ -118,6 +132,69 @@ class Dapo(GroupNormalized):
 
     calculate_per_token_loss: bool = True
     """Mean over all tokens of the step, so that a token of a long answer counts as much as one of a short answer."""
+
+
+class Gspo(GroupNormalized, Clipped):
+    """Group sequence policy optimisation: one ratio per answer (Zheng et al. 2025, arXiv:2507.18071)."""
+
+    surrogate: ClassVar[Surrogate] = "gspo"
+
+    name: Literal["gspo"] = "gspo"
+    """Which algorithm."""
+
+    eps_clip: Annotated[float, Field(gt=0, le=1)] = 3e-4
+    """How far the ratio of an answer, a mean over its tokens, may fall below 1 before its gradient stops."""
+
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = 4e-4
+    """How far it may rise above 1; eps_clip where not given."""
+
+
+class Cispo(GroupNormalized, Bounded):
+    """Clipped importance weights, so that every token keeps its gradient (MiniMax 2025, arXiv:2506.13585)."""
+
+    surrogate: ClassVar[Surrogate] = "cispo"
+
+    name: Literal["cispo"] = "cispo"
+    """Which algorithm."""
+
+    eps_clip: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How far a token's weight may fall below 1; at 1 there is no bound."""
+
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = 4.0
+    """How far it may rise above 1; eps_clip where not given."""
+
+    calculate_per_token_loss: bool = True
+    """Mean over all tokens of the step rather than over rollouts of each one's mean."""
+
+
+class Sapo(GroupNormalized):
+    """Soft adaptive policy optimisation: a gate instead of a clip (Qwen 2025, arXiv:2511.20347)."""
+
+    surrogate: ClassVar[Surrogate] = "sapo"
+
+    name: Literal["sapo"] = "sapo"
+    """Which algorithm."""
+
+    tau_pos: Annotated[float, Field(gt=0)] = 1.0
+    """How fast the gate closes for good tokens, as their ratio leaves 1."""
+
+    tau_neg: Annotated[float, Field(gt=0)] = 1.05
+    """The same for bad ones: faster, as their gradient raises many other tokens."""
+
+
+class Gmpo(GroupNormalized, Bounded):
+    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673)."""
+
+    surrogate: ClassVar[Surrogate] = "gmpo"
+
+    name: Literal["gmpo"] = "gmpo"
+    """Which algorithm."""
+
+    eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """How far a token's log-ratio may fall below 0 before its gradient stops."""
+
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
+    """How far it may rise above 0; eps_clip where not given."""
 
 
 class Rloo(Clipped):
@@ -187,10 +264,34 @@ class Sft(Section):
 
 
 AlgorithmSettings = Annotated[
-    Grpo | DrGrpo | Dapo | Rloo | Opo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Sft,
+    Grpo
+    | DrGrpo
+    | Dapo
+    | Gspo
+    | Cispo
+    | Sapo
+    | Gmpo
+    | Rloo
+    | Opo
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | Sft,
     Field(discriminator="name"),
 ]
 ALGORITHMS: dict[str, type[Section]] = {
     cls.model_fields["name"].default: cls
-    for cls in (Grpo, DrGrpo, Dapo, Rloo, Opo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Sft)
+    for cls in (
+        Grpo,
+        DrGrpo,
+        Dapo,
+        Gspo,
+        Cispo,
+        Sapo,
+        Gmpo,
+        Rloo,
+        Opo,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        Sft,
+    )
 }

@@ -35,7 +35,7 @@ def loss_of(algorithm: PolicyGradient | Sft) -> Loss:
     """The token loss that the settings ask for."""
     if isinstance(algorithm, Sft):
         return SftLoss()
-    return PolicyLoss(**algorithm.model_dump(include=LOSS_SETTINGS))
+    return PolicyLoss(surrogate=algorithm.surrogate, **algorithm.model_dump(include=LOSS_SETTINGS))
 
 
 def weigh(rows: Sequence[Row], executions: Sequence[int], algorithm: PolicyGradient | Sft) -> None:

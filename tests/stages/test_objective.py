@@ -78,6 +78,7 @@ ADVANTAGES = {
     "grpo": NORMALIZED,
     "dr_grpo": CENTRED,
     "dapo": NORMALIZED,
+    **dict.fromkeys(("gspo", "cispo", "sapo", "gmpo"), NORMALIZED),
     "rloo": [1.0, -0.5, -0.5, 0.5, 0.5, -1.0],  # 1 - 0, 0 - 1/2, …, 1 - 1/2, …, 0 - 1
     "opo": [0.8, -0.2, -0.2, 0.4, 0.4, -0.6],  # baselines 2 / 10 and (2 + 4) / 10
     "reinforce_plus_plus": RETURNS,
@@ -87,7 +88,7 @@ PER_TOKEN = [1 / 20] * 6  # 20 tokens in all
 PER_ROLLOUT = [1 / 12, 1 / 24, 1 / 24] * 2  # 6 rollouts of 2 or 4 tokens
 WEIGHTS = dict.fromkeys(NAMES, PER_ROLLOUT) | {
     "dr_grpo": [1 / 18000] * 6,
-    **dict.fromkeys(("dapo", "rloo", "opo"), PER_TOKEN),
+    **dict.fromkeys(("dapo", "cispo", "rloo", "opo"), PER_TOKEN),
 }
 
 
@@ -145,6 +146,8 @@ def test_contradictions_name_the_keys(key: str, changes: dict[str, Any]):
 
 def test_what_a_paper_changes_is_the_default_of_its_algorithm():
     dapo = algorithm("dapo").model_dump()
+    gspo, cispo = algorithm("gspo").model_dump(), algorithm("cispo").model_dump()
+    assert [(each["eps_clip"], each["eps_clip_high"]) for each in (gspo, cispo)] == [(3e-4, 4e-4), (1.0, 4.0)]
     assert (dapo["eps_clip"], dapo["eps_clip_high"], dapo["kl_loss_coef"]) == (0.2, 0.28, 0.0)
 
 
@@ -162,7 +165,10 @@ def test_a_policy_takes_steps_of_every_algorithm(name: str, policy: FsdpPolicy):
     # The ratio of the first step is 1: its loss is minus the weighted advantages of group 0, half of all.
     rows = zip(ADVANTAGES[name], WEIGHTS[name], LENGTHS, strict=False)
     by_hand = -2 * sum(advantage * weight * length for advantage, weight, length in rows)
-    assert first["train/loss"] == pytest.approx(by_hand, abs=1e-5)
+    if name == "sapo":  # 2 / tau at a ratio of 1: 2 A for good tokens, 2 / 1.05 A for bad ones, here ONE against ONE
+        by_hand = -2 * (2 - 2 / 1.05) * ONE / 6
+    if name != "cispo":  # whose loss has the log-probability as a factor
+        assert first["train/loss"] == pytest.approx(by_hand, abs=1e-5)
     assert second["train/ppo_kl"] != 0
     for metrics in (first, second):
         assert metrics["train/grad_norm"] > 0
