@@ -8,26 +8,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.sequence_surrogates import row_means
 from slimectl.algorithms.surrogates import ratio
 
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("clip", "truncate", "mask")
 
-def truncated_importance(old_T: Tensor, rollout_T: Tensor, *, low: float = 0.0, high: float = 2.0) -> Tensor:
-    """Weights clamp(exp(old - rollout), low, high) to multiply a token's loss by; [T], constant.
+
+def importance_weights(
+    old_T: Tensor,
+    rollout_T: Tensor,
+    mask_T: Tensor,
+    row_T: Tensor,
+    rows: int,
+    *,
+    level: str = "token",
+    mode: str = "clip",
+    low: float = 0.0,
+    high: float = 2.0,
+    veto: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weights to multiply a token's loss by, and 1.0 where the bounds or the veto changed them; each [T], constant.
 
     Truncated importance sampling: Ionides 2008, doi:10.1198/106186008X320456; for engine mismatch Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl. Log-weights are held within ±20.
+    fengyao.notion.site/off-policy-rl. `level`: a token's own ratio exp(old - rollout), the product over its row, or
+    the product's geometric mean, over tokens that `mask_T` keeps; log-weights are held within ±20. `mode`: clip holds
+    weights within [low, high], truncate below high only, mask makes those outside 0, which by token is IcePop (Ling
+    team 2025, arXiv:2510.18855). `veto` makes a whole sequence 0 where a token's own ratio is below it.
 
-    Raises ValueError unless 0 <= low < high.
+    Raises ValueError unless 0 <= low < high, and on another level or mode.
     """
     _check_bounds(low, high)
-    return ratio(old_T.detach(), rollout_T.detach()).clamp(low, high)
-
-
-def truncated_fraction(old_T: Tensor, rollout_T: Tensor, *, low: float = 0.0, high: float = 2.0) -> Tensor:
-    """1.0 for tokens whose weight `truncated_importance` changes, else 0.0; [T], constant."""
-    _check_bounds(low, high)
-    weights_T = ratio(old_T.detach(), rollout_T.detach())
-    return ((weights_T < low) | (weights_T > high)).to(old_T.dtype)
+    if level not in LEVELS or mode not in MODES:
+        raise ValueError(f"level {level!r}, mode {mode!r}; there are {', '.join(LEVELS)} and {', '.join(MODES)}")
+    old_T, rollout_T = old_T.detach(), rollout_T.detach()
+    raw_T = ratio(old_T, rollout_T)
+    if level != "token":
+        means_T = row_means(old_T - rollout_T, mask_T, row_T, rows)
+        counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
+        raw_T = ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
+    if mode == "mask":
+        weights_T = torch.where((raw_T < low) | (raw_T > high), 0.0, raw_T)
+    else:
+        weights_T = raw_T.clamp(low if mode == "clip" else 0.0, high)
+    if veto is not None:
+        vetoed_T = (ratio(old_T, rollout_T) < veto) & mask_T
+        weights_T = torch.where(row_means(vetoed_T.to(raw_T.dtype), mask_T, row_T, rows) > 0, 0.0, weights_T)
+    return weights_T, (weights_T != raw_T).to(old_T.dtype)
 
 
 def mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:

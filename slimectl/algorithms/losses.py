@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.corrections import mismatch, truncated_fraction, truncated_importance
+from slimectl.algorithms.corrections import importance_weights, mismatch
 from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, sequence_logprobs
 from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, ppo_clip, ratio, soft_gate
@@ -71,6 +71,9 @@ class PolicyLoss:
     use_tis: bool = False
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
+    tis_level: str = "token"
+    tis_mode: str = "clip"
+    tis_veto: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     use_opsm: bool = False
@@ -108,14 +111,13 @@ class PolicyLoss:
             "ppo_kl": old_T - logprobs_T,
             "ois": ratio(logprobs_T.detach(), old_T),
         }
-        rollout_T, bounds = pack.rollout_logprobs_T, {"low": self.tis_clip_low, "high": self.tis_clip}
-        if rollout_T is not None:
-            values_T |= mismatch(old_T, rollout_T)
-            values_T["tis_clipfrac"] = truncated_fraction(old_T, rollout_T, **bounds)
-        if self.use_tis:
-            if rollout_T is None:
-                raise SettingsError("algorithm.use_tis needs rollout_log_probs, which these samples lack; turn it off")
-            loss_T = loss_T * truncated_importance(old_T, rollout_T, **bounds)
+        if pack.rollout_logprobs_T is not None:
+            values_T |= mismatch(old_T, pack.rollout_logprobs_T)
+            correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
+            if self.use_tis:
+                loss_T = loss_T * correction_T
+        elif self.use_tis:
+            raise SettingsError("algorithm.use_tis needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
             mask_T = pack.weights_T != 0
             kept_T = off_policy_kept(
@@ -123,6 +125,20 @@ class PolicyLoss:
             )
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
+
+    def _correction(self, pack: Pack, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
+        return importance_weights(
+            old_T,
+            rollout_T,
+            pack.weights_T != 0,
+            pack.row_T,
+            pack.rows,
+            level=self.tis_level,
+            mode=self.tis_mode,
+            low=self.tis_clip_low,
+            high=self.tis_clip,
+            veto=self.tis_veto,
+        )
 
     def _of_kind(self, pack: Pack, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
         """The surrogate of each token before any correction, and where it was clipped."""

@@ -67,6 +67,15 @@ class PolicyGradient(Section):
     tis_clip_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of that weight."""
 
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose weight: a token's own, the product over its answer, or that product's geometric mean."""
+
+    tis_mode: Literal["clip", "truncate", "mask"] = "clip"
+    """Beyond the bounds: hold it there, hold the upper one only, or leave out (IcePop, 0.5 to 5: arXiv:2510.18855)."""
+
+    tis_veto: Annotated[float, Field(gt=0)] | None = None
+    """Leave out an answer with a token whose own weight is below this (MIS: 1e-4); off where not given."""
+
     use_opsm: bool = False
     """Off-policy sequence masking: leave bad answers alone that the policy has left already (arXiv:2512.02556)."""
 

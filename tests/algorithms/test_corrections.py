@@ -3,20 +3,27 @@ import math
 import pytest
 import torch
 
-from slimectl.algorithms.corrections import mismatch, truncated_fraction, truncated_importance
+from slimectl.algorithms.corrections import importance_weights, mismatch
 
 OLD_T = torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64).log()  # weights 3, 1 and 1/4 against an engine at 0
 ROLLOUT_T = torch.zeros(3, dtype=torch.float64)
 
 
+def by_token(old_T, rollout_T, **bounds):
+    """Weights of tokens that are all of one row, and which were changed."""
+    count = len(old_T)
+    mask_T, row_T = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.long)
+    return importance_weights(old_T, rollout_T, mask_T, row_T, 1, **bounds)
+
+
 def test_weights_are_truncated_at_both_ends():
-    assert truncated_importance(OLD_T, ROLLOUT_T).tolist() == pytest.approx([2.0, 1.0, 0.25])
-    assert truncated_importance(OLD_T, ROLLOUT_T, low=0.5, high=1.5).tolist() == pytest.approx([1.5, 1.0, 0.5])
+    assert by_token(OLD_T, ROLLOUT_T)[0].tolist() == pytest.approx([2.0, 1.0, 0.25])
+    assert by_token(OLD_T, ROLLOUT_T, low=0.5, high=1.5)[0].tolist() == pytest.approx([1.5, 1.0, 0.5])
 
 
 def test_truncated_fraction_marks_what_was_changed():
-    assert truncated_fraction(OLD_T, ROLLOUT_T).tolist() == [1.0, 0.0, 0.0]
-    assert truncated_fraction(OLD_T, ROLLOUT_T, low=0.5).tolist() == [1.0, 0.0, 1.0]
+    assert by_token(OLD_T, ROLLOUT_T)[1].tolist() == [1.0, 0.0, 0.0]
+    assert by_token(OLD_T, ROLLOUT_T, low=0.5)[1].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_mismatch_reports_each_token():
@@ -29,17 +36,45 @@ def test_mismatch_reports_each_token():
 
 
 def test_log_weights_are_held_within_twenty():
-    weights_T = truncated_importance(torch.tensor([90.0]), torch.tensor([0.0]), high=math.inf)
+    weights_T = by_token(torch.tensor([90.0]), torch.tensor([0.0]), high=math.inf)[0]
     assert weights_T.item() == pytest.approx(math.exp(20), rel=1e-5)
-    assert truncated_importance(torch.tensor([-90.0]), torch.tensor([0.0])).item() == pytest.approx(math.exp(-20))
+    assert by_token(torch.tensor([-90.0]), torch.tensor([0.0]))[0].item() == pytest.approx(math.exp(-20))
 
 
 def test_weights_are_constants():
     old_T = OLD_T.clone().requires_grad_()
-    assert not truncated_importance(old_T, ROLLOUT_T).requires_grad
+    assert not by_token(old_T, ROLLOUT_T)[0].requires_grad
     assert not any(value_T.requires_grad for value_T in mismatch(old_T, ROLLOUT_T).values())
 
 
 def test_bounds_the_wrong_way_round_are_refused():
     with pytest.raises(ValueError, match=r"low is 2.0 and high 1.0"):
-        truncated_importance(OLD_T, ROLLOUT_T, low=2.0, high=1.0)
+        by_token(OLD_T, ROLLOUT_T, low=2.0, high=1.0)
+
+
+def weights(**given):
+    """Token ratios 4, 1/2 and (masked) 100 in one row, 1e-5 and 1 in the next."""
+    rollout_T = -torch.tensor([4.0, 0.5, 100.0, 1e-5, 1.0], dtype=torch.float64).log()
+    mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
+    made_T, changed_T = importance_weights(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
+    return made_T[mask_T].tolist(), changed_T[mask_T].tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "changed"),
+    [
+        ({"low": 0.1}, [2.0, 0.5, 0.1, 1.0], [1, 0, 1, 0]),
+        ({"low": 0.1, "mode": "truncate"}, [2.0, 0.5, 1e-5, 1.0], [1, 0, 0, 0]),
+        ({"low": 0.5, "high": 3.0, "mode": "mask"}, [0.0, 0.5, 0.0, 1.0], [1, 0, 1, 0]),
+        ({"high": 3.0, "level": "sequence"}, [2.0, 2.0, 1e-5, 1e-5], [0, 0, 0, 0]),
+        ({"high": 1.2, "level": "geometric"}, [1.2, 1.2, 1e-5**0.5, 1e-5**0.5], [1, 1, 0, 0]),
+        ({"high": 5.0, "veto": 1e-4}, [4.0, 0.5, 0.0, 0.0], [0, 0, 1, 1]),
+    ],
+)
+def test_importance_weights_by_level_mode_and_veto(given, made, changed):
+    assert weights(**given) == (pytest.approx(made), changed)
+
+
+def test_an_unknown_level_or_mode_is_refused():
+    with pytest.raises(ValueError, match="level 'word', mode 'clip'; there are"):
+        weights(level="word")

@@ -29,6 +29,14 @@ class HandMadePack:
     rollout_logprobs_T: torch.Tensor | None = None
     entropy_T: torch.Tensor | None = None
 
+    @property
+    def row_T(self):
+        return torch.arange(len(self.logprobs_T))
+
+    @property
+    def rows(self):
+        return len(self.logprobs_T)
+
     def part(self, keep_T):
         taken = {f.name: getattr(self, f.name) for f in fields(self)}
         return HandMadePack(**{name: None if value is None else value[keep_T] for name, value in taken.items()})
