@@ -68,10 +68,11 @@ class Job:
         return finished
 
     def _look_at_sources(self) -> None:
-        """Find the model, read one prompt of every source: what is wrong is said before a folder is made."""
+        """Find model and trainer, read one prompt of every source: what is wrong is said before a folder is made."""
         settings = self.settings
         if settings.model.path is not None:
             wiring.source_of(settings.model.path)
+        wiring.check_policy(settings)
         held_out = [[source] for source in settings.eval.data.values()]
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
             if sources and "-" not in sources:

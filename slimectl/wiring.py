@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl import cards
-from slimectl.errors import CheckpointError, SettingsError
+from slimectl.errors import CheckpointError, MissingExtraError, SettingsError
 from slimectl.hooks import Args, Hook
-from slimectl.layouts import ParallelLayout
+from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.score import Grader
@@ -114,6 +115,28 @@ def policy(
     from slimectl.policies.group import GroupPolicy
 
     return GroupPolicy(build, ranks=settings.cluster.ranks)
+
+
+def check_policy(settings: Settings) -> None:
+    """Before anything is made: is Megatron-core there, and can the model be laid out so?
+
+    Raises MissingExtraError, SettingsError or CheckpointError.
+    """
+    if settings.train.policy != "megatron":
+        return
+    if find_spec("megatron") is None:
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"')
+    path, card = settings.model.path, settings.model.card
+    if path is not None and is_gguf(path):
+        return
+    from slimectl.weights.complete import completed, read_config
+    from slimectl.weights.families import family_of
+
+    config = read_config(model_folder(path)) if path is not None else completed(cards.load(str(card))["config"])
+    for problem in problems(
+        layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
+    ):
+        raise SettingsError(problem)
 
 
 def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool) -> Policy:

@@ -46,6 +46,19 @@ def test_a_missing_model(workshop: Workshop):
     assert line == "nowhere: no such model directory; give a Hugging Face checkpoint directory"
 
 
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [("tensor_model", "3 does not divide 4 attention heads"), ("pipeline_model", "3 does not divide 2 layers")],
+)
+def test_a_layout_that_the_model_cannot_have_is_said_before_a_folder_is_made(
+    workshop: Workshop, size: str, reason: str
+):
+    ranks = ["-s", "cluster.actor_num_gpus_per_node=3", "-s", f"megatron.{size}_parallel_size=3"]
+    line = refused(workshop, "run", "--policy", "megatron", *ranks, code=2)
+    assert line.startswith(f"megatron.{size}_parallel_size: {reason}")
+    assert not (workshop.folder / "runs").exists()
+
+
 def test_an_unsupported_model_family(workshop: Workshop):
     other = workshop.folder / "bert"
     other.mkdir()

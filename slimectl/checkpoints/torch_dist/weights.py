@@ -52,8 +52,9 @@ class TorchDistWeights:
 
     @cached_property
     def _naming(self) -> Naming:
+        keys = self._keys
         try:
-            return naming.naming_of(self._keys, self._model.links, self._model.architecture)
+            return naming.naming_of(keys, self._model.links, self._model.architecture)
         except CheckpointError as error:
             raise CheckpointError(f"{self._reader.folder}: {error}") from error
 
