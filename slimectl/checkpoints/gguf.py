@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from slimectl.checkpoints.gguf_tokenizer import tokenizer_of
-from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, MissingExtraError
-
-
-def read_gguf(path: Path, into: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a loadable Hugging Face directory for the file into the existing empty folder `into`."""
-    file = GGUFFile(path)
-    HFCheckpoint(dtype=dtype).write(into, file.read(dtype))
-    file.write_companions(into, dtype)
 
 
 class GGUFFile:
