@@ -23,13 +23,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from slimectl.policies.megatron import cpu_device
+from slimectl.policies.megatron import cpu_device, parallel
 from slimectl.weights.architecture import Architecture
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A world of one rank, without a port."""
+    """A world of one rank, without a port; what a policy of this process began before is ended."""
+    parallel.stop()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()

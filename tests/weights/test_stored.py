@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf_models import CONFIGS, config_of
 
-from slimectl.errors import CheckpointError, SettingsError
+from slimectl.errors import CheckpointError
 from slimectl.layouts import ParallelLayout
 from slimectl.weights.families import family_of
 from slimectl.weights.links import Link
@@ -65,10 +65,12 @@ def test_model_that_is_trained_stores_the_same_keys_shapes_and_offsets(name):
     compare(own_model(architecture), tensors(links, architecture))
 
 
-def test_model_with_an_indexer_is_not_built_without_it():
+def test_model_with_an_indexer_is_refused():
+    from slimectl.policies.megatron import parallel
+
     _, architecture = parts("glm_moe_dsa")
-    with pytest.raises(SettingsError, match="by an indexer, which cannot be trained yet"):
-        own_model(architecture)
+    with pytest.raises(CheckpointError, match=r"an indexer picks .* is converted but not trained"):
+        parallel.check(ParallelLayout(), architecture, 1)
 
 
 def compare(model, ours):
