@@ -92,6 +92,10 @@ class Policy(Protocol):
         """Every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        """`to(weights)` where the weights are: on rank 0 of many, without a copy in between. `to` must be picklable."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write weights (a loadable HF directory), optimizer, schedule and RNG into the empty folder `path`."""
         ...
@@ -103,8 +107,75 @@ class Policy(Protocol):
     def close(self) -> None: ...
 
 
+class WeightWorkers(Protocol):
+    """The engines' end of a weight push over HTTP: a call goes to all workers, and returns when all have answered.
+
+    Picklable, so that the push can begin where the weights are. Every method raises BackendError if a worker does not
+    answer in time or refuses, with the worker's own words. Between `begin` and `end` nothing is sampled.
+    """
+
+    @property
+    def ranks(self) -> list[int]:
+        """Processes that hold the model, by worker: its tensor-parallel size."""
+        ...
+
+    def begin(self, *, mode: str) -> None:
+        """Pause generation: answers in flight go on afterwards (in_place, retract) or end (abort)."""
+        ...
+
+    def end(self) -> None:
+        """Forget the prefix caches and go on."""
+        ...
+
+    def load_disk(self, folder: Path, *, version: str) -> None:
+        """Take every tensor from a Hugging Face directory that the workers see."""
+        ...
+
+    def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
+        """Take these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
+        ...
+
+    def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:
+        """Enter a process group: the trainer is rank 0, the workers follow in order. Blocks until all are in."""
+        ...
+
+    def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
+        """Receive these tensors, in this order, in the group `name`; returns when they have been loaded."""
+        ...
+
+    def leave(self, *, name: str) -> None: ...
+
+    def checksums(self) -> list[dict[str, str]]:
+        """A checksum of every tensor, by worker; what `sync.checksum` makes of the same bytes."""
+        ...
+
+
+class Ranks(Protocol):
+    """Processes joined in one torch.distributed group, driven together."""
+
+    def send(self, *request: Any) -> None:
+        """Send one request to every rank. Raises BackendError if the group has ended."""
+        ...
+
+    def answers(self) -> Iterator[Any]:
+        """The parts that rank 0 sends, then its result; raises what a rank raised, traceback and log tail as notes."""
+        ...
+
+    def end(self, *, polite: bool = True) -> None:
+        """Let every rank leave, or make it."""
+        ...
+
+
 class Executor(Protocol):
     """Where work runs."""
+
+    def group(self, serve: Callable[..., None], build: Callable[[], Any], *, ranks: int) -> Ranks:
+        """N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        ...
+
+    def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
+        """An object that lives where the executor puts it; its methods can be called, its generators streamed."""
+        ...
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         """Carry an iterator, at most `ahead` items made before they are asked for (0: none)."""

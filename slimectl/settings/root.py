@@ -8,12 +8,15 @@ from pydantic import Field
 
 from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft, Whitened
 from slimectl.settings.base import Section
+from slimectl.settings.cluster import ClusterSettings
+from slimectl.settings.engine import EngineSettings, SglangSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.megatron import MegatronSettings, megatron_contradictions
-from slimectl.settings.model import EngineSettings, ModelSettings
+from slimectl.settings.model import ModelSettings
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.settings.run import ClusterSettings, RunSettings, TrackSettings, WarmupSettings
+from slimectl.settings.run import RunSettings, TrackSettings, WarmupSettings
 from slimectl.settings.score import ScoreSettings
+from slimectl.settings.sync import SyncSettings
 from slimectl.settings.train import TrainSettings
 
 
@@ -22,6 +25,7 @@ class Settings(Section):
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    sglang: SglangSettings = SglangSettings()
     rollout: RolloutSettings = RolloutSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = Field(default=Grpo())
@@ -29,9 +33,16 @@ class Settings(Section):
     megatron: MegatronSettings = MegatronSettings()
     eval: EvalSettings = EvalSettings()
     warmup: WarmupSettings = WarmupSettings()
+    sync: SyncSettings = SyncSettings()
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    @property
+    def num_engines(self) -> int:
+        """Engines to start."""
+        gpus, each = self.cluster.rollout_num_gpus, self.cluster.rollout_num_gpus_per_engine
+        return self.engine.num_engines if gpus is None else gpus // each
 
     @property
     def rollouts_per_round(self) -> int:

@@ -1,4 +1,4 @@
-"""The loop, its warm-up, its trackers, its ranks."""
+"""The loop, its warm-up, its trackers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ class RunSettings(Section):
     keep_samples: bool = False
     """Keep the scored samples of every round, so that any step can be replayed."""
 
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a run goes on from its last checkpoint after a trainer's rank died."""
+
+    max_logprob_abs_diff: Annotated[float, Field(gt=0)] | None = 0.1
+    """Mean |trainer - engine| log-probability of a step above which something is wrong; none does not look."""
+
+    on_disagreement: Literal["warn", "stop"] = "warn"
+    """What to do above it."""
+
 
 class WarmupSettings(Section):
     """Supervised steps on the labels before the first round, until the model gets some answers right."""
@@ -85,17 +94,3 @@ class TrackSettings(Section):
 
     plot: bool = True
     """Draw the reward curve at the end."""
-
-
-class ClusterSettings(Section):
-    """How many processes train."""
-
-    actor_num_nodes: PositiveInt = 1
-    """Machines."""
-
-    actor_num_gpus_per_node: PositiveInt = 1
-    """Training ranks on each; on a CPU, processes."""
-
-    @property
-    def ranks(self) -> int:
-        return self.actor_num_nodes * self.actor_num_gpus_per_node

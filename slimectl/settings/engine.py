@@ -1,0 +1,85 @@
+"""What samples from the model: one engine in this process, or a fleet of servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from slimectl.settings.base import Section, Texts
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class EngineSettings(Section):
+    """The engines that write the answers."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """Which engine; embedded runs on a CPU or one GPU, in this process where there is one of it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of weights and KV cache; float32 agrees with the trainer to the last digits, bfloat16 is faster."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it runs; auto takes the GPU if there is one."""
+
+    max_running_requests: PositiveInt = 64
+    """Sequences that an embedded engine decodes at the same time; more wait and join as others finish."""
+
+    url: Texts = []
+    """Running servers to use instead of starting any: SGLang's, or `slimectl serve`."""
+
+    num_engines: PositiveInt = 1
+    """Engines to start; embedded ones live in processes of their own (`slimectl serve`) where there are several."""
+
+    router: Literal["auto", "none", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
+    """sglang-router's policy in front of several engines; `none` spreads requests here, `auto` is cache_aware for
+    SGLang engines and none for embedded ones."""
+
+    session_affinity: bool = True
+    """Send the attempts of one group to the same engine, whose prefix cache then serves them."""
+
+    server_concurrency: PositiveInt = 512
+    """Requests in flight at each server."""
+
+    request_timeout_s: Seconds = 14400
+    """How long one answer may take."""
+
+    connect_timeout_s: Seconds = 120
+    """How long a server that does not answer is tried again before the work fails."""
+
+    start_timeout_s: Seconds = 600
+    """How long a server may take to start."""
+
+    use_fault_tolerance: bool = True
+    """Restart servers that died or hang."""
+
+    health_check_interval: Seconds = 30
+    """Seconds between two looks at a server."""
+
+    health_check_timeout: Seconds = 30
+    """Seconds after which a server that does not answer is taken for dead."""
+
+    health_check_first_wait: Annotated[float, Field(ge=0)] = 0
+    """Seconds before the first look."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    """Restarts of servers in a run; one more death ends it."""
+
+
+class SglangSettings(Section):
+    """SGLang servers: which Python runs them, and whatever else SGLang takes."""
+
+    python: str | None = None
+    """Python that SGLang is installed in; this one where not given."""
+
+    args: dict[str, Any] = {}
+    """Any field of SGLang's ServerArgs, e.g. {mem_fraction_static = 0.8}; checked against the installed one."""
+
+    prefill_num_servers: Annotated[int, Field(ge=0)] = 0
+    """Engines that only prefill (prefill/decode disaggregation); the others then only decode."""
+
+    groups: list[dict[str, Any]] = []
+    """Engines in groups, in place of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}];
+    a group of another model (a judge, a teacher) is started and gets no weights."""

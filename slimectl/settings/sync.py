@@ -1,0 +1,48 @@
+"""How new weights reach the engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slimectl.settings.base import Section
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class SyncSettings(Section):
+    """From the policy to the engines, after every step that ends a round."""
+
+    transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
+    """in_process for an engine in the trainer's process; to servers: disk (a checkpoint they read), tensor (shared
+    memory or CUDA IPC, same machine), distributed (broadcast by gloo or nccl), delta (changed bytes over disk). auto:
+    in_process, else tensor on one machine, else distributed."""
+
+    update_weights_interval: PositiveInt = 1
+    """Rounds between two pushes; above 1 answers are staler."""
+
+    update_weight_buffer_size: PositiveInt = 512
+    """MiB of weights in one message."""
+
+    update_weight_disk_dir: str | None = None
+    """Folder for the disk and delta transports, seen by every engine; the run's own where not given."""
+
+    update_weight_disk_keep_files: bool = False
+    """Keep the files of every push."""
+
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
+    """What a delta holds of a changed block: the xor with the old bytes (compresses better), or the new bytes."""
+
+    update_weight_delta_checksum: Literal["blake2b", "adler32"] = "blake2b"
+    """Checksum of every tensor that a delta changes."""
+
+    check_weight_update_equal: bool = False
+    """After every push compare checksums of every tensor on both sides."""
+
+    pause_mode: Literal["retract", "in_place", "abort"] = "in_place"
+    """What happens to answers in flight while weights change: go on with the keys and values they have (in_place),
+    computed anew (retract), or ended (abort)."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+    """How long a push may take."""
