@@ -1,0 +1,48 @@
+"""Settings to engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl.errors import CheckpointError
+from slimectl.settings import Settings
+from slimectl.wiring.models import device, first_line, version_of
+
+if TYPE_CHECKING:
+    from slimectl.engines.embedded.engine import EmbeddedEngine
+
+
+def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> EmbeddedEngine:
+    """The engine for a model directory, with its weights unless the first push brings them."""
+    import torch
+    from transformers import AutoConfig
+
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.engines.embedded.engine import EmbeddedEngine
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+    made = EmbeddedEngine(
+        config,
+        text,
+        dtype=getattr(torch, settings.engine.dtype),
+        device=device(settings.engine.device),
+        max_running=settings.engine.max_running_requests,
+        max_context=settings.rollout.max_context_len,
+        end_token_ids=_end_tokens(folder),
+    )
+    if load:
+        made.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
+    return made
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """The end tokens that generation_config.json adds to those of the config: chat models often have several."""
+    import json
+
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    return [given] if isinstance(given, int) else list(given or [])

@@ -1,0 +1,88 @@
+"""Model directories: found, read, made and converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slimectl import cards
+from slimectl.errors import CheckpointError, SettingsError
+
+
+def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
+    """The Hugging Face directory that a setting names. Raises SettingsError or CheckpointError."""
+    if path is None:
+        raise SettingsError(f"{setting}: no model is given; add --model DIR, a Hugging Face checkpoint directory")
+    folder = Path(path)
+    if is_gguf(path):
+        raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
+    if (folder / "policy" / "config.json").exists():
+        folder = folder / "policy"  # a checkpoint of a run: runs/NAME/step_000042, or runs/NAME/latest
+    if not (folder / "config.json").exists():
+        kind = "a torch_dist checkpoint" if (folder / ".metadata").exists() else "not a Hugging Face checkpoint"
+        raise CheckpointError(f"{path}: no config.json; this is {kind}")
+    return folder
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a model source has to be converted before it can be used."""
+    return path.startswith("package:") or path.endswith(".gguf")
+
+
+def source_of(source: str) -> Path:
+    """The directory or file that a model source names."""
+    from slimectl.checkpoints.locate import resolve_source
+
+    return resolve_source(source)
+
+
+def tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model directory; transformers' chatter is kept away from the terminal."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def new_model(card: str, into: Path, *, seed: int) -> None:
+    """Random weights for a model card, with config and tokenizer, into the folder `into`."""
+    from slimectl.checkpoints.create import create_model
+
+    facts = cards.load(card)
+    create_model(facts["config"], into, seed=seed, tokenizer=facts.get("tokenizer", "byte"))
+
+
+def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
+    """Any readable model source to a Hugging Face directory at `target`."""
+    from slimectl.conversions import convert_checkpoint
+
+    return convert_checkpoint(source, target, **options)
+
+
+def device(wanted: str) -> str:
+    """`auto` is the GPU if there is one. Raises SettingsError if cuda is asked for and absent."""
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device: cuda is asked for, but torch sees no GPU; use auto or cpu")
+    return wanted
+
+
+def version_of(folder: Path) -> str:
+    """The weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
+    import json
+
+    file = folder / "trainer.json"
+    return str(json.loads(file.read_text())["step"]) if file.exists() else "0"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,147 @@
+"""Settings to policies: what trains, and what is only asked for log-probabilities."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl import cards
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.layouts import ParallelLayout, problems
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import PolicyGradient
+from slimectl.wiring.models import device, is_gguf, model_folder
+
+if TYPE_CHECKING:
+    from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.ports import Policy
+
+
+def policy(
+    settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None, trains: bool = True
+) -> Policy:
+    """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one."""
+    build = partial(_build_policy, settings, folder, total_steps, lr, trains)
+    if settings.cluster.ranks == 1:
+        return build()
+    from slimectl.policies.group import GroupPolicy
+
+    return GroupPolicy(build, ranks=settings.cluster.ranks)
+
+
+def check_policy(settings: Settings) -> None:
+    """Before anything is made: is Megatron-core there, and can the model be laid out so?
+
+    Raises MissingExtraError, SettingsError or CheckpointError.
+    """
+    if settings.train.policy != "megatron":
+        return
+    if find_spec("megatron") is None:
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"')
+    path, card = settings.model.path, settings.model.card
+    if path is not None and is_gguf(path):
+        return
+    from slimectl.weights.complete import completed, read_config
+    from slimectl.weights.families import family_of
+
+    config = read_config(model_folder(path)) if path is not None else completed(cards.load(str(card))["config"])
+    for problem in problems(
+        layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
+    ):
+        raise SettingsError(problem)
+
+
+def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool) -> Policy:
+    """What every rank builds for itself."""
+    from slimectl.checkpoints.hf import HFCheckpoint
+
+    train, megatron = settings.train, settings.megatron
+    shared: dict[str, Any] = {
+        "optimizer": _optimizer(settings, total_steps, lr),
+        "temperature": settings.rollout.temperature,
+        "max_tokens_per_pack": train.max_tokens_per_gpu,
+        "dtype": train.dtype,
+        "freeze": train.freeze_params_name_list,
+        "train_only": train.only_train_params_name_list,
+        "trains": trains,
+        "device": device(train.device),
+        "seed": settings.run.seed,
+    }
+    if train.policy == "fsdp":
+        from slimectl.policies.fsdp.policy import FsdpPolicy
+
+        return FsdpPolicy(
+            folder,
+            HFCheckpoint(),
+            gradient_checkpointing=train.gradient_checkpointing,
+            share_prompts=train.share_prompts,
+            **shared,
+        )
+    from slimectl.policies.megatron.config import Recompute
+    from slimectl.policies.megatron.policy import MegatronPolicy
+
+    granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
+    return MegatronPolicy(
+        folder,
+        HFCheckpoint(),
+        layout=layout(settings),
+        recompute=Recompute(granularity, tuple(megatron.recompute_modules)),
+        distributed_optimizer=megatron.use_distributed_optimizer,
+        optimizer_cpu_offload=megatron.optimizer_cpu_offload,
+        routing_replay=megatron.use_routing_replay,
+        args=megatron.args,
+        **shared,
+    )
+
+
+def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:
+    """The optimizer of [train]; `lr` given is a constant one."""
+    from slimectl.policies.optimizer import OptimizerOptions
+
+    train = settings.train
+    return OptimizerOptions(
+        lr=train.lr if lr is None else lr,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        clip_grad=train.clip_grad,
+        schedule=train.lr_decay_style if lr is None else "constant",
+        warmup_steps=train.lr_warmup_iters if lr is None else 0,
+        decay_steps=train.lr_decay_iters or total_steps,
+        min_lr=train.min_lr if lr is None else 0.0,
+    )
+
+
+def layout(settings: Settings) -> ParallelLayout:
+    """How [megatron] lays a model over ranks."""
+    megatron = settings.megatron
+    return ParallelLayout(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size,
+    )
+
+
+def total_steps(settings: Settings) -> int | None:
+    """Optimizer steps of a whole run, where its length is known."""
+    rounds = settings.run.num_rollout
+    return None if rounds is None else rounds * settings.steps_per_round
+
+
+def frozen(settings: Settings, folder: Path) -> Policy:
+    """A model that is only asked for log-probabilities."""
+    return policy(settings, folder, total_steps=None, lr=0.0, trains=False)
+
+
+def reference(settings: Settings, start: Path) -> Policy | None:
+    """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
+    algorithm = settings.algorithm
+    if not isinstance(algorithm, PolicyGradient) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
+        return None
+    path = algorithm.ref_load
+    return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)

@@ -1,0 +1,76 @@
+"""Settings to what goes through the stages: prompts, samples, rewards, agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl.errors import SettingsError
+from slimectl.hooks import Args, Hook
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Sft
+from slimectl.stages.score import Grader
+from slimectl.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from slimectl.ports import Agent
+
+AGENT_OFFERS = ("args", "settings", "sample", "sampling_params", "generate", "evaluation")
+
+
+def prompts(
+    settings: Settings, sources: list[str], *, epochs: int | None = 1, start: int = 0, shuffle: bool = True
+) -> Iterator[Prompt]:
+    """The prompts of `sources` from occurrence `start` on, `epochs` times over (None: without end)."""
+    from slimectl.data.prompts import open_prompts
+
+    if not sources:
+        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+    given = settings.rollout
+    return open_prompts(
+        sources,
+        input_key=given.input_key,
+        label_key=given.label_key,
+        metadata_key=given.metadata_key,
+        tool_key=given.tool_key,
+        shuffle_seed=given.seed if given.shuffle and shuffle else None,
+        epochs=epochs,
+        start=start,
+    )
+
+
+def training_samples(
+    settings: Settings, path: str, text: Any, *, on_error: str, report: Callable[[str], None]
+) -> Iterator[Sample]:
+    """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers."""
+    from slimectl.data.jsonl import read_samples
+
+    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(Path(path)):
+        from slimectl.stages.rollout import demonstrations
+
+        return demonstrations(prompts(settings, [path]), text, settings.rollout)
+    return read_samples(path, on_error=on_error, report=report)
+
+
+def _has_tokens(path: Path) -> bool:
+    """Whether the first line is a sample rather than a prompt."""
+    from slimectl.data.jsonl import read_lines
+
+    return any("tokens" in line for _, line in islice(read_lines(path), 1))
+
+
+def reward(settings: Settings) -> Grader:
+    return Grader(settings)
+
+
+def agent(settings: Settings) -> Agent | None:
+    """The user's own generate function, with the settings among what it is offered."""
+    path = settings.rollout.custom_generate_function_path
+    if path is None:
+        return None
+    hook = Hook(path, setting="rollout.custom_generate_function_path", offers=AGENT_OFFERS)
+    args = Args(settings)
+    # Bare: an attempt that raises is a failed sample, whether the function is async or not.
+    return lambda offered: hook.bare({**offered, "args": args, "settings": args})
