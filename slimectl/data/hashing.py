@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slimectl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = (".safetensors", ".distcp", ".bin", ".pt", ".pth")
 
@@ -45,4 +49,18 @@ def _weights_hash(file: Path) -> str:
             header_bytes = int.from_bytes(stream.read(8), "little")
             # No more than there can be: a damaged length must not ask for all memory.
             digest.update(stream.read(min(header_bytes, file.stat().st_size)))
+    return digest.hexdigest()
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """BLAKE2b of dtype, shape and bytes, as 32 hexadecimal digits: equal for the same tensor in any process.
+
+    The numbers count by their bits: -0.0 is not 0.0, and a NaN equals itself. Weights on a GPU are copied first.
+    """
+    import torch
+
+    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n"
+    digest = hashlib.blake2b(form.encode(), digest_size=16)
+    # A scalar has no bytes to view; every tensor is read flat.
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -8,8 +8,9 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+import torch
 
-from slimectl.data.hashing import content_hash
+from slimectl.data.hashing import content_hash, tensor_checksum
 from slimectl.errors import SettingsError
 
 
@@ -34,3 +35,15 @@ def test_model_counts_by_headers_and_sizes_or_in_full(tmp_path: Path, model_dir:
 
     (copy / "config.json").write_text("{}")
     assert content_hash(copy) != content_hash(model_dir("llama"))
+
+
+def test_a_tensor_counts_by_its_dtype_its_shape_and_its_bits():
+    numbers = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    of_bytes = hashlib.blake2b(b"float32 [2, 2]\n" + numbers.numpy().tobytes(), digest_size=16).hexdigest()
+    assert tensor_checksum(numbers) == of_bytes
+    assert tensor_checksum(numbers.t().contiguous().t()) == of_bytes  # however it lies in memory
+    others = [numbers.bfloat16(), numbers.view(4), numbers.view(torch.int32), numbers * torch.tensor([1.0, -1.0])]
+    assert len({of_bytes, *map(tensor_checksum, others)}) == 5
+    assert tensor_checksum(torch.tensor(2.5)) != tensor_checksum(torch.tensor([2.5]))
+    assert tensor_checksum(torch.tensor([float("nan")])) == tensor_checksum(torch.tensor([float("nan")]))
+    assert len(tensor_checksum(torch.empty(0, 3))) == 32

@@ -6,8 +6,9 @@ T input tokens · R response tokens of a pack.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from slimectl.policies.state import (
     write_trainer,
 )
 from slimectl.policies.tokens import present, response_tokens
-from slimectl.ports import CheckpointFormat, Loss
+from slimectl.ports import CheckpointFormat, Loss, NamedTensors
 from slimectl.types import Metrics, Row
 
 
@@ -140,6 +141,9 @@ class FsdpPolicy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.masters.in_checkpoint:
             yield name, self.masters.full(parameter, self.masters.tensors[parameter])
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        return to(self.weights())
 
     def save(self, path: Path) -> None:
         """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""

@@ -5,7 +5,7 @@ R response tokens of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from slimectl.policies.megatron.batch import Batch
 from slimectl.policies.megatron.head import response_log_probs
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.tokens import present, response_tokens
-from slimectl.ports import CheckpointFormat, Loss
+from slimectl.ports import CheckpointFormat, Loss, NamedTensors
 from slimectl.types import Metrics, Row
 
 
@@ -46,6 +46,9 @@ class MegatronPolicy(MegatronTrainer):
             return loss(tokens)
 
         return self.summed(rows, evaluate)
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        return to(self.weights())
 
     def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return response_log_probs(
