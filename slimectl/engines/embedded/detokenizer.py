@@ -10,16 +10,17 @@ LONGEST_WAIT = 16
 
 
 class Detokenizer:
-    """Decodes whole answers; special tokens leave no text.
+    """Decodes whole answers; special tokens leave no text, unless `keep_special`.
 
     Asks the tokenizer's backend: transformers' wrapper around it is several times slower.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
         self._backend = tokenizer.backend_tokenizer
+        self._skip_special = not keep_special
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._backend.decode(tokens, skip_special_tokens=True))
+        return str(self._backend.decode(tokens, skip_special_tokens=self._skip_special))
 
 
 class StopScanner:
@@ -32,12 +33,12 @@ class StopScanner:
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
         self._decode = detokenizer.decode
         self._stop = stop
-        self._reach = max(map(len, stop)) - 1
+        self._reach = max(map(len, stop), default=1) - 1
         self._window = 0  # first token of the window
         self._taken = 0  # tokens before this one are in the text
         self._window_text = ""  # what the window's tokens before `taken` decode to
         self.text = ""
-        self.matched = False
+        self.matched = ""  # the stop string that ended it
 
     def scan(self, tokens: list[int], *, stopping: bool) -> bool:
         """Take the new tokens into the text; with `stopping`, cut it at the first stop string in what is new."""
@@ -48,9 +49,9 @@ class StopScanner:
         self.text += text[len(self._window_text) :]
         self._window, self._taken = self._taken, len(tokens)
         self._window_text = self._decode(tokens[self._window :])
-        found = [at for at in (self.text.find(stop, searched) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, searched)) >= 0]
         if not stopping or not found:
             return False
-        self.text = self.text[: min(found)]
-        self.matched = True
+        at, self.matched = min(found)
+        self.text = self.text[:at]
         return True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimectl.engines.embedded.detokenizer import Detokenizer
+from slimectl.engines.embedded.intake import Intake
 from slimectl.engines.embedded.model import Model
 from slimectl.engines.embedded.request import requested
 from slimectl.engines.embedded.runner import Runner, Stats
@@ -20,11 +21,11 @@ from slimectl.types import Completion, SamplingParams
 
 
 class EmbeddedEngine:
-    """Samples text with the weights that `load_weights` brought.
+    """Samples text with the weights that it was given, as a whole (`load_weights`) or in parts (`update_weights`).
 
     `max_running` answers are written at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
     for keys and values grows with what runs. `generate` may be called from successive event loops; the one that
-    awaits drives the engine. `load_weights` may come from another thread: it waits for the step under way.
+    awaits drives the engine. Weights may come from another thread: they wait for the step under way.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class EmbeddedEngine:
         max_context: int | None = None,
         end_token_ids: Sequence[int] = (),
     ) -> None:
-        self.weight_version = ""
         self.max_context = max_context or int(config.max_position_embeddings)
         place = torch.device(device)
         self._model = Model(config, dtype=dtype, device=place)
         self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=place)
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
-        self._loaded = False
+        self._intake = Intake(self._model.weights)
+        self._holds: set[str] = set()
         self._loader_waits = False
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
@@ -54,12 +55,39 @@ class EmbeddedEngine:
     def stats(self) -> Stats:
         return self._runner.stats
 
+    @property
+    def weight_version(self) -> str:
+        return self._intake.version
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a whole set has come, and no update has torn it since."""
+        return self._intake.whole
+
+    @property
+    def running(self) -> int:
+        return len(self._runner.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        return self._runner.scheduler.waiting
+
     async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
         """Continue `tokens`.
 
         Raises SettingsError if they leave no room in the context, BackendError while there are no weights.
         """
-        sequence = requested(
+        sequence = self.request(tokens, params)
+        self.submit(sequence)
+        try:
+            return await sequence.future
+        except asyncio.CancelledError:
+            sequence.finish = "abort"
+            raise
+
+    def request(self, tokens: list[int], params: SamplingParams) -> Running:
+        """The sequence for a request, its answer awaited in the running event loop. Raises SettingsError."""
+        return requested(
             tokens,
             params,
             vocabulary=self._model.vocabulary,
@@ -67,49 +95,103 @@ class EmbeddedEngine:
             end_tokens=self._end_tokens,
             detokenizer=self._detokenizer,
         )
+
+    def submit(self, sequence: Running) -> None:
+        """Queue a sequence, and drive the engine in the running event loop. Raises BackendError without weights."""
         with self._lock:
-            if not self._loaded:
+            if not self._intake.usable:
                 raise BackendError("the embedded engine has no weights; call load_weights before generate")
             self._runner.scheduler.add(sequence)
-        loop = asyncio.get_running_loop()
-        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
-            self._driver = loop.create_task(self._drive())
-        try:
-            return await sequence.future
-        except asyncio.CancelledError:
-            sequence.finish = "abort"
-            raise
+        self._drive_here()
 
     async def abort(self) -> None:
         """End every request in flight; each returns what it has, with finish "abort"."""
+        self.end_all()
+
+    def end_all(self) -> None:
         with self._lock:
             ended = self._runner.clear()
         for sequence in ended:
-            sequence.finish = sequence.finish or "abort"
-            self._deliver(sequence)
+            self.end(sequence)
+
+    def end(self, sequence: Running) -> None:
+        """End one request; it returns what it has. Called in the event loop that drives the engine."""
+        sequence.finish = sequence.finish or "abort"
+        self._deliver(sequence)
 
     async def close(self) -> None:
         """Abort, and give back the memory of the cache; the engine may be used again."""
         await self.abort()
+        self.free()
+
+    def hold(self, why: str, *, retract: bool = False) -> None:
+        """Take no step until `go_on(why)`; what runs keeps its keys and values, or with `retract` loses them."""
+        self._holds.add(why)
+        if retract:
+            with self._lock:
+                self._runner.retract()
+
+    def go_on(self, why: str) -> None:
+        """Withdraw a hold; called in the event loop that is to drive the engine."""
+        self._holds.discard(why)
+        self._drive_here()
+
+    def free(self) -> None:
+        """Give back the memory of the cache; what was running will be computed anew."""
         with self._lock:
+            self._runner.retract()
             self._runner.free()
+
+    def forget_prefixes(self) -> None:
+        with self._lock:
+            self._runner.forget_prefixes()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
 
         Answers in flight go on with the new weights and the keys and values of the old ones.
         """
+        self._take(lambda: self._intake.load(tensors, version=version))
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> None:
+        """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
+        self._take(lambda: self._intake.update(list(tensors), version=version))
+
+    def begin_update(self) -> None:
+        """What comes until `end_update` is one version; no step is taken between the two."""
+        self._take(self._intake.begin)
+        self.hold("update")
+
+    def end_update(self) -> None:
+        """Raises CheckpointError if tensors are missing: then the engine has no weights until they have come."""
+        try:
+            self._take(self._intake.end)
+        finally:
+            self.go_on("update")
+
+    def checksums(self, checksum: Callable[[Tensor], str]) -> dict[str, str]:
+        """A checksum of every tensor as it is held."""
+        with self._lock:
+            return {name: checksum(tensor) for name, tensor in self._model.weights.tensors()}
+
+    def _take(self, intake: Callable[[], None]) -> None:
         self._loader_waits = True
         with self._lock:
-            self._loader_waits = self._loaded = False
-            self._model.weights.load(tensors)
+            self._loader_waits = False
             self._runner.forget_prefixes()
-            self.weight_version = version
-            self._loaded = True
+            intake()
+
+    def _drive_here(self) -> None:
+        """Have the running event loop take the steps, unless it does so already."""
+        if self._holds or not self._runner.scheduler.has_work():
+            return
+        loop = asyncio.get_running_loop()
+        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._drive())
 
     async def _drive(self) -> None:
         """Step while there is work, letting others run between steps."""
-        while self._runner.scheduler.has_work():
+        while self._runner.scheduler.has_work() and not self._holds:
             try:
                 with self._lock:
                     finished = self._step()
@@ -125,9 +207,9 @@ class EmbeddedEngine:
             await asyncio.sleep(0.001 if self._loader_waits else 0)
 
     def _step(self) -> list[Running]:
-        if not self._loaded:
-            raise BackendError("the embedded engine has lost its weights to a failed load_weights; load whole ones")
-        return self._runner.step(self.weight_version)
+        if not self._intake.whole:
+            raise BackendError("the embedded engine has lost its weights to a failed update; load whole ones")
+        return self._runner.step(self._intake.version)
 
     def _deliver(self, sequence: Running) -> None:
         scanner = sequence.scanner

@@ -60,7 +60,8 @@ class Runner:
                 f"checkpoint is damaged; go back to an earlier one"
             )
         for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
-            sequence.append(token, log_prob, weight_version)
+            if not sequence.finish:  # else it was aborted, and its answer is somebody's already
+                sequence.append(token, log_prob, weight_version)
         batch.advance(tokens_B)
         self.stats.steps += 1
         return self._retire()
@@ -98,7 +99,8 @@ class Runner:
             slot += len(siblings)
             logits += [prefix.logits_V] * len(siblings)
             for sequence in siblings[not prefix.used :]:
-                sequence.cached_tokens = len(prompt)
+                if not sequence.tokens:
+                    sequence.cached_tokens = len(prompt)
             prefix.used = True
         self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if self.scheduler.awaits(prompt)}
         return torch.stack(logits)
@@ -127,6 +129,12 @@ class Runner:
         """Compute prompts anew from now on: the weights have changed."""
         self._prefixes.clear()
 
+    def retract(self) -> None:
+        """Stop what runs without ending it; keys and values will be computed anew."""
+        self._batch = None
+        self._prefixes.clear()
+        self.scheduler.retract()
+
     def clear(self) -> list[Sequence]:
         """Drop everything in flight, and return it."""
         self._batch = None
@@ -134,5 +142,5 @@ class Runner:
         return self.scheduler.clear()
 
     def free(self) -> None:
-        """Give back the memory of the cache; nothing may be in flight."""
+        """Give back the memory of the cache; nothing may run."""
         self._cache = self.model.new_cache()

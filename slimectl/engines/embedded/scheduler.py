@@ -25,7 +25,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
-        self._waiting_for[sequence.prompt] += 1
+        self._waiting_for[sequence.prefix] += 1
 
     def awaits(self, prompt: tuple[int, ...]) -> bool:
         """Whether a sibling of this prompt has not been admitted yet."""
@@ -37,7 +37,7 @@ class Scheduler:
         free = self.max_running - len(self.running)
         longest = 0
         while self._waiting and free:
-            prompt = self._waiting[0].prompt
+            prompt = self._waiting[0].prefix
             longest = max(longest, len(prompt))
             if admitted and prompt not in admitted and (len(admitted) + 1) * longest > self.max_prefill:
                 break
@@ -53,10 +53,10 @@ class Scheduler:
         """Prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
         longest, ahead = max(map(len, prompts)), dict.fromkeys(prompts)
         for sequence in self._waiting:
-            longest = max(longest, len(sequence.prompt))
+            longest = max(longest, len(sequence.prefix))
             if (len(ahead) + 1) * longest > tokens:
                 break
-            ahead[sequence.prompt] = None
+            ahead[sequence.prefix] = None
         return list(ahead)[len(prompts) :]
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
@@ -73,6 +73,19 @@ class Scheduler:
         del self.running[kept:]
         return finished, moves
 
+    def retract(self) -> None:
+        """Put what runs back in front of the queue: prompt and answer so far will be computed anew."""
+        for sequence in reversed(self.running):
+            if not sequence.finish:
+                sequence.prefix = (*sequence.prompt, *sequence.tokens)
+                self._waiting.appendleft(sequence)
+                self._waiting_for[sequence.prefix] += 1
+        self.running.clear()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def clear(self) -> list[Sequence]:
         """Everything that waited or ran, and forget it."""
         dropped = [*self.running, *self._waiting]
@@ -83,7 +96,7 @@ class Scheduler:
 
     def _next(self) -> Sequence:
         sequence = self._waiting.popleft()
-        self._waiting_for[sequence.prompt] -= 1
-        if not self._waiting_for[sequence.prompt]:
-            del self._waiting_for[sequence.prompt]
+        self._waiting_for[sequence.prefix] -= 1
+        if not self._waiting_for[sequence.prefix]:
+            del self._waiting_for[sequence.prefix]
         return sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ class Sequence:
     """A prompt and what has been sampled after it.
 
     `limit` is the number of tokens it may grow to (max_tokens, or what the context leaves); `end_tokens` end it from
-    `min_tokens` on. `scanner` looks for stop strings, where there are any. `finish` is "" while it runs.
+    `min_tokens` on. `scanner` looks for stop strings, where there are any. `finish` is "" while it runs. `prefix` is
+    what has to be computed before the next token: the prompt, for a retracted one also what it has written. `spans`
+    say from which token on which weight version wrote. `grown` is called after every token, in the engine's thread.
     """
 
     prompt: tuple[int, ...]
@@ -29,9 +32,14 @@ class Sequence:
     scanner: StopScanner | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    weight_versions: list[str] = field(default_factory=list)
+    spans: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
     finish: str = ""
+    grown: Callable[[], None] | None = None
+    prefix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.prefix = self.prompt
 
     @property
     def length(self) -> int:
@@ -39,22 +47,30 @@ class Sequence:
 
     def append(self, token: int, log_prob: float, version: str) -> None:
         """Take a sampled token and decide whether it was the last one."""
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append((version, len(self.tokens)))
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        if not self.weight_versions or self.weight_versions[-1] != version:
-            self.weight_versions.append(version)
         count = len(self.tokens)
         matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
         if matched or token in self.end_tokens:  # the sampler draws no end token before min_tokens
             self.finish = "stop"
         elif count >= self.limit:
             self.finish = "length"
+        if self.grown is not None:
+            self.grown()
+
+    @property
+    def matched(self) -> str | int | None:
+        """The stop string, or the token, that ended it."""
+        if self.scanner is not None and self.scanner.matched:
+            return self.scanner.matched
+        return self.tokens[-1] if self.finish == "stop" else None
 
     def deliver(self, text: str) -> None:
         """Hand the answer to whoever awaits it, in whatever event loop that is."""
-        answer = Completion(
-            self.tokens, self.log_probs, text, self.finish, self.weight_versions, cached_tokens=self.cached_tokens
-        )
+        versions = [version for version, _ in self.spans]
+        answer = Completion(self.tokens, self.log_probs, text, self.finish, versions, cached_tokens=self.cached_tokens)
         self._resolve(answer)
 
     def fail(self, error: Exception) -> None:

@@ -5,8 +5,7 @@ V vocabulary · E hidden size · H heads · D head dimension.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,34 +60,42 @@ class Weights:
         else:
             self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
 
-    @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write every tensor to its place, in any order.
+    def place(self, name: str, tensor: Tensor) -> Place | None:
+        """Where a tensor goes; None for one that is not needed here.
 
-        Raises CheckpointError on a missing, extra or misshapen one.
+        Raises CheckpointError if it is not part of the model, or misshapen.
         """
-        missing = set(self.places)
-        unpacked = Counter(id(place.linear) for place in self.places.values())
+        # Old checkpoints carry the table that config.json defines; a tied head is the embedding.
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        tied_head = self.tied and name == "lm_head.weight"
+        place = self.places.get("model.embed_tokens.weight" if tied_head else name)
+        if place is None:
+            raise CheckpointError(f"weights: {name} is not part of this {self._config.model_type} model")
+        if tuple(tensor.shape) != place.shape:
+            raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}")
+        return None if tied_head else place
+
+    @torch.no_grad()
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Write tensors to their places, in any order; the names of those written. Raises as `place` does."""
+        written: set[str] = set()
+        touched: dict[int, Linear] = {}
         for name, tensor in tensors:
-            if name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry the table that config.json defines
-                continue
-            tied_head = self.tied and name == "lm_head.weight"
-            place = self.places.get("model.embed_tokens.weight" if tied_head else name)
-            if place is None:
-                raise CheckpointError(f"weights: {name} is not part of this {self._config.model_type} model")
-            if tuple(tensor.shape) != place.shape:
-                raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}")
-            if tied_head or name not in missing:
-                continue
-            place.view.copy_(tensor)
-            missing.remove(name)
-            unpacked[id(place.linear)] -= 1
-            if place.linear is not None and not unpacked[id(place.linear)]:
-                place.linear.refresh()
-        if missing:
-            raise CheckpointError(
-                f"weights: no tensor for {min(missing)} ({len(missing)} missing); give the whole model"
-            )
+            place = self.place(name, tensor)
+            if place is not None:
+                place.view.copy_(tensor)
+                written.add(name)
+                if place.linear is not None:
+                    touched[id(place.linear)] = place.linear
+        for linear in touched.values():
+            linear.refresh()
+        return written
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor as it is held, under its name."""
+        for name, place in self.places.items():
+            yield name, place.view[0] if place.view.dim() > len(place.shape) else place.view
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         storage = torch.empty(*shape, **self._made)
