@@ -7,6 +7,7 @@
     ├── CheckpointError           exit 1   give another checkpoint, or convert this one
     ├── StorageError              exit 1   free space, or write elsewhere
     └── BackendError              exit 4   start, reach or install what the work runs on
+        ├── DiedError             exit 4   begin again from the last checkpoint (`run` does so by itself)
         └── MissingExtraError     exit 4   run the `pip install` that the message names
 
 A message says what is wrong, where, and what to do next, in one line. Exit codes beside these: 130 interrupted,
@@ -53,6 +54,10 @@ class BackendError(SlimectlError):
     """What the work runs on is missing or does not answer."""
 
     exit_code = 4
+
+
+class DiedError(BackendError):
+    """A process or machine that the work ran on is gone, and with it what it had in memory."""
 
 
 class MissingExtraError(BackendError):

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
+from slimectl.executors.hosting import close_hosted
+from slimectl.executors.rank import Serve
+from slimectl.executors.ranks import LocalRanks
 from slimectl.streams import prefetch
 
 Item = TypeVar("Item")
@@ -15,11 +20,30 @@ Result = TypeVar("Result")
 
 
 class LocalExecutor:
-    """Carriers for iterators on one machine; worker processes live until `close`."""
+    """Carriers for iterators on one machine; worker and rank processes live until `close`.
 
-    def __init__(self) -> None:
+    What ranks print goes to rank-0.log, … in `logs`, to stderr where not given.
+    """
+
+    def __init__(self, *, logs: Path | None = None) -> None:
+        self._logs = logs
+        self._groups: list[LocalRanks] = []
+        self._hosted = ExitStack()
         self._pool: Any = None
         self._workers = 0
+
+    def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> LocalRanks:
+        """N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        self._groups = [group for group in self._groups if not group.ended]
+        made = LocalRanks(serve, build, ranks=ranks, logs=self._logs, living=len(self._groups))
+        self._groups.append(made)
+        return made
+
+    def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
+        """The object itself: it lives in this process."""
+        made = build()
+        self._hosted.callback(close_hosted, made)
+        return made
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         return prefetch(make, ahead=ahead)
@@ -33,8 +57,7 @@ class LocalExecutor:
         4 items a worker are in hand, so an endless input is fine.
         """
         if workers == 0:
-            for item in items:
-                yield _attempt(fn, item)
+            yield from map_here(fn, items)
             return
         pool = self._pool_of(workers)
         window: deque[Any] = deque()
@@ -53,14 +76,22 @@ class LocalExecutor:
         if self._pool is None or self._workers != workers:
             from pebble import ProcessPool
 
-            self.close()
+            self._end_pool()
             # spawn: forking a process that holds torch's threads can deadlock.
             self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_leave_interrupts)
             self._workers = workers
         return self._pool
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Close what is hosted here, end every process."""
+        try:
+            self._hosted.close()
+        finally:
+            while self._groups:
+                self._groups.pop().end()
+            self._end_pool()
+
+    def _end_pool(self) -> None:
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -74,11 +105,14 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _attempt(fn: Callable[[Item], Result], item: Item) -> Result | BaseException:
-    try:
-        return fn(item)
-    except Exception as error:
-        return error
+def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:
+    """One item at a time, in this process, when its result is asked for."""
+    for item in items:
+        try:
+            result: Result | BaseException = fn(item)
+        except Exception as error:
+            result = error
+        yield result
 
 
 def _outcome(future: Any, timeout_s: float | None) -> Any:

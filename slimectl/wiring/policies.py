@@ -16,19 +16,29 @@ from slimectl.wiring.models import device, is_gguf, model_folder
 
 if TYPE_CHECKING:
     from slimectl.policies.optimizer import OptimizerOptions
-    from slimectl.ports import Policy
+    from slimectl.ports import Executor, Policy
 
 
 def policy(
-    settings: Settings, folder: Path, *, total_steps: int | None, lr: float | None = None, trains: bool = True
+    settings: Settings,
+    folder: Path,
+    *,
+    total_steps: int | None,
+    lr: float | None = None,
+    trains: bool = True,
+    executor: Executor | None = None,
 ) -> Policy:
-    """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one."""
+    """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one.
+
+    The ranks live where `executor` puts them; on this machine where none is given.
+    """
     build = partial(_build_policy, settings, folder, total_steps, lr, trains)
     if settings.cluster.ranks == 1:
         return build()
+    from slimectl.executors.local import LocalExecutor
     from slimectl.policies.group import GroupPolicy
 
-    return GroupPolicy(build, ranks=settings.cluster.ranks)
+    return GroupPolicy(executor or LocalExecutor(), build, ranks=settings.cluster.ranks)
 
 
 def check_policy(settings: Settings) -> None:
@@ -133,15 +143,16 @@ def total_steps(settings: Settings) -> int | None:
     return None if rounds is None else rounds * settings.steps_per_round
 
 
-def frozen(settings: Settings, folder: Path) -> Policy:
+def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None) -> Policy:
     """A model that is only asked for log-probabilities."""
-    return policy(settings, folder, total_steps=None, lr=0.0, trains=False)
+    return policy(settings, folder, total_steps=None, lr=0.0, trains=False, executor=executor)
 
 
-def reference(settings: Settings, start: Path) -> Policy | None:
+def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
     """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
     algorithm = settings.algorithm
     if not isinstance(algorithm, PolicyGradient) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
         return None
     path = algorithm.ref_load
-    return frozen(settings, model_folder(path, setting="algorithm.ref_load") if path else start)
+    folder = model_folder(path, setting="algorithm.ref_load") if path else start
+    return frozen(settings, folder, executor=executor)

@@ -13,6 +13,7 @@ import torch
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
+from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.megatron.policy import MegatronPolicy
@@ -29,7 +30,7 @@ def alone(folder: Path) -> Policy:
 
 
 def over_two_ranks(folder: Path) -> Policy:
-    return GroupPolicy(partial(alone, folder), ranks=2)
+    return GroupPolicy(LocalExecutor(), partial(alone, folder), ranks=2)
 
 
 def megatron(folder: Path) -> Policy:

@@ -16,6 +16,7 @@ import torch
 from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, random_rows
 
 from slimectl.errors import BackendError, CheckpointError
+from slimectl.executors.local import LocalExecutor
 from slimectl.policies.group import GroupPolicy
 
 ModelDir = Callable[..., Path]
@@ -24,7 +25,7 @@ ROUNDING = 1e-6
 
 @pytest.fixture(scope="module")
 def two(model_dir: ModelDir) -> Iterator[GroupPolicy]:
-    group = GroupPolicy(partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
+    group = GroupPolicy(LocalExecutor(), partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
     yield group
     group.close()
 
@@ -93,11 +94,11 @@ def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: GroupPolic
 
 def test_a_policy_that_cannot_be_built_leaves_no_process(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        GroupPolicy(partial(new_policy, tmp_path), ranks=2)
+        GroupPolicy(LocalExecutor(), partial(new_policy, tmp_path), ranks=2)
 
 
 def test_a_killed_rank_is_reported_and_the_others_end(model_dir: ModelDir):
-    group = GroupPolicy(partial(new_policy, model_dir()), ranks=2)
+    group = GroupPolicy(LocalExecutor(), partial(new_policy, model_dir()), ranks=2)
     pids = [process.pid for process in group._ranks._processes]
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(BackendError, match=r"rank 1 of 2 died \(exit code -9; out of memory\?\)"):
@@ -114,8 +115,9 @@ sys.path[:0] = {sys.path!r}
 from functools import partial
 from pathlib import Path
 from policy_cases import new_policy
+from slimectl.executors.local import LocalExecutor
 from slimectl.policies.group import GroupPolicy
-group = GroupPolicy(partial(new_policy, Path({str(model_dir())!r})), ranks=2)
+group = GroupPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)
 print(*[process.pid for process in group._ranks._processes], flush=True)
 time.sleep(60)
 """

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.executors.local import LocalExecutor
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.policy import MegatronPolicy
@@ -74,7 +75,7 @@ class Ranks(GroupPolicy):
     """The group that holds them."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__(Rebuilt, ranks=ranks)
+        super().__init__(LocalExecutor(), Rebuilt, ranks=ranks)
 
     def build(self, model_dir: Path, **options: Any) -> Ranks:
         self._call("build", model_dir, options)

@@ -1,0 +1,115 @@
+"""Ranks driven over one pipe each, wherever they live: requests go to all, answers come back from each.
+
+A rank answers a request with ("part", …)* and then ("done", …) or ("error", …); parts and results of rank 0 are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import DiedError
+from slimectl.executors.outputs import with_tail
+
+GRACE_S = 10.0
+"""How long ranks get to answer after another has failed, or to leave after being asked."""
+LOOK_S = 2.0
+"""Seconds between two looks for ranks whose pipes cannot say that they are gone."""
+
+
+class PipedRanks:
+    """The driving end of ports.Ranks; a subclass starts the processes and knows how they end.
+
+    After a failure that leaves some rank waiting for another, the processes are ended.
+    """
+
+    def __init__(self, ranks: int, logs: list[Path] | None) -> None:
+        self.ranks = ranks
+        self.ended = False
+        self._logs = logs
+        self._pipes: list[Connection] = []
+
+    def send(self, *request: Any) -> None:
+        """Send one request to every rank. Raises DiedError if the group has ended."""
+        if self.ended:
+            raise DiedError("the rank processes have ended; build the policy again")
+        data = pickle.dumps(request)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(data)
+            except OSError as error:
+                raise self._told(self._death(rank), rank) from error
+
+    def answers(self) -> Iterator[Any]:
+        """The parts that rank 0 sends, then its result; every rank has answered once this is exhausted.
+
+        Raises what a rank raised, with its traceback as a note, or DiedError if one died: a death is the cause of
+        what other ranks raise.
+        """
+        pending = dict(enumerate(self._pipes))
+        failure: BaseException | None = None
+        deadline = float("inf")
+        while pending and time.monotonic() <= deadline:
+            for rank, kind, value in self._arrived(pending, deadline):
+                if kind != "part":
+                    del pending[rank]
+                if kind == "died":
+                    if not isinstance(failure, DiedError):
+                        failure = value
+                    deadline = 0.0
+                elif kind == "error" and failure is None:
+                    failure, deadline = self._told(value, rank), time.monotonic() + GRACE_S
+                elif kind != "error" and rank == 0 and failure is None:
+                    yield value
+        if failure is not None:
+            if pending or deadline == 0.0:
+                self.end(polite=False)
+            raise failure
+
+    def end(self, *, polite: bool = True) -> None:
+        """Let every rank leave, or make it."""
+        if self.ended:
+            return
+        self.ended = True
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._pipes = []
+        self._reap(time.monotonic() + (GRACE_S if polite else 0.0))
+
+    def _arrived(self, pending: dict[int, Connection], deadline: float) -> Iterator[tuple[int, str, Any]]:
+        """(rank, kind, value) of what has come, after waiting for something to come."""
+        ready = wait(list(pending.values()), timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
+        found = [rank for rank, pipe in pending.items() if pipe in ready]
+        for rank in found:
+            try:
+                yield rank, *pending[rank].recv()
+            except (EOFError, OSError):
+                yield rank, "died", self._told(self._death(rank), rank)
+        if not found:
+            for rank in set(self._gone()) & set(pending):
+                yield rank, "died", self._told(self._death(rank), rank)
+
+    def _told(self, error: BaseException, rank: int) -> BaseException:
+        return with_tail(error, self._tail(rank))
+
+    def _tail(self, rank: int) -> str:
+        """The last lines of a rank's log, with its name; empty without logs."""
+        raise NotImplementedError
+
+    def _gone(self) -> Iterator[int]:
+        """Ranks that are known to have ended."""
+        raise NotImplementedError
+
+    def _death(self, rank: int) -> DiedError:
+        """What became of a rank whose pipe has closed."""
+        raise NotImplementedError
+
+    def _reap(self, deadline: float) -> None:
+        """Wait for the processes until `deadline`, then kill what is left."""
+        raise NotImplementedError

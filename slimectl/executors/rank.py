@@ -1,0 +1,134 @@
+"""A rank's own end: its pipe, its place in the torch.distributed group, its life."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slimectl.errors import SlimectlError
+
+LOCALHOST = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+Serve = Callable[[Callable[[], Any], "RankPipe"], None]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: its number of `ranks`, the store they meet at, and its machine.
+
+    `neighbours` of the ranks are on the same machine, this one is number `local` of them; `device` is its GPU among
+    those that it sees; `address` is the machine's own.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    local: int
+    neighbours: int
+    device: int
+    address: str = LOCALHOST
+
+
+class RankPipe:
+    """What `serve` obeys and answers by. Ends the rank, quietly, when the driving end is gone."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection, self._rank = connection, rank
+
+    def recv_bytes(self) -> bytes:
+        """The next request, pickled."""
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise _DriverGone from None
+
+    def part(self, value: Any) -> None:
+        """Something on the way to a result."""
+        self._connection.send(("part", value))
+
+    def done(self, value: Any) -> None:
+        """The result of a request, or of building."""
+        self._connection.send(("done", value))
+
+    def failed(self, error: BaseException) -> None:
+        """What a request, or building, raised."""
+        self._connection.send(("error", portable(error, self._rank)))
+
+
+class _DriverGone(Exception):
+    pass
+
+
+def live(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: Seat) -> None:
+    """Join the group and serve until the pipe closes; what is raised goes to the other end."""
+    try:
+        _join(seat)
+        serve(build, pipe)
+    except _DriverGone:
+        pass
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            pipe.failed(error)
+    sys.stderr.flush()
+
+
+def _join(seat: Seat) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(seat.ranks),
+        "LOCAL_RANK": str(seat.local),
+        "LOCAL_WORLD_SIZE": str(seat.neighbours),
+        "MASTER_ADDR": seat.host,
+        "MASTER_PORT": str(seat.port),
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // seat.neighbours))
+    # gloo would look up the host's own name, which containers often cannot resolve.
+    if name := interface("127.0.0.1" if seat.neighbours == seat.ranks else seat.address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(seat.device)
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.TCPStore(seat.host, seat.port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks)
+
+
+def interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where that cannot be asked."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def portable(error: BaseException, rank: int) -> BaseException:
+    """The exception as it can travel: of its own type where that can be pickled, its traceback as a note."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        travelled = pickle.loads(pickle.dumps(error.with_traceback(None)))
+    except Exception:
+        travelled = SlimectlError(f"rank {rank}: {type(error).__name__}: {error}")
+    travelled.add_note(f"on rank {rank}:\n{text}")
+    return travelled
