@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,16 @@ class Turns:
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     from slimectl import wiring
-    from slimectl.stages.run import run
+    from slimectl.stages.run import run, sampled_rounds
 
     case, settings, folder = Case(**given["case"]), slimectl_settings(given), Path(given["model"])
     tokenizer = wiring.tokenizer(folder)
     policy = wiring.policy(settings, folder, total_steps=given["steps"])
     engine = wiring.engine(settings, folder, tokenizer, load=False)
-    prompts = wiring.prompts(settings, [given["prompts"]])
-    sync, executor = wiring.sync(policy, engine), wiring.executor()
-    reports = run(prompts, policy, engine, tokenizer, wiring.reward(settings), sync, settings, executor=executor)
+    prompts, executor = wiring.prompts(settings, [given["prompts"]]), wiring.executor(settings)
+    parts = (prompts, engine, tokenizer, wiring.reward(settings), settings)
+    make_rounds = partial(sampled_rounds, *parts, executor=executor)
+    reports = run(make_rounds, policy, wiring.transport(settings, policy, engine), settings, executor=executor)
     for _ in range(given["steps"]):
         turns.wait()
         report = next(reports)
@@ -297,7 +299,7 @@ def accuracy(case: Case, model: Path) -> float:
     from slimectl.stages.evaluate import evaluate, summarize
 
     settings, tokenizer = _settings(case), wiring.tokenizer(model)
-    engine, executor = wiring.engine(settings, model, tokenizer), wiring.executor()
+    engine, executor = wiring.engine(settings, model, tokenizer), wiring.graders()
     prompts = wiring.prompts(settings, [case.held_out], shuffle=False)
     samples = list(evaluate(prompts, engine, tokenizer, wiring.reward(settings), settings, executor=executor))
     return summarize("held_out", samples)["eval/held_out_accuracy"]

@@ -8,23 +8,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from slimectl import wiring
 from slimectl.data.manifest import Manifest
 from slimectl.data.rundir import RunDir, write_folder, write_text
-from slimectl.errors import SettingsError
+from slimectl.errors import DiedError, SettingsError, SlimectlError
 from slimectl.journal import Journal
 from slimectl.ports import Policy
+from slimectl.sampler import SamplingSide, VersionedSync
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
-from slimectl.stages.evaluate import evaluate, summarized
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
-from slimectl.types import Metrics, Prompt, StepReport
+from slimectl.types import Metrics, StepReport
 
 WARMUP_CHECK = 128
 """Prompts on which the warm-up looks at its accuracy."""
@@ -44,10 +44,10 @@ class Job:
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
         self.journal = Journal(self.folder, settings)
-        self.reward = wiring.reward(settings)
-        self.agent = wiring.agent(settings)
-        self.executor = wiring.executor()
+        self.executor = wiring.executor(settings, logs=self.folder.path / "logs")
         self.state = TrainState()
+        wiring.reward(settings)  # what they name is looked for before a folder is made
+        wiring.agent(settings)
 
     def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
         """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
@@ -57,15 +57,27 @@ class Job:
         else:
             self.folder.start(settings_toml, force=force)
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
-        try:
-            finished = self._loop(self._warmed_up(self._prepared()))
-        finally:
-            for tracker in self.journal.trackers:
-                tracker.close()
-            self.executor.close()
+        with ExitStack() as closing:
+            closing.callback(self.executor.close)
+            closing.callback(lambda: [tracker.close() for tracker in self.journal.trackers])
+            model = self._prepared()
+            side = SamplingSide(self.settings, model, executor=self.executor, folder=self.folder.path)
+            closing.callback(side.close)
+            finished = self._persistently(partial(self._loop, self._warmed_up(model, side), side))
         if finished:
             manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
         return finished
+
+    def _persistently(self, loop: Callable[[], bool]) -> bool:
+        """Go on from the last checkpoint when a process that trains has died, run.max_restarts times."""
+        for left in range(self.settings.run.max_restarts, -1, -1):
+            try:
+                return loop()
+            except DiedError as error:
+                if not left:
+                    raise
+                say(f"{error}; going on from the last checkpoint ({left} restarts left)")
+        raise AssertionError("the last try returns or raises")
 
     def _look_at_sources(self) -> None:
         """Find model and trainer, read one prompt of every source: what is wrong is said before a folder is made."""
@@ -102,14 +114,14 @@ class Job:
                 write_folder(made, lambda staged: wiring.new_model(str(card), staged, seed=self.settings.run.seed))
         return made
 
-    def _warmed_up(self, model: Path) -> Path:
+    def _warmed_up(self, model: Path, side: SamplingSide) -> Path:
         """The model after supervised steps on labels, where [warmup] asks for them."""
         warmup, target = self.settings.warmup, self.folder.path / "warmup"
         if target.exists() or not warmup.data:
             return target if target.exists() else model
         tokenizer = wiring.tokenizer(model)
-        policy = wiring.policy(self.settings, model, total_steps=None, lr=warmup.lr)
-        engine = wiring.engine(self.settings, model, tokenizer, load=False)
+        policy = wiring.policy(self.settings, model, total_steps=None, lr=warmup.lr, executor=self.executor)
+        sync = side.sync(policy)
         batches = self.settings.train.model_copy(
             update={"global_batch_size": warmup.batch_size, "num_steps_per_rollout": None}
         )
@@ -124,21 +136,17 @@ class Job:
             learnt = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in learnt.items()}
             if report.step % warmup.check_interval == 0:
-                engine.load_weights(policy.weights(), version=policy.weight_version)
-                metrics["warmup/accuracy"] = self._warmup_accuracy(engine, tokenizer)
+                sync.push()
+                # On the first prompts of the run itself: the held-out ones stay unseen.
+                metrics["warmup/accuracy"] = side.sampler.accuracy(list(self.settings.rollout.data), WARMUP_CHECK)
                 say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
             self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
             if metrics.get("warmup/accuracy", 0.0) >= warmup.until_accuracy:
                 break
         self._save_warmup(policy, target)
+        sync.close()
         policy.close()
         return target
-
-    def _warmup_accuracy(self, engine: Any, tokenizer: Any) -> float:
-        """On the first prompts of the run itself: the held-out ones stay unseen."""
-        once = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
-        prompts = islice(wiring.prompts(self.settings, list(self.settings.rollout.data)), WARMUP_CHECK)
-        return self._evaluated("warmup", prompts, engine, tokenizer, eval=once)["eval/warmup_accuracy"]
 
     def _save_warmup(self, policy: Policy, target: Path) -> None:
         sizes = self.folder.sizes()
@@ -151,13 +159,14 @@ class Job:
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
-    def _loop(self, model: Path) -> bool:
+    def _loop(self, model: Path, side: SamplingSide) -> bool:
         settings, total = self.settings, self.settings.run.num_rollout
-        tokenizer = wiring.tokenizer(model)
         with ExitStack() as closing:
-            policy = wiring.policy(settings, model, total_steps=wiring.total_steps(settings))
+            policy = wiring.policy(
+                settings, model, total_steps=wiring.total_steps(settings), executor=self.executor
+            )  # fmt: skip
             closing.callback(policy.close)
-            reference = wiring.reference(settings, model)
+            reference = wiring.reference(settings, model, executor=self.executor)
             if reference is not None:
                 closing.callback(reference.close)
             self.state = self.journal.restore(policy, say)
@@ -169,37 +178,34 @@ class Job:
             self.journal.trackers = wiring.trackers(
                 settings, self.folder.path, resumed_at=self.state.step or None, done=self.state.rollout_id
             )
-            engine = wiring.engine(settings, model, tokenizer, load=False)
-            sync = wiring.sync(policy, engine)
+            sync = side.sync(policy)
+            closing.callback(sync.close)
             if self.state.rollout_id == 0 and not settings.eval.skip_before_train:
-                sync.push()
-                self._evaluate(engine, tokenizer, policy.weight_version)
+                self._evaluate(side, sync, policy.weight_version)
             reports = run(
-                self._prompts(),
+                partial(side.sampler.rounds, self.state.rollout_id * settings.run.rollout_batch_size),
                 policy,
-                engine,
-                tokenizer,
-                self.reward,
                 sync,
                 settings,
                 executor=self.executor,
                 reference=reference,
-                agent=self.agent,
                 state=self.state,
             )
-            return self._follow(reports, policy, engine, tokenizer)
+            closing.callback(reports.close)
+            return self._follow(reports, policy, side, sync)
 
-    def _follow(self, reports: Iterator[StepReport], policy: Policy, engine: Any, tokenizer: Any) -> bool:
+    def _follow(self, reports: Iterator[StepReport], policy: Policy, side: SamplingSide, sync: VersionedSync) -> bool:
         """Record every report; evaluate and save when it is time. The last round is evaluated and saved in any case."""
         settings, samples = self.settings, []
         for report in reports:
             self.journal.record(report)
+            self._look_at_agreement(report)
             samples = [*([] if report.samples else samples), *report.samples]
             number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
             if not report.ends_round or last:
                 continue
             if settings.eval.interval and number % settings.eval.interval == 0:
-                self._evaluate(engine, tokenizer, report.weight_version)
+                self._evaluate(side, sync, report.weight_version)
             if self.interrupted():
                 self.journal.save(policy, self.state, samples)
                 say(f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}")
@@ -208,36 +214,39 @@ class Job:
                 self.journal.save(policy, self.state, samples)
             elif settings.run.keep_samples:
                 self.journal.keep_samples(self.folder.step(number) / "samples.jsonl", samples)
-        self._evaluate(engine, tokenizer, policy.weight_version)
+        self._evaluate(side, sync, policy.weight_version)
         self.journal.save(policy, self.state, samples)
         return True
 
-    def _prompts(self) -> Iterator[Prompt]:
-        """The prompts of the rounds still to come."""
+    def _look_at_agreement(self, report: StepReport) -> None:
+        """Say, or stop, where engine and trainer see different probabilities for the same tokens."""
         run = self.settings.run
-        start = self.state.rollout_id * run.rollout_batch_size
-        epochs = None if run.num_rollout else run.num_epoch or 1
-        coming = wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
-        return coming if run.num_rollout is None else islice(coming, run.num_rollout * run.rollout_batch_size - start)
+        difference = report.metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
+        if run.max_logprob_abs_diff is None or difference <= run.max_logprob_abs_diff:
+            return
+        said = (
+            f"round {report.rollout_id}: engine and trainer differ by {difference:.3f} a token on average, more than "
+            f"run.max_logprob_abs_diff = {run.max_logprob_abs_diff:g}; `slimectl doctor --engine` looks for the cause"
+        )
+        if run.on_disagreement == "stop":
+            raise SlimectlError(said)
+        say(said)
 
-    def _evaluate(self, engine: Any, tokenizer: Any, version: str) -> None:
+    def _evaluate(self, side: SamplingSide, sync: VersionedSync, version: str) -> None:
         """Every dataset of [eval]; metrics recorded, samples kept beside them."""
+        if not self.settings.eval.data:
+            return
+        if sync.version != version:
+            sync.push()
         metrics: Metrics = {}
         started = time.perf_counter()
         for name, source in self.settings.eval.data.items():
-            prompts = wiring.prompts(self.settings, [source], shuffle=False)
-            metrics |= self._evaluated(name, prompts, engine, tokenizer)
-        if metrics:
-            self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)
-
-    def _evaluated(self, name: str, prompts: Iterator[Prompt], engine: Any, tokenizer: Any, **changed: Any) -> Metrics:
-        settings, metrics = self.settings.model_copy(update=changed), Metrics()
-        found = evaluate(prompts, engine, tokenizer, self.reward, settings, executor=self.executor, agent=self.agent)
-        samples = list(summarized(name, found, metrics, settings))
-        if settings.eval.keep_samples and not changed:
-            out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
-            self.journal.keep_samples(out, samples)
-        return metrics
+            samples, found = side.sampler.evaluation(name, source)
+            metrics |= found
+            if self.settings.eval.keep_samples:
+                out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
+                self.journal.keep_samples(out, samples)
+        self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)
 
 
 def check_runnable(settings: Settings) -> None:

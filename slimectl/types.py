@@ -81,6 +81,8 @@ class Completion:
     finish: str
     weight_versions: list[str] = field(default_factory=list)
     cached_tokens: int = 0
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What else an engine tells of the answer under its own names: routed experts, speculative statistics."""
 
 
 @dataclass(slots=True)
@@ -186,6 +188,14 @@ class Row:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round of prompts became: scored samples, siblings together, and the seconds that they took."""
+
+    samples: list[Sample]
+    seconds: float
 
 
 @dataclass(slots=True)

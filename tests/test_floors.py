@@ -15,18 +15,18 @@ PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
     ["__init__", "errors", "types"],
-    ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics"],
+    ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics", "placement"],
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
-    ["wiring", "conversions", "recipes", "journal", "job"],
+    ["wiring", "conversions", "recipes", "journal", "sampler", "job"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("cards", "weights"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
-    ("wiring", "conversions"), ("job", "wiring"), ("job", "journal"),
+    ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),
     ("__main__", "cli"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from contextlib import closing
+from typing import Annotated, Any
 
 import typer
 
-from slimectl.cli.options import Assign, Config, DryRun, Model, RmType, print_settings, resolved
+from slimectl.cli.options import (
+    Assign,
+    Config,
+    DryRun,
+    Engine,
+    Engines,
+    EngineUrl,
+    Executor,
+    Model,
+    RayAddress,
+    RmType,
+    cluster_flags,
+    engine_flags,
+    print_settings,
+    resolved,
+)
 from slimectl.errors import SettingsError
 
 
@@ -21,6 +37,11 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
     rm_type: RmType = None,
     out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go")] = None,
+    executor: Executor = None,
+    ray_address: RayAddress = None,
+    engine: Engine = None,
+    engines: Engines = None,
+    engine_url: EngineUrl = None,
     config: Config = None,
     assign: Assign = None,
     dry_run: DryRun = False,
@@ -33,6 +54,7 @@ def evaluate(
     """
     named = dict(_named(item) for item in data or [])
     flags = {"eval.data": named or None, "model.path": model, "eval.n_samples_per_prompt": n}
+    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     found = resolved(config, assign, flags | {"eval.temperature": temperature, "score.rm_type": rm_type})
     settings = found.settings
     if not settings.eval.data:
@@ -48,29 +70,26 @@ def evaluate(
     from slimectl.stages.evaluate import summarized
     from slimectl.types import Metrics, Sample
 
-    reward, agent, executor = wiring.reward(settings), wiring.agent(settings), wiring.executor()
+    reward, agent = wiring.reward(settings), wiring.agent(settings)
     folder = wiring.model_folder(settings.model.path)
     tokenizer = wiring.tokenizer(folder)
     sources = {name: wiring.prompts(settings, [source], shuffle=False) for name, source in settings.eval.data.items()}
-    engine = wiring.engine(settings, folder, tokenizer)
     metrics: Metrics = {}
 
-    def graded() -> Iterator[Sample]:
+    def graded(sampling: Any, graders: Any) -> Iterator[Sample]:
         for name, prompts in sources.items():
-            found = stage(prompts, engine, tokenizer, reward, settings, executor=executor, agent=agent)
+            found = stage(prompts, sampling, tokenizer, reward, settings, executor=graders, agent=agent)
             yield from summarized(name, found, metrics, settings)
 
-    try:
+    with closing(wiring.graders()) as graders, wiring.engines(settings, folder, tokenizer) as sampling:
         if out is None:
-            for _ in graded():
+            for _ in graded(sampling, graders):
                 pass
         else:
             inputs = [*settings.eval.data.values(), str(folder)]
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
-            told(write_out(graded(), out, manifest, inputs), {})
-    finally:
-        executor.close()
+            told(write_out(graded(sampling, graders), out, manifest, inputs), {})
     for name in settings.eval.data:
         say(f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}")
     print(json.dumps(metrics), file=None if out != "-" else sys.stderr)

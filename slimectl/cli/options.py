@@ -23,6 +23,16 @@ Assign = Annotated[
 Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")]
 Data = Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")]
 Trainer = Annotated[str | None, typer.Option("--policy", help="Trainer: fsdp or megatron")]
+Executor = Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray")
+]
+Engine = Annotated[str | None, typer.Option("--engine", help="What samples: embedded or sglang")]
+Engines = Annotated[int | None, typer.Option("--engines", help="Engines to start")]
+EngineUrl = Annotated[
+    list[str] | None,
+    typer.Option("--engine-url", metavar="URL", help="Running server (SGLang's or `slimectl serve`); may be repeated"),
+]
 Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[
@@ -49,6 +59,18 @@ def resolved(
             section, key = name.split(".")
             values.setdefault(section, {})[key] = value
     return resolve([*layers, Layer("flag", values)])
+
+
+def cluster_flags(executor: str | None, ray_address: str | None) -> dict[str, Any]:
+    """The settings that say where work runs."""
+    if ray_address and executor is None:
+        executor = "ray"
+    return {"cluster.executor": executor, "cluster.ray_address": ray_address}
+
+
+def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] | None) -> dict[str, Any]:
+    """The settings that say what samples."""
+    return {"engine.kind": engine, "engine.num_engines": engines, "engine.url": engine_url}
 
 
 def print_settings(found: Resolved) -> None:

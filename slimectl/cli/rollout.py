@@ -11,9 +11,16 @@ from slimectl.cli.options import (
     Config,
     Data,
     DryRun,
+    Engine,
+    Engines,
+    EngineUrl,
+    Executor,
     Force,
     Model,
     Out,
+    RayAddress,
+    cluster_flags,
+    engine_flags,
     needs_destination,
     print_settings,
     resolved,
@@ -29,6 +36,11 @@ def rollout(
     max_response_len: Annotated[
         int | None, typer.Option("--max-response-len", help="Tokens an answer may have")
     ] = None,
+    executor: Executor = None,
+    ray_address: RayAddress = None,
+    engine: Engine = None,
+    engines: Engines = None,
+    engine_url: EngineUrl = None,
     config: Config = None,
     assign: Assign = None,
     force: Force = False,
@@ -42,6 +54,7 @@ def rollout(
     """
     flags = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
     flags |= {"rollout.temperature": temperature, "rollout.max_response_len": max_response_len}
+    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     found = resolved(config, assign, flags)
     if dry_run:
         print_settings(found)
@@ -60,5 +73,6 @@ def rollout(
     if manifest is None:
         return
     tokenizer = wiring.tokenizer(folder)
-    samples = stage(prompts, wiring.engine(settings, folder, tokenizer), tokenizer, settings.rollout, agent=agent)
-    told(write_out(samples, out, manifest, inputs), {})
+    with wiring.engines(settings, folder, tokenizer) as sampling:
+        samples = stage(prompts, sampling, tokenizer, settings.rollout, agent=agent)
+        told(write_out(samples, out, manifest, inputs), {})

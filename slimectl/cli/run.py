@@ -8,7 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from slimectl.cli.options import Assign, Config, Data, DryRun, Force, Model, Trainer, print_settings, resolved
+from slimectl.cli.options import (
+    Assign,
+    Config,
+    Data,
+    DryRun,
+    Engine,
+    Engines,
+    EngineUrl,
+    Executor,
+    Force,
+    Model,
+    RayAddress,
+    Trainer,
+    cluster_flags,
+    engine_flags,
+    print_settings,
+    resolved,
+)
 from slimectl.errors import EXIT_INTERRUPTED, SettingsError
 
 
@@ -22,6 +39,11 @@ def run(
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
+    executor: Executor = None,
+    ray_address: RayAddress = None,
+    engine: Engine = None,
+    engines: Engines = None,
+    engine_url: EngineUrl = None,
     config: Config = None,
     assign: Assign = None,
     force: Force = False,
@@ -41,6 +63,7 @@ def run(
     chosen = recipes.find(recipe, instead=bool(config or resume), needed=not said)
     flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
     flags |= {"train.policy": policy, "run.seed": seed, "rollout.seed": seed}
+    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     if resume:
         if not (resume / "run.toml").exists():
             raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")

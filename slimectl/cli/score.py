@@ -11,13 +11,16 @@ from slimectl.cli.options import (
     Assign,
     Config,
     DryRun,
+    Executor,
     Force,
     OnError,
     Out,
+    RayAddress,
     RmType,
     Samples,
     Workers,
     check_on_error,
+    cluster_flags,
     needs_destination,
     print_settings,
     resolved,
@@ -44,6 +47,8 @@ def score(
         bool, typer.Option("--check", help="Only report whether the reward is fit to train on; exit code 1 if not")
     ] = False,
     workers: Workers = None,
+    executor: Executor = None,
+    ray_address: RayAddress = None,
     out: Out = "-",
     on_error: OnError = "stop",
     config: Config = None,
@@ -58,6 +63,7 @@ def score(
         slimectl score samples.jsonl --rm-type math > scored.jsonl
     """
     flags = {"score.rm_type": rm_type, "score.custom_rm_path": custom_rm_path, "score.workers": workers}
+    flags |= cluster_flags(executor, ray_address)
     found = resolved(config, assign, flags | {"score.explain": explain or None})
     check_on_error(on_error)
     if dry_run:
@@ -87,7 +93,7 @@ def score(
     if manifest is None:
         return
     frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
-    executor = wiring.executor()
+    graders = wiring.executor(settings)
     rewards: list[float] = []
     reasons = Reasons()
 
@@ -96,13 +102,13 @@ def score(
         reasons.add(sample, rewards[-1])
 
     try:
-        counted = tee(stage(read, reward, settings.score, executor=executor, reference=frozen), count)
+        counted = tee(stage(read, reward, settings.score, executor=graders, reference=frozen), count)
         if lines:
             _print_reasons(counted, rewards)
             return
         counts = write_out(counted, out, manifest, inputs)
     finally:
-        executor.close()
+        graders.close()
     if explain:
         for line in reasons.lines():
             say(line)
@@ -126,14 +132,14 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
     given = list(samples)
     if not given:
         raise RecordError("no samples came; --check grades real ones")
-    reward, executor = wiring.reward(settings), wiring.executor()
+    reward, graders = wiring.reward(settings), wiring.executor(settings)
     findings = []
     try:
-        for finding in check_reward(given, reward, settings.score, executor=executor, bounds=reward.bounds):
+        for finding in check_reward(given, reward, settings.score, executor=graders, bounds=reward.bounds):
             print(finding, flush=True)
             findings.append(finding)
     finally:
-        executor.close()
+        graders.close()
     if failed := [finding.check for finding in findings if not finding.fine]:
         raise SlimectlError(
             f"{len(failed)} of {len(findings)} checks failed ({', '.join(failed)}); mend the reward first"

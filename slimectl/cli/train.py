@@ -11,12 +11,15 @@ from slimectl.cli.options import (
     Assign,
     Config,
     DryRun,
+    Executor,
     Force,
     Model,
     OnError,
+    RayAddress,
     Samples,
     Trainer,
     check_on_error,
+    cluster_flags,
     print_settings,
     resolved,
 )
@@ -32,6 +35,8 @@ def train(
     trainer: Trainer = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
     on_error: OnError = "stop",
+    executor: Executor = None,
+    ray_address: RayAddress = None,
     config: Config = None,
     assign: Assign = None,
     force: Force = False,
@@ -46,7 +51,7 @@ def train(
     if model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
     flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
-    flags["train.policy"] = trainer
+    flags |= {"train.policy": trainer} | cluster_flags(executor, ray_address)
     found = resolved(config, assign, flags)
     check_on_error(on_error)
     if dry_run:
@@ -70,7 +75,8 @@ def train(
         refuse_existing(save, force=force)
     tokenizer = wiring.tokenizer(folder)
     stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
-    policy = wiring.policy(settings, folder, total_steps=wiring.total_steps(settings))
+    place = wiring.executor(settings)
+    policy = wiring.policy(settings, folder, total_steps=wiring.total_steps(settings), executor=place)
     steps = 0
     try:
         state = None
@@ -86,4 +92,5 @@ def train(
             write_folder(save, policy.save, about=manifest.signed({"steps": steps}, parents=inputs))
     finally:
         policy.close()
+        place.close()
     say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))

@@ -45,6 +45,11 @@ class Settings(Section):
         return self.engine.num_engines if gpus is None else gpus // each
 
     @property
+    def uses_servers(self) -> bool:
+        """Whether engines answer over HTTP, rather than living with what asks them."""
+        return self.engine.kind == "sglang" or bool(self.engine.url) or self.num_engines > 1
+
+    @property
     def rollouts_per_round(self) -> int:
         """How many attempts one round samples; demonstrations come without siblings."""
         if isinstance(self.algorithm, Sft):
@@ -92,9 +97,48 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     if isinstance(algorithm, PolicyGradient):
         yield from _algorithm_contradictions(algorithm)
+
+
+def _placement_contradictions(settings: Settings) -> Iterator[str]:
+    """Between engines, transports and the cluster."""
+    engine, sync, cluster = settings.engine, settings.sync, settings.cluster
+    if cluster.ray_address and cluster.executor != "ray":
+        yield 'cluster.ray_address has no effect with cluster.executor = "local"; set cluster.executor = "ray"'
+    if cluster.actor_num_nodes > 1 and cluster.executor != "ray":
+        yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
+    each = cluster.rollout_num_gpus_per_engine
+    if cluster.rollout_num_gpus and cluster.rollout_num_gpus % each:
+        nearest = max(each, cluster.rollout_num_gpus // each * each)
+        yield (
+            f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
+            f"cluster.rollout_num_gpus_per_engine: {each}; give {nearest}"
+        )
+    if engine.kind == "embedded" and each > 1:
+        yield (
+            f"cluster.rollout_num_gpus_per_engine: {each}, but an embedded engine lives on one device; "
+            f'set engine.kind = "sglang" or give 1'
+        )
+    if engine.url and settings.num_engines > 1:
+        yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
+    if settings.uses_servers and sync.transport == "in_process":
+        yield "sync.transport: in_process reaches no server; give tensor, distributed, disk or delta"
+    if not settings.uses_servers and sync.transport not in ("auto", "in_process"):
+        yield (
+            f"sync.transport: {sync.transport} reaches servers, and one embedded engine lives in this process; "
+            f"set engine.num_engines or engine.kind, or drop it"
+        )
+    if cluster.colocate and settings.run.ahead:
+        yield f"cluster.colocate and run.ahead: {settings.run.ahead} exclude each other: the GPUs are shared in turns"
+    if cluster.colocate and sync.transport == "delta":
+        yield "cluster.colocate and sync.transport: delta exclude each other; use tensor on shared GPUs"
+    if settings.sglang.groups and (settings.sglang.prefill_num_servers or settings.num_engines > 1):
+        yield "sglang.groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine itself"
+    if cluster.executor == "ray" and "-" in settings.rollout.data:
+        yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
 
 
 def _algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:

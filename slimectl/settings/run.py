@@ -31,7 +31,8 @@ class RunSettings(Section):
     """Prompts per round."""
 
     ahead: Annotated[int, Field(ge=0)] = 0
-    """Rounds that may be sampled before their turn; 0 is strictly on-policy."""
+    """Rounds that may be sampled before their turn; 0 is strictly on-policy, 1 samples the next round while this one is
+    trained on, n keeps n rounds under way without a pause between them (fully asynchronous)."""
 
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Drop samples older than this many weight versions; none are dropped where not given."""

@@ -58,19 +58,39 @@ def rollout(
     attempt = _Attempt(
         engine, tokenizer, settings, agent or single_turn, params or sampling_params(settings), evaluation
     )
-    window: deque[asyncio.Task[list[Sample]]] = deque()
     limit = max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
+    for group in _groups(prompts, attempt, limit):
+        yield from group
+
+
+def rollout_groups(
+    prompts: Iterable[Prompt],
+    engine: Engine,
+    tokenizer: Any,
+    settings: RolloutSettings,
+    *,
+    in_flight: int,
+    agent: Agent | None = None,
+) -> Iterator[list[Sample]]:
+    """The same, prompt by prompt, with the answers to `in_flight` prompts under way at once."""
+    attempt = _Attempt(engine, tokenizer, settings, agent or single_turn, sampling_params(settings), False)
+    return _groups(prompts, attempt, in_flight)
+
+
+def _groups(prompts: Iterable[Prompt], attempt: _Attempt, limit: int) -> Iterator[list[Sample]]:
+    """All answers to one prompt after another, `limit` prompts under way at once."""
+    window: deque[asyncio.Task[list[Sample]]] = deque()
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(_quiet_about_interrupts)
     try:
         for prompt in prompts:
             window.append(loop.create_task(attempt.group(prompt)))
             if len(window) >= limit:
-                yield from loop.run_until_complete(window.popleft())
+                yield loop.run_until_complete(window.popleft())
         while window:
-            yield from loop.run_until_complete(window.popleft())
+            yield loop.run_until_complete(window.popleft())
     finally:
-        _cancel(loop, window, engine)
+        _cancel(loop, window, attempt.engine)
         loop.close()
 
 

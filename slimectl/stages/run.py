@@ -4,61 +4,110 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from slimectl.ports import Agent, Engine, Executor, Policy, RewardFn
 from slimectl.settings import Settings
-from slimectl.stages.rollout import rollout
-from slimectl.stages.score import score
+from slimectl.stages.rollout import rollout, rollout_groups
+from slimectl.stages.score import referenced, score
 from slimectl.stages.train import TrainState, train_rounds
-from slimectl.streams import batched
-from slimectl.types import Prompt, Sample, StepReport
+from slimectl.types import Metrics, Prompt, Round, Sample, StepReport
+
+Clock = Callable[[], float]
 
 
 class WeightSync(Protocol):
     """Carries the policy's weights to the engine."""
 
-    def push(self) -> None: ...
+    def push(self) -> Metrics:
+        """What it took, by name: "bytes" and whatever else there is to say."""
+        ...
 
 
-def run(
+def sampled_rounds(
     prompts: Iterable[Prompt],
-    policy: Policy,
     engine: Engine,
     tokenizer: Any,
     reward: RewardFn,
+    settings: Settings,
+    *,
+    executor: Executor,
+    agent: Agent | None = None,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Round]:
+    """Round after round of scored samples, until the prompts end; each is made when it is asked for.
+
+    With `settings.run.ahead` above 1, the answers of up to ahead - 1 further rounds are under way meanwhile, so that
+    the longest answer of a round keeps nobody waiting.
+    """
+    size = settings.run.rollout_batch_size
+    further = max(0, settings.run.ahead - 1)
+    prompts = iter(prompts)
+    going = rollout_groups(
+        prompts, engine, tokenizer, settings.rollout, agent=agent, in_flight=further * size + 1
+    )  # fmt: skip
+    while True:
+        started = clock()
+        attempts: Iterator[Sample]
+        if further:
+            attempts = chain.from_iterable(islice(going, size))
+        else:
+            attempts = rollout(islice(prompts, size), engine, tokenizer, settings.rollout, agent=agent)
+        samples = list(score(attempts, reward, settings.score, executor=executor))
+        if not samples:
+            return
+        yield Round(samples, clock() - started)
+
+
+def run(
+    make_rounds: Callable[[], Iterator[Round]],
+    policy: Policy,
     sync: WeightSync,
     settings: Settings,
     *,
     executor: Executor,
     reference: Policy | None = None,
-    agent: Agent | None = None,
     state: TrainState | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> Iterator[StepReport]:
-    """One report per optimizer step, until the prompts end; the engine has the new weights when it arrives.
+    """One report per optimizer step, until the rounds end; the engine has the new weights when it arrives.
 
-    Rounds are sampled when training asks for them, or `settings.run.ahead` rounds before.
+    `make_rounds` gives `sampled_rounds`, wherever they are made. Each is made when training asks for it, or, with
+    `settings.run.ahead`, before: the weights of its answers are at most that many versions old, for a step a round.
     """
-    times: dict[int, float] = {}
+    perf: dict[int, Metrics] = {}
 
-    def rounds() -> Iterator[list[Sample]]:
-        for batch in batched(prompts, settings.run.rollout_batch_size):
-            started = clock()
-            attempts = rollout(batch, engine, tokenizer, settings.rollout, agent=agent)
-            scored = list(score(attempts, reward, settings.score, executor=executor, reference=reference))
-            times[id(scored[0])] = clock() - started
-            yield scored
+    def arriving() -> Iterator[list[Sample]]:
+        coming = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
+        asked = clock()
+        for made in coming:
+            waited = clock() - asked
+            samples = made.samples if reference is None else list(referenced(made.samples, reference))
+            perf[id(samples[0])] = {
+                "perf/rollout_time": made.seconds,
+                "perf/wait_time": waited,
+                "rollout/samples_per_second": len(samples) / made.seconds if made.seconds else 0.0,
+            }
+            yield samples
+            asked = clock()
 
     sync.push()
-    scored = executor.stream(rounds, ahead=settings.run.ahead)
-    for report in train_rounds(scored, policy, settings, state=state):
-        started = clock()
-        if report.ends_round:
-            sync.push()
-        report.perf["perf/update_weights_time"] = clock() - started
+    begun = clock()
+    for report in train_rounds(arriving(), policy, settings, state=state):
         if report.samples:
-            seconds = times.pop(id(report.samples[0]), 0.0)
-            report.perf["perf/rollout_time"] = seconds
-            report.perf["rollout/samples_per_second"] = len(report.samples) / seconds if seconds else 0.0
+            report.perf |= perf.pop(id(report.samples[0]), {})
+        if report.ends_round:
+            if report.rollout_id % settings.sync.update_weights_interval == 0:
+                report.perf |= _pushed(sync, clock)
+            total, begun = clock() - begun, clock()
+            report.perf["perf/total_time"] = total
+            report.perf["perf/wait_time_ratio"] = report.perf.get("perf/wait_time", 0.0) / total if total else 0.0
         yield report
+
+
+def _pushed(sync: WeightSync, clock: Clock) -> Metrics:
+    started = clock()
+    told = sync.push()
+    taken = {f"perf/update_weights_{name}": value for name, value in told.items()}
+    return taken | {"perf/update_weights_time": clock() - started}

@@ -112,10 +112,12 @@ def score(
     `settings.reward_key`.
     """
     graded = _graded(samples, reward, settings, executor)
-    if reference is None:
-        yield from graded
-        return
-    for batch in batched(graded, REFERENCE_BATCH):
+    yield from graded if reference is None else referenced(graded, reference)
+
+
+def referenced(samples: Iterable[Sample], reference: Policy) -> Iterator[Sample]:
+    """Every sample with the log-probabilities that `reference` gives its response."""
+    for batch in batched(samples, REFERENCE_BATCH):
         rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in batch]
         for sample, log_probs in zip(batch, reference.log_probs(rows), strict=True):
             sample.ref_log_probs = log_probs

@@ -1,22 +1,30 @@
-"""Settings to where work runs, and how weights get there."""
+"""Settings to where work runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.executors.local import LocalExecutor
-    from slimectl.ports import Policy
-    from slimectl.sync.in_process import InProcessSync
+    from slimectl.ports import Executor
 
 
-def executor() -> LocalExecutor:
+def executor(settings: Settings, *, logs: Path | None = None) -> Executor:
+    """This machine, or a Ray cluster; what ranks and actors say goes to files in `logs` where given."""
+    if settings.cluster.executor == "ray":
+        from slimectl.executors.ray import RayExecutor
+
+        return RayExecutor(settings.cluster.ray_address, logs=logs)
+    from slimectl.executors.local import LocalExecutor
+
+    return LocalExecutor(logs=logs)
+
+
+def graders() -> LocalExecutor:
+    """Processes of this machine that grade what is sampled here."""
     from slimectl.executors.local import LocalExecutor
 
     return LocalExecutor()
-
-
-def sync(policy: Policy, engine: Any) -> InProcessSync:
-    from slimectl.sync.in_process import InProcessSync
-
-    return InProcessSync(policy, engine)
