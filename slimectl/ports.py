@@ -115,6 +115,11 @@ class WeightWorkers(Protocol):
     """
 
     @property
+    def urls(self) -> Sequence[str]:
+        """Where they are."""
+        ...
+
+    @property
     def ranks(self) -> list[int]:
         """Processes that hold the model, by worker: its tensor-parallel size."""
         ...
@@ -123,8 +128,8 @@ class WeightWorkers(Protocol):
         """Pause generation: answers in flight go on afterwards (in_place, retract) or end (abort)."""
         ...
 
-    def end(self) -> None:
-        """Forget the prefix caches and go on."""
+    def end(self, *, within_s: float | None = None) -> None:
+        """Forget the prefix caches and go on; `within_s` where some may not answer any more."""
         ...
 
     def load_disk(self, folder: Path, *, version: str) -> None:

@@ -1,0 +1,1 @@
+"""SGLang engines: real servers, and whatever else speaks their HTTP API."""

@@ -1,0 +1,86 @@
+"""One question to many HTTP servers at once, from code that has no event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from slimectl.errors import BackendError
+
+CONNECT_TIMEOUT_S = 10.0
+LONGEST_WORDS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker answered: the status and the body, as JSON where it is."""
+
+    url: str
+    path: str
+    status: int
+    body: Any
+
+    @property
+    def words(self) -> str:
+        """The worker's own explanation, in one line."""
+        body = self.body
+        if isinstance(body, dict):
+            body = body.get("message") or body.get("error") or body.get("detail") or body
+        if isinstance(body, dict):
+            body = body.get("message") or body
+        return " ".join(str(body).split())[:LONGEST_WORDS]
+
+    @property
+    def refused(self) -> bool:
+        return self.status >= 400 or (isinstance(self.body, dict) and self.body.get("success") is False)
+
+    def error(self) -> BackendError:
+        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}")
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, path: str, body: Mapping[str, Any], *, method: str = "POST"
+) -> Answer:
+    # Not as bytes: aiohttp would send a large body in one piece and block the loop.
+    data = io.BytesIO(json.dumps(body).encode()) if method == "POST" else None
+    headers = {"Content-Type": "application/json"}
+    async with session.request(method, url + path, data=data, headers=headers) as response:
+        text = await response.text()
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = text
+        return Answer(url, path.partition("?")[0], response.status, parsed)
+
+
+def gathered(
+    question: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, Any]], urls: Sequence[str], *, limit_s: float
+) -> list[Any]:
+    """What `question` found at every URL, exceptions in their places; returns when the last has answered.
+
+    A server that is not there, or takes longer than `limit_s`, is a BackendError.
+    """
+
+    async def one(session: aiohttp.ClientSession, url: str) -> Any:
+        try:
+            return await asyncio.wait_for(question(session, url), limit_s)
+        except TimeoutError:
+            raise BackendError(
+                f"engine at {url} has not answered within {limit_s:g} s; look at its log, or raise sync.timeout_s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise BackendError(f"engine at {url} is not answering: {reason}; has it died? see its log") from error
+
+    async def every() -> list[Any]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return await asyncio.gather(*(one(session, url) for url in urls), return_exceptions=True)
+
+    return asyncio.run(every())

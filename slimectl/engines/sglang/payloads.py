@@ -1,0 +1,112 @@
+"""Tensors on their way into another process of this machine: one flat buffer, pickled for SGLang or in shared memory.
+
+SGLang's own payloads name classes of SGLang, which the trainer's Python may not have. It reads the fields of a tensor's
+metadata by name only and its unpickler lets plain namespaces through (seen in 0.5.18, 0.5.20 and 0.5.21), so those do.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import StorageError
+
+NamedTensor = tuple[str, Tensor]
+SHARED = "/dev/shm"
+DEVICE_INDEX = 6
+"""Where torch's reduction of a CUDA tensor says on which device it is."""
+
+
+def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Wide numbers first: back to back, each tensor then begins at a multiple of its own width."""
+    return sorted(tensors, key=lambda named: -named[1].element_size())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def flattened(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespace]]:
+    """The bytes of all tensors in one [N] uint8 tensor on their device, and where each begins and ends."""
+    parts, places, end = [], [], 0
+    for name, tensor in aligned(tensors):
+        part = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        start, end = end, end + part.numel()
+        places.append(
+            SimpleNamespace(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=part.numel()
+            )
+        )
+        parts.append(part)
+    return torch.cat(parts), places
+
+
+def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
+    """What SGLang takes as load_format "flattened_bucket".
+
+    On a CPU the bytes themselves: handles of torch's shared memory either need the receiver to know this process's
+    authentication key, and kill SGLang's scheduler when it does not, or leave a daemon behind. On a GPU a handle of
+    CUDA IPC, good as long as `flat` lives.
+    """
+    return pickle.dumps({"flattened_tensor": _Handle(flat) if flat.is_cuda else flat, "metadata": places})
+
+
+class _Handle:
+    """A CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID for the index.
+
+    The two processes may number the devices differently; SGLang looks the UUID up.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(self.tensor)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_INDEX]).uuid)
+        return rebuild, (*arguments[:DEVICE_INDEX], uuid, *arguments[DEVICE_INDEX + 1 :])
+
+
+@contextmanager
+def shared(tensors: Sequence[NamedTensor]) -> Iterator[dict[str, Any]]:
+    """What `slimectl serve` takes as load_format "shared_memory": the name of a block, and what lies where in it.
+
+    The block is gone after the `with`. Raises StorageError if there is no room for it.
+    """
+    size = sum(tensor.nbytes for _, tensor in tensors)
+    _check_room(size)
+    memory = SharedMemory(create=True, size=max(1, size))
+    try:
+        places, end = [], 0
+        for name, tensor in aligned(tensors):
+            start, end = end, end + tensor.nbytes
+            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), start])
+            if tensor.numel():
+                target = torch.frombuffer(memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                target.copy_(tensor.detach().reshape(-1))
+                del target  # a block cannot be closed while something looks into it
+        yield {"name": memory.name, "tensors": places}
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def _check_room(size: int) -> None:
+    """Writing beyond a full /dev/shm kills the process with SIGBUS: containers often have 64 MiB."""
+    if os.path.isdir(SHARED):
+        facts = os.statvfs(SHARED)
+        free = facts.f_bavail * facts.f_frsize
+        if free < size:
+            raise StorageError(
+                f"{SHARED}: {free / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}; give the"
+                " container more shared memory, or lower sync.update_weight_buffer_size"
+            )

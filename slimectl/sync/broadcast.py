@@ -1,0 +1,188 @@
+"""The trainer's side of a process group with engine ranks: made, used and left in the process that has the weights."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from slimectl.errors import BackendError, SlimectlError
+from slimectl.ports import WeightWorkers
+from slimectl.sync.parts import Message
+
+JOIN_TIMEOUT_S = 120.0
+LOOK_S = 0.005
+"""How often a broadcast is looked at."""
+AGREE_S = 5.0
+"""How long the other side of a failed broadcast gets to say why."""
+
+
+@dataclass(slots=True)
+class Group:
+    """One process group and what it needs to live; `name` is never used again: engines may still hold an older one."""
+
+    name: str
+    workers: WeightWorkers
+    store: Any
+    backend: Any
+    pending: list[Any] = field(default_factory=list)
+
+
+_GROUPS: dict[str, Group] = {}
+"""The groups of this process: a push is a call that comes and goes, its group stays."""
+_ABANDONED: list[Group] = []
+"""Groups with a broadcast that still waits for an engine: letting go of one would wait too, with the GIL held."""
+
+
+def broadcast(message: Message, workers: WeightWorkers, *, key: str, version: str, timeout_s: float) -> None:
+    """Send the tensors to every worker in the group `key`, which is made if it is not there or has other members.
+
+    Raises BackendError as soon as a worker refuses.
+    """
+    group = _GROUPS.get(key)
+    if group is None or list(group.workers.urls) != list(workers.urls):
+        leave(key)
+        on_gpu = message[0][1].is_cuda
+        group = _GROUPS[key] = _joined(workers, key, backend="nccl" if on_gpu else "gloo", timeout_s=timeout_s)
+    # Wide numbers first: back to back, each tensor then begins at a multiple of its own width.
+    ordered = sorted(message, key=lambda named: -named[1].element_size())
+    forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
+    received = _in_background(partial(workers.load_broadcast, forms, name=group.name, version=version))
+    _finish(_sent(group, flat, timeout_s), received, timeout_s)
+
+
+def leave(key: str) -> None:
+    """End the group on both sides, the engines' first: what waits for them here then fails instead of waiting on."""
+    group = _GROUPS.pop(key, None)
+    if group is not None:
+        with suppress(SlimectlError):
+            group.workers.leave(name=group.name)
+        _ABANDONED.append(group)
+    _ABANDONED[:] = [each for each in _ABANDONED if not all(work.is_completed() for work in each.pending)]
+
+
+def own_address(urls: Sequence[str]) -> str:
+    """The address at which workers reach this machine: the loopback where all of them are on it."""
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    away = [host for host in hosts if host not in ("localhost", "::1") and not host.startswith("127.")]
+    if not away:
+        return "127.0.0.1"
+    # Connecting a datagram socket sends nothing, but picks the route.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((away[0], 9))
+        except OSError as error:
+            raise BackendError(f"engine at {away[0]}: no route from here ({error}); use sync.transport disk") from error
+        return str(probe.getsockname()[0])
+
+
+def _joined(workers: WeightWorkers, key: str, *, backend: str, timeout_s: float) -> Group:
+    """A new group with the workers' ranks behind this process, which is rank 0.
+
+    What SGLang 0.5.18 to 0.5.21 call init_custom_process_group: a store at host:port, with the group's name twice and
+    the kind of device in front of every key, as torch's own groups have them since 2.0.
+    """
+    host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
+    limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    ours = dist.TCPStore(host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
+    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, ours))
+    made = _in_background(partial(_backend, backend, prefixed, world, host, limit))
+    joined = _in_background(
+        partial(workers.join, host=host, port=store.port, world=world, name=name, backend=backend)
+    )  # fmt: skip
+    done, _ = wait_for([made, joined], return_when="FIRST_EXCEPTION")
+    failure = next((future.exception() for future in (joined, made) if future in done and future.exception()), None)
+    if failure is not None:
+        # Without its store neither side goes on waiting for the other.
+        del store
+        with suppress(SlimectlError):
+            workers.leave(name=name)
+        raise _explained(failure, joined)
+    return Group(name, workers, (store, ours), made.result())
+
+
+def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> Any:
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, world, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = limit
+    # Of itself gloo would look up the host's own name, which containers often cannot resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, world, options)
+
+
+def _sent(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = timedelta(seconds=timeout_s)
+    work = group.backend.broadcast([flat], options)
+    group.pending = [work]
+    return work
+
+
+def _finish(work: Any, received: Future[None], timeout_s: float) -> None:
+    """Wait for both sides; if one fails, only until the other has said why."""
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if received.done():
+            received.result()
+        if time.monotonic() > deadline:
+            raise _too_slow(timeout_s)
+        wait_for([received], timeout=LOOK_S)
+        if received.done():
+            time.sleep(LOOK_S)
+    try:
+        work.wait()
+    except Exception as error:
+        raise _explained(error, received) from error
+    wait_for([received], timeout=max(0.0, deadline - time.monotonic()))
+    if not received.done():
+        raise _too_slow(timeout_s)
+    received.result()
+
+
+def _too_slow(timeout_s: float) -> BackendError:
+    return BackendError(f"engines have not received a message of weights within {timeout_s:g} s; see their logs")
+
+
+def _explained(failure: BaseException, other: Future[None]) -> BaseException:
+    """What the workers said, where they did: torch's own words name sockets."""
+    wait_for([other], timeout=AGREE_S)
+    said = other.exception() if other.done() else None
+    if isinstance(said, SlimectlError):
+        return said
+    if isinstance(failure, SlimectlError):
+        return failure
+    reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+    return BackendError(f"broadcasting weights failed: {reason}; has an engine died? see its log")
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """The call in a thread that nobody has to wait for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future

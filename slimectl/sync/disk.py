@@ -1,0 +1,77 @@
+"""New weights as a checkpoint that every engine reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slimectl.data.rundir import explained_storage
+from slimectl.ports import NamedTensors, Policy, WeightWorkers
+from slimectl.sync.parts import cast, to_the_end
+from slimectl.sync.pushing import ServerSync
+from slimectl.types import Metrics
+
+Write = Callable[[Path, NamedTensors], None]
+"""Fills an empty folder with a whole Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
+
+
+class DiskSync(ServerSync):
+    """One folder a version under `folder`, which engines must see; it stays until the next one is in use.
+
+    Written while the engines still sample; they pause only to read it. A restarted engine reads the newest one.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: WeightWorkers,
+        *,
+        folder: Path,
+        write: Write,
+        pause_mode: str = "in_place",
+        dtype: torch.dtype | None = None,
+        keep_files: bool = False,
+    ) -> None:
+        super().__init__(policy, workers, pause_mode=pause_mode)
+        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
+        self._newest: tuple[str, Path] | None = None
+
+    def _push(self, workers: WeightWorkers, version: str) -> Metrics:
+        previous, written = self._newest, 0
+        if previous is None or previous[0] != version:
+            target = self.folder / f"weights_{version}"
+            fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
+            written = self.policy.hand_weights(fill)
+            self._newest = version, target
+        assert self._newest is not None
+        with self.paused(workers) as watch:
+            workers.load_disk(self._newest[1], version=version)
+        if written and previous is not None and not self.keep_files:
+            shutil.rmtree(previous[1], ignore_errors=True)
+        return {"bytes": float(written), "pause_time": watch.seconds}
+
+    def close(self) -> None:
+        if self._newest is not None and not self.keep_files:
+            shutil.rmtree(self._newest[1], ignore_errors=True)
+            self._newest = None
+
+
+def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: torch.dtype | None) -> int:
+    """The folder `target`, whole or not at all; the bytes of its weights. Raises StorageError."""
+    staged = target.with_name(f".tmp-{target.name}")
+    try:
+        with to_the_end(tensors) as stream, explained_storage(target):
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+            write(staged, cast(stream, dtype))
+            size = sum(file.stat().st_size for file in staged.glob("*.safetensors"))
+            shutil.rmtree(target, ignore_errors=True)
+            staged.rename(target)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return size

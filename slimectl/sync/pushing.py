@@ -1,0 +1,77 @@
+"""The order of a push to servers, whatever carries it: pause, load, go on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import RLock
+
+from slimectl.errors import SlimectlError
+from slimectl.ports import Policy, WeightWorkers
+from slimectl.types import Metrics
+
+LEAVE_S = 10.0
+"""How long engines get to go on after a push that failed: those that failed it may not answer at all."""
+
+
+class ServerSync:
+    """One push at a time, to all workers or to some; a transport adds `_push`.
+
+    A push reports "bytes" that were sent and the "pause_time" of the engines in seconds. It raises BackendError if an
+    engine refuses or is gone; the others go on. Push again, or end: an engine that was left in between says so in its
+    weight version.
+    """
+
+    def __init__(self, policy: Policy, workers: WeightWorkers, *, pause_mode: str = "in_place") -> None:
+        self.policy = policy
+        self.workers = workers
+        self.pause_mode = pause_mode
+        self._lock = RLock()
+
+    def push(self) -> Metrics:
+        return self.push_to(self.workers)
+
+    def push_to(self, workers: WeightWorkers) -> Metrics:
+        """To these workers: engines that were restarted. From any thread, if the policy does one thing at a time."""
+        with self._lock:
+            # The workers of this push stay the same, whoever is announced meanwhile.
+            workers = copy.copy(workers)
+            while True:
+                version = self.policy.weight_version
+                metrics = self._push(workers, version)
+                # The policy may have stepped between being asked for its version and for its weights.
+                if self.policy.weight_version == version:
+                    return metrics
+
+    def _push(self, workers: WeightWorkers, version: str) -> Metrics:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave no file, group or memory behind."""
+
+    @contextmanager
+    def paused(self, workers: WeightWorkers) -> Iterator[Stopwatch]:
+        """Nothing is sampled inside; afterwards the engines go on, even if it failed or was interrupted."""
+        watch = Stopwatch()
+        workers.begin(mode=self.pause_mode)
+        try:
+            yield watch
+        except BaseException:
+            with suppress(SlimectlError):
+                workers.end(within_s=LEAVE_S)
+            raise
+        workers.end()
+        watch.stop()
+
+
+class Stopwatch:
+    """Seconds from its making to `stop`."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self.seconds = 0.0
+
+    def stop(self) -> None:
+        self.seconds = time.perf_counter() - self._started
