@@ -150,8 +150,17 @@ class WeightWorkers(Protocol):
 
     def leave(self, *, name: str) -> None: ...
 
+    @property
+    def checksums_by_hf_name(self) -> bool:
+        """Whether they are `data.hashing.tensor_checksum` of the tensors that were sent; else the workers' own kind."""
+        ...
+
     def checksums(self) -> list[dict[str, str]]:
-        """A checksum of every tensor, by worker; what `sync.checksum` makes of the same bytes."""
+        """A checksum of every tensor, by worker."""
+        ...
+
+    def scramble(self) -> None:
+        """Noise into every tensor, so that one which is not loaded anew shows."""
         ...
 
 

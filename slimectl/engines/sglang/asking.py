@@ -50,13 +50,19 @@ async def ask(
     # Not as bytes: aiohttp would send a large body in one piece and block the loop.
     data = io.BytesIO(json.dumps(body).encode()) if method == "POST" else None
     headers = {"Content-Type": "application/json"}
-    async with session.request(method, url + path, data=data, headers=headers) as response:
-        text = await response.text()
-        try:
-            parsed = json.loads(text)
-        except ValueError:
-            parsed = text
-        return Answer(url, path.partition("?")[0], response.status, parsed)
+    try:
+        async with session.request(method, url + path, data=data, headers=headers) as response:
+            text = await response.text()
+    except aiohttp.ClientConnectorError as error:
+        raise BackendError(f"engine at {url} is not there: {error.strerror or error.os_error}; see its log") from error
+    except (aiohttp.ClientError, OSError) as error:
+        reason = str(error) or type(error).__name__
+        raise BackendError(f"engine at {url} went away in {path} ({reason}): it has died; see its log") from error
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = text
+    return Answer(url, path.partition("?")[0], response.status, parsed)
 
 
 def gathered(
@@ -74,9 +80,6 @@ def gathered(
             raise BackendError(
                 f"engine at {url} has not answered within {limit_s:g} s; look at its log, or raise sync.timeout_s"
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise BackendError(f"engine at {url} is not answering: {reason}; has it died? see its log") from error
 
     async def every() -> list[Any]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)

@@ -182,6 +182,9 @@ class HttpWorkers:
             )
         return found
 
+    def scramble(self) -> None:
+        self._all("/weights_checker", {"action": "reset_tensors"})
+
     # --- how they are asked ----------------------------------------------------------------------------------------
 
     def _all(self, path: str, body: Body, *, urls: Sequence[str] | None = None, method: str = "POST") -> list[Answer]:
