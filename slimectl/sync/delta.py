@@ -1,0 +1,159 @@
+"""New weights as what changed since the last push: a small file, applied to a checkpoint that the engines read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimectl.data.rundir import explained_storage, write_text
+from slimectl.errors import CheckpointError
+from slimectl.ports import NamedTensors, Policy, WeightWorkers
+from slimectl.sync.apply import VERSION, apply_delta, recover, weight_version
+from slimectl.sync.delta_file import DeltaWriter, Versions
+from slimectl.sync.disk import Write, write_checkpoint
+from slimectl.sync.parts import cast, to_the_end
+from slimectl.sync.pushing import ServerSync
+from slimectl.sync.regions import regions
+from slimectl.types import Metrics
+
+Applier = Callable[[Path], None]
+"""Brings an engine's own copy of the checkpoint up to date from a delta, or from a directory with whole weights
+(`take` does both). Raises CheckpointError where a delta does not fit: whole weights come next."""
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class DeltaSync(ServerSync):
+    """The checkpoint `folder`/current, kept up to date by deltas, each left in `folder` until the next.
+
+    The first push writes it whole, as does one whose delta does not fit. Engines read `checkpoint`: that directory, or
+    where the `appliers` keep copies of it, one on each machine. `encoding` is "xor" or "overwrite", `checksum`
+    "blake2b" or "adler32".
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: WeightWorkers,
+        *,
+        folder: Path,
+        write: Write,
+        pause_mode: str = "in_place",
+        dtype: torch.dtype | None = None,
+        keep_files: bool = False,
+        encoding: str = "xor",
+        checksum: str = "blake2b",
+        appliers: Sequence[Applier] = (),
+        checkpoint: Path | None = None,
+    ) -> None:
+        super().__init__(policy, workers, pause_mode=pause_mode)
+        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
+        self.encoding, self.checksum, self.appliers = encoding, checksum, list(appliers)
+        self.current = self.folder / "current"
+        self.checkpoint = checkpoint or self.current
+        self._version: str | None = None
+        self._delta: Path | None = None
+
+    def _push(self, workers: WeightWorkers, version: str) -> Metrics:
+        metrics: Metrics = {"bytes": 0.0, "full": 0.0}
+        if version != self._version:
+            metrics = self._updated(version)
+        with self.paused(workers) as watch:
+            workers.load_disk(self.checkpoint, version=version)
+        return {**metrics, "pause_time": watch.seconds}
+
+    def _updated(self, version: str) -> Metrics:
+        """The checkpoint and its copies brought to `version`: by a delta, or whole where that cannot be."""
+        start, self._version = self._version, None
+        if start is not None:
+            previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
+            versions = Versions(start, version, self.encoding, self.checksum)
+            write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
+            try:
+                size = self.policy.hand_weights(write)
+                for apply in [partial(apply_delta, folder=self.current), *self.appliers]:
+                    apply(self._delta)
+            except CheckpointError:
+                self._delta.unlink(missing_ok=True)
+            else:
+                if previous is not None and not self.keep_files:
+                    previous.unlink(missing_ok=True)
+                self._version = version
+                return {"bytes": float(size), "full": 0.0}
+        fill = partial(write_checkpoint, target=self.current, write=partial(_versioned, self.write, version))
+        size = self.policy.hand_weights(partial(fill, dtype=self.dtype))
+        for apply in self.appliers:
+            apply(self.current)
+        self._version = version
+        return {"bytes": float(size), "full": 1.0}
+
+    def close(self) -> None:
+        if not self.keep_files:
+            shutil.rmtree(self.current, ignore_errors=True)
+            if self._delta is not None:
+                self._delta.unlink(missing_ok=True)
+        self._version = self._delta = None
+
+
+def take(update: Path, checkpoint: Path) -> None:
+    """An applier: bring the copy `checkpoint` up to date from a delta, or from a directory. Raises CheckpointError."""
+    if update.is_file():
+        return apply_delta(update, checkpoint)
+    staged = checkpoint.with_name(f".tmp-{checkpoint.name}")
+    with explained_storage(checkpoint):
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(update, staged)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        staged.rename(checkpoint)
+    return None
+
+
+def write_delta(
+    tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: torch.dtype | None
+) -> int:
+    """What changed between the directory `base` and these tensors, as the file `target`; its bytes.
+
+    Raises CheckpointError if they are not the same tensors.
+    """
+    staged = target.with_name(f".tmp-{target.name}")
+    with to_the_end(tensors) as stream, explained_storage(target):
+        recover(base)
+        if weight_version(base) != versions.start:
+            raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
+        found = regions(base)
+        writer = DeltaWriter(staged, versions)
+        try:
+            for name, tensor in cast(stream, dtype):
+                region = found.pop(name, None)
+                if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
+                    raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
+                new = _bytes(tensor)
+                writer.add(
+                    name, code=region.code, shape=region.shape, width=region.width, old=region.read(), new=new
+                )  # fmt: skip
+            if found:
+                raise CheckpointError(f"{base}: {min(found)} is not among the new weights; push whole ones")
+            size = writer.finish()
+            staged.rename(target)
+        finally:
+            writer.close()
+            staged.unlink(missing_ok=True)
+    return size
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:
+    write(path, tensors)
+    write_text(path / VERSION, version + "\n")

@@ -1,0 +1,84 @@
+"""Whether the engines have what was pushed: every tensor compared by checksum on both sides."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slimectl.data.hashing import tensor_checksum
+from slimectl.errors import BackendError
+from slimectl.ports import NamedTensors, WeightWorkers
+from slimectl.sync.disk import Write, write_checkpoint
+from slimectl.sync.parts import cast, to_the_end
+from slimectl.sync.pushing import ServerSync
+from slimectl.types import Metrics
+
+HEAD = "lm_head.weight"
+NAMED = 3
+"""Tensors that an error names."""
+
+
+class CheckedSync:
+    """A transport whose every push is checked; `dtype` is the engines' precision.
+
+    `slimectl serve` hashes tensors under their Hugging Face names, to be compared with the trainer's. SGLang hashes its
+    own fused and sharded tensors: there they are overwritten with noise and loaded once more, from a checkpoint in
+    `folder`, and every hash must be what it was. A mismatch is a BackendError.
+    """
+
+    def __init__(self, sync: ServerSync, *, folder: Path, write: Write, dtype: torch.dtype | None = None) -> None:
+        self.sync, self.folder, self.write, self.dtype = sync, Path(folder), write, dtype
+
+    def push(self) -> Metrics:
+        metrics = self.sync.push()
+        self.check(self.sync.workers)
+        return metrics
+
+    def push_to(self, workers: WeightWorkers) -> Metrics:
+        metrics = self.sync.push_to(workers)
+        self.check(workers)
+        return metrics
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def check(self, workers: WeightWorkers) -> None:
+        """Raises BackendError that names the first tensors that differ."""
+        if workers.checksums_by_hf_name:
+            expected = [self.sync.policy.hand_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
+            _compare(workers, expected, workers.checksums())
+            return
+        version, target = self.sync.policy.weight_version, self.folder / "check"
+        write = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
+        self.sync.policy.hand_weights(write)
+        try:
+            pushed = workers.checksums()
+            with self.sync.paused(workers):
+                workers.scramble()
+                workers.load_disk(target, version=version)
+            _compare(workers, workers.checksums(), pushed)
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+
+def _checksums(tensors: NamedTensors, *, dtype: torch.dtype | None) -> dict[str, str]:
+    """Where the weights are."""
+    with to_the_end(tensors) as stream:
+        return {name: tensor_checksum(tensor) for name, tensor in cast(stream, dtype)}
+
+
+def _compare(workers: WeightWorkers, expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
+    for url, wanted, had in zip(workers.urls, expected, found, strict=True):
+        # A tied head is the embedding: the trainer may name it, the engine has no tensor of its own for it.
+        ours = {name: checksum for name, checksum in wanted.items() if name in had or name != HEAD}
+        wrong = [name for name in ours.keys() | had.keys() if ours.get(name) != had.get(name)]
+        if wrong:
+            more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            raise BackendError(
+                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(wanted)} tensors differ from those"
+                " that were pushed; does it serve this model, in the precision of engine.dtype?"
+            )
