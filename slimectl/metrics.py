@@ -79,7 +79,12 @@ def _perf() -> list[Metric]:
     facts = {
         "perf/train_time": ("s", "Forward, backward and optimizer of one step"),
         "perf/rollout_time": ("s", "Generation and grading of one round"),
-        "perf/update_weights_time": ("s", "Carrying new weights to the engine"),
+        "perf/update_weights_time": ("s", "Carrying new weights to the engines"),
+        "perf/update_weights_bytes": ("bytes", "What was carried"),
+        "perf/update_weights_pause_time": ("s", "For how long of it the engines sampled nothing"),
+        "perf/wait_time": ("s", "What training waited for a round"),
+        "perf/wait_time_ratio": ("", "Share of a round's time that training waited"),
+        "perf/total_time": ("s", "A whole round: waiting, training, carrying weights"),
         "perf/data_preprocess_time": ("s", "Advantages, filters and recomputed log-probabilities of a round"),
         "perf/eval_time": ("s", "One evaluation of all datasets"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),

@@ -19,7 +19,7 @@ FLOORS = [
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
-    ["wiring", "conversions", "recipes", "journal", "sampler", "job"],
+    ["wiring", "conversions", "recipes", "journal", "sampler", "job", "doctor"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
@@ -27,6 +27,7 @@ SAME_FLOOR = {
     ("cards", "weights"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),
+    ("doctor", "wiring"), ("doctor", "sampler"),
     ("__main__", "cli"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""

@@ -13,6 +13,7 @@ import typer
 
 from slimectl import __version__
 from slimectl.cli.convert import convert
+from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
 from slimectl.cli.inspect import inspect
 from slimectl.cli.metrics import metrics
@@ -85,7 +86,7 @@ for command in (run, rollout, score, train, evaluate, convert):
     app.command(name=name, rich_help_panel=STAGES)(guarded(command))
 
 ABOUT = "Settings, models and records"
-for command in (plan, inspect, metrics, models):
+for command in (plan, doctor, inspect, metrics, models):
     app.command(rich_help_panel=ABOUT)(guarded(command))
 settings_app = typer.Typer(no_args_is_help=True, help="Show, check and explain settings.")
 for command in settings:

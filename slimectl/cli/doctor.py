@@ -1,0 +1,66 @@
+"""slimectl doctor"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import (
+    Assign,
+    Config,
+    EngineUrl,
+    Executor,
+    Model,
+    RayAddress,
+    Trainer,
+    cluster_flags,
+    engine_flags,
+    resolved,
+)
+from slimectl.errors import SettingsError, SlimectlError
+
+
+def doctor(
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Run the loop with learning rate 0: do engine and trainer agree?")
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of it")] = 3,
+    model: Model = None,
+    policy: Trainer = None,
+    executor: Executor = None,
+    ray_address: RayAddress = None,
+    engine_url: EngineUrl = None,
+    config: Config = None,
+    assign: Assign = None,
+) -> None:
+    """Look at this machine; with --engine, at whether the engine samples what the trainer computes.
+
+    A line a check on stdout; exit code 1 if one fails.
+
+    Example:
+
+        slimectl doctor --engine --model models/smollm2 -s engine.kind=embedded
+    """
+    from slimectl.doctor import Finding, machine, self_test
+
+    findings: list[Finding] = []
+    chosen = machine()
+    if engine:
+        flags = {"model.path": model, "train.policy": policy} | cluster_flags(executor, ray_address)
+        settings = resolved(config, assign, flags | engine_flags(None, None, engine_url)).settings
+        if settings.model.path is None:
+            raise SettingsError("model.path: no model is given; add --model DIR, a Hugging Face checkpoint directory")
+        tested = {
+            "score": settings.score.model_copy(update={"rm_type": "random", "custom_rm_path": None, "rm": []}),
+            "run": settings.run.model_copy(update={"rollout_batch_size": 4, "num_rollout": steps, "num_epoch": None}),
+        }
+        if not settings.rollout.data:
+            source = {"data": ["slimectl.doctor:questions"]}
+            tested["rollout"] = settings.rollout.model_copy(update=source)
+        chosen = self_test(settings.model_copy(update=tested), steps=steps)
+    for finding in chosen:
+        print(finding, flush=True)
+        findings.append(finding)
+    if failed := [finding.what for finding in findings if finding.fine is False]:
+        raise SlimectlError(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}")

@@ -1,0 +1,116 @@
+"""Is this machine fit for the work, and do engine and trainer agree? Checks, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from slimectl import wiring
+from slimectl.data.hashing import tensor_checksum
+from slimectl.ports import Policy
+from slimectl.sampler import SamplingSide
+from slimectl.settings import Settings
+from slimectl.stages.run import run
+from slimectl.types import Prompt
+
+OPTIONAL = {
+    "ray": ("ray", "--executor ray"),
+    "megatron-core": ("megatron", "--policy megatron"),
+    "tensorboard": ("tensorboard", "track.with = tensorboard"),
+    "reasoning-gym": ("quickstart", "the quickstart recipe"),
+    "pyarrow": ("parquet", "Parquet prompts"),
+    "zstandard": ("zstd", ".zst records and delta weight pushes"),
+}
+MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
+QUESTIONS = ("The capital of France is", "One, two, three,", "Water boils at", "Once upon a time", "def add(a, b):")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; `fine` None says that it is neither right nor wrong."""
+
+    what: str
+    fine: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        mark = {True: "ok", False: "FAIL", None: "-"}[self.fine]
+        return f"{mark:<5} {self.what:<22} {self.detail}"
+
+
+def machine() -> Iterator[Finding]:
+    """What is installed here, and what there is to compute with."""
+    import torch
+
+    yield Finding("python", sys.version_info >= (3, 11), platform.python_version())
+    cuda = torch.cuda.is_available()
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
+    yield Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Finding("GPUs", None, names)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("cores", None, str(cores))
+    for place in (Path(), Path("/dev/shm")):
+        if place.exists():
+            free = shutil.disk_usage(place).free / 2**30
+            yield Finding(f"free in {place.absolute()}", free > 1, f"{free:.1f} GiB")
+    for package, (extra, purpose) in OPTIONAL.items():
+        if find_spec(MODULES.get(package, package)) is None:
+            yield Finding(package, None, f"absent; for {purpose}: pip install 'slimectl[{extra}]'")
+        else:
+            yield Finding(package, True, _version(package))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "without metadata"
+
+
+def questions() -> Iterator[Prompt]:
+    """Prompts that any language model can go on from."""
+    for index, text in enumerate(QUESTIONS):
+        yield Prompt(text, label="", index=index)
+
+
+def self_test(settings: Settings, *, steps: int) -> Iterator[Finding]:
+    """`steps` rounds of the real loop with learning rate 0: nothing may move, and both sides must agree.
+
+    Engine and trainer compute the probability of the same tokens from the same weights; what differs beyond rounding
+    is a mistake in weights, positions, masks or temperature.
+    """
+    model = wiring.model_folder(settings.model.path)
+    with TemporaryDirectory(prefix="slimectl-doctor-") as scratch:
+        executor = wiring.executor(settings, logs=Path(scratch) / "logs")
+        side = policy = sync = None
+        try:
+            policy = wiring.policy(settings, model, total_steps=None, lr=0.0, executor=executor)
+            side = SamplingSide(settings, model, executor=executor, folder=Path(scratch))
+            sync = side.sync(policy)
+            before = _checksums(policy)
+            reports = run(partial(side.sampler.rounds, 0), policy, sync, settings, executor=executor)
+            for report, _ in zip(reports, range(steps), strict=False):
+                difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
+                allowed = settings.run.max_logprob_abs_diff or float("inf")
+                detail = f"{difference:.2e} a token between engine and trainer, {allowed:g} allowed"
+                yield Finding(f"agreement, step {report.step}", difference <= allowed, detail)
+            moved = [name for name, checksum in _checksums(policy).items() if before[name] != checksum]
+            detail = f"{len(before)} tensors" if not moved else f"{len(moved)} of {len(before)} moved, first {moved[0]}"
+            yield Finding(f"weights after {steps} steps", not moved, detail)
+        finally:
+            for part in (sync, side, policy, executor):
+                if part is not None:
+                    part.close()
+
+
+def _checksums(policy: Policy) -> dict[str, str]:
+    return {name: tensor_checksum(tensor) for name, tensor in policy.weights()}

@@ -1,0 +1,31 @@
+"""slimectl doctor: what it looks at, and that it can find something wrong."""
+
+from __future__ import annotations
+
+from workshop import Workshop
+
+
+def test_the_machine_is_looked_at(workshop: Workshop):
+    lines = workshop.slimectl("doctor").decode().splitlines()
+    assert lines[0].split()[:2] == ["ok", "python"]
+    assert any(line.split()[1:2] == ["torch"] for line in lines)
+
+
+def test_engine_and_trainer_agree_over_steps_that_change_nothing(workshop: Workshop):
+    said = workshop.slimectl("doctor", "--engine", "--model", str(workshop.model), "--steps", "2").decode().splitlines()
+    assert [line.split()[0] for line in said] == ["ok", "ok", "ok"]
+    differences = [float(line.split()[4]) for line in said[:2]]
+    assert all(0 < difference < 1e-4 for difference in differences)
+
+
+def test_a_disagreement_fails_with_exit_code_1(workshop: Workshop):
+    strict = ["-s", "run.max_logprob_abs_diff=1e-9"]
+    said = workshop.slimectl("doctor", "--engine", "--model", str(workshop.model), *strict, code=1).decode()
+    assert said.startswith("FAIL")
+    assert "checks failed: agreement, step 1" in workshop.stderr
+
+
+def test_without_a_model_it_says_what_to_add(workshop: Workshop):
+    (workshop.folder / "slimectl.toml").unlink()
+    workshop.slimectl("doctor", "--engine", code=2)
+    assert "add --model DIR" in workshop.stderr

@@ -1,0 +1,142 @@
+"""Rounds: when they are made, how much of the next ones is under way, and what the loop reports of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slimectl.executors.local import LocalExecutor
+from slimectl.settings.layers import Layer, resolve
+from slimectl.stages.run import run, sampled_rounds
+from slimectl.types import Completion, Metrics, Prompt, SamplingParams
+
+
+class Echo:
+    """An engine that answers with the last token of the prompt, after as many turns of the loop as it says."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.version = "0"
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        self.log.append(f"begin {tokens[0]}")
+        for _ in range(tokens[-1]):
+            await asyncio.sleep(0)
+        self.log.append(f"end {tokens[0]}")
+        return Completion([tokens[-1]], [-0.5], "x", "stop", [self.version])
+
+    async def abort(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Bytes:
+    """A tokenizer of one token a byte."""
+
+    eos_token_id = 0
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text)}
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode()
+
+
+def settings(**run_keys: Any) -> Any:
+    values = {
+        "run": {"rollout_batch_size": 2, "num_rollout": 4} | run_keys,
+        "rollout": {"n_samples_per_prompt": 1},
+        "algorithm": {"name": "reinforce_plus_plus"},
+        "sync": {"update_weights_interval": 2},
+    }
+    return resolve([Layer("test", values)]).settings
+
+
+def prompts(turns: str) -> Iterator[Prompt]:
+    """One prompt a letter: its number, then a byte that says how many turns its answer takes."""
+    for i, letter in enumerate(turns):
+        yield Prompt(chr(i + 1) + chr(40 if letter == "L" else 1), label="", index=i)
+
+
+def made(engine: Echo, turns: str, **run_keys: Any) -> Iterator[Any]:
+    given = settings(**run_keys)
+    return sampled_rounds(
+        prompts(turns), engine, Bytes(), lambda sample: 1.0, given, executor=LocalExecutor()
+    )  # fmt: skip
+
+
+def test_a_round_ends_before_the_next_begins_unless_told_to_work_ahead():
+    engine = Echo()
+    rounds = made(engine, "LsLs")
+    assert [sample.tokens[0] for sample in next(rounds).samples] == [1, 2]
+    assert engine.log == ["begin 1", "begin 2", "end 2", "end 1"]
+    assert [sample.tokens[0] for sample in next(rounds).samples] == [3, 4]
+    assert next(rounds, None) is None
+
+
+def test_the_longest_answer_of_a_round_keeps_no_later_round_waiting():
+    engine = Echo()
+    rounds = made(engine, "LsssssLs", ahead=3)
+    assert [sample.tokens[0] for sample in next(rounds).samples] == [1, 2]
+    # Two further rounds of two were under way beside answer 1, and no prompt beyond them.
+    assert engine.log.index("end 5") < engine.log.index("end 1")
+    assert "begin 7" not in engine.log
+    assert [[sample.tokens[0] for sample in made.samples] for made in rounds] == [[3, 4], [5, 6], [7, 8]]
+
+
+class Counting:
+    """A policy that only counts its steps: enough for the loop's own promises."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @property
+    def weight_version(self) -> str:
+        return str(self.steps)
+
+    def log_probs(self, rows: Any) -> list[list[float]]:
+        return [[-0.5] * row.response_length for row in rows]
+
+    def forward_backward(self, rows: Any, loss: Any) -> Metrics:
+        return {"loss": 0.0}
+
+    def optim_step(self) -> Metrics:
+        self.steps += 1
+        return {"grad_norm": 0.0, "lr": 0.0}
+
+
+class Pushes:
+    """Tells the engine the policy's version, and remembers when."""
+
+    def __init__(self, policy: Counting, engine: Echo) -> None:
+        self.policy, self.engine = policy, engine
+        self.versions: list[str] = []
+
+    def push(self) -> Metrics:
+        self.engine.version = self.policy.weight_version
+        self.versions.append(self.engine.version)
+        return {"bytes": 8.0}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(ahead: int):
+    engine, policy = Echo(), Counting()
+    sync = Pushes(policy, engine)
+    given = settings(ahead=ahead, num_rollout=8)
+    reports = list(
+        run(lambda: made(engine, "ssssssssssssssss", ahead=ahead), policy, sync, given, executor=LocalExecutor())
+    )
+    assert [report.rollout_id for report in reports] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sync.versions == ["0", "2", "4", "6", "8"]  # before anything is sampled, then every second round
+    staleness = [report.metrics["rollout/staleness/max"] for report in reports]
+    assert max(staleness) <= ahead + 1
+    assert staleness[:2] == [0.0, 1.0]
+    for report in reports:
+        assert 0 <= report.perf["perf/wait_time_ratio"] <= 1
+        assert ("perf/update_weights_bytes" in report.perf) == (report.rollout_id % 2 == 0)
