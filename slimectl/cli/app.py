@@ -22,6 +22,7 @@ from slimectl.cli.plan import plan
 from slimectl.cli.rollout import rollout
 from slimectl.cli.run import run
 from slimectl.cli.score import score
+from slimectl.cli.serve import serve
 from slimectl.cli.settings import settings
 from slimectl.cli.train import train
 from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, SlimectlError
@@ -81,7 +82,7 @@ def root(
 
 
 STAGES = "Stages: each alone on files and pipes"
-for command in (run, rollout, score, train, evaluate, convert):
+for command in (run, rollout, score, train, evaluate, convert, serve):
     name = "eval" if command is evaluate else None
     app.command(name=name, rich_help_panel=STAGES)(guarded(command))
 

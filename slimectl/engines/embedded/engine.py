@@ -40,6 +40,7 @@ class EmbeddedEngine:
         end_token_ids: Sequence[int] = (),
     ) -> None:
         self.max_context = max_context or int(config.max_position_embeddings)
+        self.device = device
         place = torch.device(device)
         self._model = Model(config, dtype=dtype, device=place)
         self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=place)
@@ -63,6 +64,15 @@ class EmbeddedEngine:
     def has_weights(self) -> bool:
         """Whether a whole set has come, and no update has torn it since."""
         return self._intake.whole
+
+    @property
+    def accepts(self) -> bool:
+        """Whether requests may queue: there are weights, or were when the update under way began."""
+        return self._intake.usable
+
+    @property
+    def held(self) -> bool:
+        return bool(self._holds)
 
     @property
     def running(self) -> int:

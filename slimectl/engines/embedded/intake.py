@@ -56,13 +56,13 @@ class Intake:
     def begin(self) -> None:
         """Open a session: a whole set will come, in parts. Raises CheckpointError if one is open."""
         if self._session:
-            raise CheckpointError("a weight update is under way already; end it before another begins")
+            raise CheckpointError("a weight-update session is already open; end it before another begins")
         self._session, self._begun = True, False
 
     def end(self) -> None:
         """Close the session. Raises CheckpointError if it brought some tensors and not all."""
         if not self._session:
-            raise CheckpointError("no weight update is under way; begin one first")
+            raise CheckpointError("no weight-update session is open; begin one first")
         self._session = False
         if not self._begun:
             return

@@ -1,0 +1,85 @@
+"""slimectl serve"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Annotated
+
+import typer
+
+from slimectl.cli.options import Assign, Config, DryRun, Model, print_settings, resolved
+from slimectl.errors import EXIT_INTERRUPTED
+
+PARENT = "SLIMECTL_PARENT"
+"""Environment variable with the process id of whoever started this server, for --with-parent."""
+
+
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 is any free one", min=0, max=65535)] = 30000,
+    wait_for_weights: Annotated[
+        bool, typer.Option("--wait-for-weights", help="Read no weights: they will be pushed")
+    ] = False,
+    incremental: Annotated[
+        bool, typer.Option("--incremental-streaming-output", help="Stream from /generate only what is new")
+    ] = False,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="End when the process that started this ends")
+    ] = False,
+    config: Config = None,
+    assign: Assign = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Serve a model over HTTP: SGLang's API for rollouts and weights, OpenAI's for agents and judges.
+
+    Example:
+
+        slimectl serve --model models/smollm2 --port 30000 -s engine.dtype=bfloat16
+    """
+    if with_parent:
+        leave_with_parent()
+    found = resolved(config, assign, {"model.path": model})
+    if dry_run:
+        print_settings(found)
+        return
+    from slimectl import wiring
+    from slimectl.cli.records import say
+    from slimectl.wiring import serving
+
+    folder = wiring.model_folder(found.settings.model.path)
+    with serving.listening(host, port) as at:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
+
+        def ready() -> None:
+            say(f"{url}: waiting for weights" if wait_for_weights else f"{url}: serving {folder}")
+
+        number, clean = serving.serve(
+            found.settings, folder, at, load=not wait_for_weights, incremental=incremental, ready=ready
+        )
+    interrupted = number == signal.SIGINT
+    if not clean:
+        # A step or a broadcast under way would tear the interpreter's own clean-up apart.
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED if interrupted else 0)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def leave_with_parent() -> None:
+    """End this process within half a second of its parent's end, however that one ended.
+
+    Asked again and again rather than by PR_SET_PDEATHSIG, which strikes already when the parent's thread ends.
+    """
+    parent = int(os.environ.get(PARENT) or os.getppid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,0 +1,168 @@
+"""Bodies of requests, field by field: what has the wrong type or size is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+from aiohttp import web
+
+from slimectl.engines.serve.refusals import Refused
+
+NUMBERS = 2**31
+"""Counts beyond this are no counts."""
+
+
+async def read(request: web.Request) -> Fields:
+    """The JSON object in a request's body; an empty body is an empty object."""
+    if request.body_exists and request.content_type not in ("application/json", "application/octet-stream"):
+        raise Refused(f"content type {request.content_type!r} is not application/json", status=415)
+    raw = await request.read()
+    try:
+        value = json.loads(raw, parse_constant=_no_number) if raw.strip() else {}
+    except RecursionError:
+        raise Refused("the body is nested too deeply") from None
+    except ValueError as error:  # JSON and UTF-8 alike
+        raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise Refused("the body is not a JSON object")
+    return Fields(value)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class Fields:
+    """A JSON object whose fields are taken with their type; absent and null are the default."""
+
+    def __init__(self, values: dict[str, Any], *, at: str = "") -> None:
+        self._values = values
+        self._at = at
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def refuse(self, name: str, why: str) -> Refused:
+        """The refusal to raise."""
+        return Refused(f"{self._at}{name}: {why}", field=self._at + name)
+
+    def check_names(self, known: Collection[str]) -> None:
+        for name in self._values:
+            if name not in known:
+                near = difflib.get_close_matches(name[:100], known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
+                raise self.refuse(_short(name), f"unknown{hint}")
+
+    def refuse_beyond(self, neutral: dict[str, tuple[Any, ...]]) -> None:
+        """Refuse what the engine cannot do, unless it is asked for nothing: null, empty, or a neutral value."""
+        for name, values in neutral.items():
+            value = self._values.get(name)
+            asks_nothing = value is None or value is False or (isinstance(value, str | list | dict) and not value)
+            if not asks_nothing and not (isinstance(value, int | float | str) and value in values):
+                raise self.refuse(name, "is not supported by `slimectl serve`; leave it out")
+
+    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(name, f"{_short(value)} is not a number")
+        if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+            raise self.refuse(name, f"{_short(value)} is not between {low:g} and {high:g}")
+        return float(value)
+
+    def whole(self, name: str, default: int, *, low: int = 0, high: int = NUMBERS) -> int:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refuse(name, f"{_short(value)} is not a whole number")
+        if not low <= value <= high:
+            raise self.refuse(name, f"{_short(value)} is not between {low} and {high}")
+        return value
+
+    def seed(self, name: str) -> int | None:
+        return self.whole(name, 0, low=-(2**63), high=2**64) if name in self else None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(name, f"{_short(value)} is not true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None, *, longest: int | None = None) -> str | None:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.refuse(name, f"{_short(value)} is not a string")
+        return self.checked(name, value, longest=longest)
+
+    def needed(self, name: str) -> str:
+        value = self.text(name, longest=4096)
+        if not value:
+            raise self.refuse(name, "is missing")
+        return value
+
+    def checked(self, name: str, value: str, *, longest: int | None = None) -> str:
+        """The string, if it can be written as UTF-8."""
+        if longest is not None and len(value) > longest:
+            raise self.refuse(name, f"is longer than {longest} characters")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise self.refuse(name, "holds half of a surrogate pair, which is no text") from None
+        return value
+
+    def texts(self, name: str, *, most: int) -> list[str]:
+        """One string or a list of them."""
+        value = self._values.get(name)
+        values = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            raise self.refuse(name, "is neither a string nor a list of strings")
+        if len(values) > most:
+            raise self.refuse(name, f"are {len(values)} strings, and {most} are the most")
+        return [self.checked(name, each) for each in values]
+
+    def tokens(self, name: str, value: Any) -> list[int]:
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise self.refuse(name, "is not a list of token ids")
+        return value
+
+    def objects(self, name: str) -> list[dict[str, Any]] | None:
+        value = self._values.get(name)
+        if value is not None and (not isinstance(value, list) or not all(isinstance(each, dict) for each in value)):
+            raise self.refuse(name, "is not a list of objects")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name, "is not an object")
+        return value or {}
+
+    def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if value not in known:
+            raise self.refuse(name, f"{_short(value)} is not one of {', '.join(known)}")
+        return str(value)
+
+
+def _short(value: Any) -> str:
+    """A value for a message; a list or a number of a thousand digits is not printed whole."""
+    if isinstance(value, str):
+        return ascii(value[:60])
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
+        return "the number"
+    return str(value)[:60] if isinstance(value, int | float) else f"the {type(value).__name__}"

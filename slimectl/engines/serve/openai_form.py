@@ -1,0 +1,122 @@
+"""Answers in OpenAI's form: whole, or as what is new since the last chunk."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.engines.serve.answers import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the two endpoints differ in what they answer."""
+
+    prefix: str
+    whole: str
+    chunk: str
+    chat: bool
+
+
+COMPLETION = Kind("cmpl", "text_completion", "text_completion", chat=False)
+CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
+
+
+class Form:
+    """How one request is answered; `n` answers a prompt."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        model: str,
+        n: int,
+        log_probs: bool,
+        with_tokens: bool,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self.rid = f"{kind.prefix}-{uuid.uuid4().hex}"
+        self._kind = kind
+        self._n = n
+        self._created = int(time.time())
+        self._model = model
+        self._log_probs = log_probs
+        self._with_tokens = with_tokens
+        self._token_text = token_text
+
+    def frame(self, choices: list[dict[str, Any]], *, whole: bool) -> dict[str, Any]:
+        return {
+            "id": self.rid,
+            "object": self._kind.whole if whole else self._kind.chunk,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        choices = []
+        for answer in answers:
+            text = answer.text()
+            said = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
+            choices.append(self._choice(answer, said, 0, answer.count))
+        spans = answers[0].spans()
+        versions = {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else {}
+        return self.frame(choices, whole=True) | {"usage": self.usage(answers), "metadata": versions}
+
+    def openings(self, answers: list[Answer]) -> list[dict[str, Any]]:
+        """A chat's stream begins by saying who speaks."""
+        if not self._kind.chat:
+            return []
+        choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self.frame([{"index": answer.index, **choice}], whole=False) for answer in answers]
+
+    def delta(self, answer: Answer) -> dict[str, Any] | None:
+        """What is new; None while that is only tokens that have no text yet."""
+        count, text = answer.count, answer.text()
+        new = text[answer.told_text :]
+        if not new and not answer.done and not (self._log_probs or self._with_tokens):
+            return None
+        said = {"delta": {"content": new}} if self._kind.chat else {"text": new}
+        choice = self._choice(answer, said, answer.told, count)
+        answer.told, answer.told_text = count, max(answer.told_text, len(text))
+        return self.frame([choice], whole=False)
+
+    def usage(self, answers: list[Answer]) -> dict[str, Any]:
+        """Tokens; a prompt with n answers counts once."""
+        asked = sum(len(answer.sequence.prompt) for answer in answers[:: self._n])
+        written = sum(answer.count for answer in answers)
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": written,
+            "total_tokens": asked + written,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.sequence.cached_tokens for answer in answers)},
+        }
+
+    def _choice(self, answer: Answer, said: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+        finish = answer.finish_reason()
+        choice = {"index": answer.index, **said, "logprobs": self._chosen(answer, start, end)}
+        choice["finish_reason"] = finish["type"] if finish else None
+        if finish:
+            choice["matched_stop"] = finish.get("matched")
+        if self._with_tokens:
+            choice["prompt_token_ids"] = list(answer.sequence.prompt)
+            choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
+        return choice
+
+    def _chosen(self, answer: Answer, start: int, end: int) -> dict[str, Any] | None:
+        """The log-probabilities of the tokens that were drawn; of others none are known."""
+        if not self._log_probs:
+            return None
+        tokens, log_probs = answer.sequence.tokens[start:end], answer.sequence.log_probs[start:end]
+        texts = [self._token_text(token) for token in tokens]
+        if not self._kind.chat:
+            return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}
+        return {
+            "content": [
+                {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, log_prob in zip(texts, log_probs, strict=True)
+            ]
+        }

@@ -1,0 +1,75 @@
+"""What a server says when it does not do what it is asked: one line, and a status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from slimectl.errors import BackendError, SlimectlError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LONGEST = 300
+
+
+class Refused(Exception):
+    """A request that is not answered; `field` names what has to be mended."""
+
+    def __init__(self, message: str, *, status: int = 400, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.field = field
+
+
+@web.middleware
+async def explained(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure as JSON with one line; nothing else reaches a client."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return reply(error.status, _told(error, request))
+    except (Refused, SlimectlError) as error:
+        return reply(status_of(error), line(error), field=getattr(error, "field", None))
+    except ConnectionError:
+        raise  # the client went away
+    except Exception as error:
+        print(f"slimectl serve: {request.path}: {type(error).__name__}: {line(error)}", file=sys.stderr)
+        return reply(500, f"{type(error).__name__}: {line(error)}")
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, Refused):
+        return error.status
+    if isinstance(error, BackendError):
+        return 503
+    return 400 if type(error) is not SlimectlError else 500
+
+
+def reply(status: int, message: str, *, field: str | None = None) -> web.Response:
+    """An error as both APIs have it; weight updates also look for `success`."""
+    return web.json_response(body(status, message, field=field), status=status)
+
+
+def body(status: int, message: str, *, field: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": field, "code": status}
+    return {"success": False, "message": message, "error": error}
+
+
+def line(error: Exception) -> str:
+    """The first line of an error, or its name where it has no words."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LONGEST]
+
+
+def _told(error: web.HTTPException, request: web.Request) -> str:
+    if error.status == 404:
+        return f"{request.path[:LONGEST]}: no such endpoint; docs/serving.md lists them"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{request.path[:LONGEST]}: {request.method} is not one of {', '.join(sorted(error.allowed_methods))}"
+    if error.status == 413:
+        return f"the body is longer than {request.client_max_size >> 20} MiB; send less at once"
+    return error.reason

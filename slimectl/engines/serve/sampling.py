@@ -1,0 +1,104 @@
+"""How answers are to be drawn and written out, in SGLang's words and in OpenAI's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slimectl.engines.serve.fields import NUMBERS, Fields
+from slimectl.types import SamplingParams
+
+GREEDY_BELOW = 1e-6
+"""Temperatures below are 0, as SGLang has it: logits divided by them are no numbers."""
+MOST_STOPS = 32
+MOST_ANSWERS = 4096
+"""Answers of one request: prompts times n."""
+
+UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
+    "json_schema": (), "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "custom_params": (),
+    "beam_width": (1,),
+}  # fmt: skip
+"""What the engine does not do, and the values that ask for nothing."""
+
+KNOWN = {
+    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "n", "sampling_seed", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
+    "stream_interval", *UNSUPPORTED,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for each prompt."""
+
+    params: SamplingParams
+    n: int = 1
+    keep_special: bool = False
+    """Special tokens leave text."""
+    keep_stop: bool = False
+    """The stop string stays in the text."""
+    interval: int = 1
+    """Tokens between two chunks of a stream."""
+
+    def seeded(self, i: int) -> SamplingParams:
+        """The params of answer i: seeds count up, so that the first is what n = 1 would have written."""
+        seed = self.params.seed
+        return self.params if i == 0 or seed is None else replace(self.params, seed=seed + i)
+
+
+def from_sglang(fields: Fields) -> Wish:
+    """The `sampling_params` of /generate."""
+    fields.check_names(KNOWN)
+    fields.refuse_beyond(UNSUPPORTED)
+    params = SamplingParams(
+        max_tokens=fields.whole("max_new_tokens", 128, low=1),
+        min_tokens=fields.whole("min_new_tokens", 0),
+        seed=fields.seed("sampling_seed"),
+        **_shared(fields),
+    )
+    return _checked(fields, params)
+
+
+def from_openai(fields: Fields, *, default_max: int) -> Wish:
+    """The parameters of a completion, with the extras that SGLang takes there, too."""
+    fields.refuse_beyond(UNSUPPORTED)
+    longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    params = SamplingParams(
+        max_tokens=fields.whole(longest, default_max, low=1),
+        min_tokens=fields.whole("min_tokens", 0),
+        seed=fields.seed("seed"),
+        **_shared(fields),
+    )
+    return _checked(fields, params)
+
+
+def _shared(fields: Fields) -> dict[str, Any]:
+    temperature = fields.number("temperature", 1.0, low=0.0, high=1e4)
+    stops = fields.texts("stop", most=MOST_STOPS)
+    if not all(0 < len(stop) <= 1024 for stop in stops):
+        raise fields.refuse("stop", "a stop string has 1 to 1024 characters")
+    stop_tokens = fields.tokens("stop_token_ids", fields.raw("stop_token_ids") or [])
+    if any(not 0 <= token < NUMBERS for token in stop_tokens) or len(stop_tokens) > 1024:
+        raise fields.refuse("stop_token_ids", "are at most 1024 token ids")
+    return {
+        "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
+        "top_p": fields.number("top_p", 1.0, low=1e-6, high=1.0),
+        "top_k": fields.whole("top_k", -1, low=-1),
+        "min_p": fields.number("min_p", 0.0, low=0.0, high=1.0),
+        "stop": tuple(stops),
+        "stop_token_ids": tuple(stop_tokens),
+        "ignore_eos": fields.flag("ignore_eos"),
+    }
+
+
+def _checked(fields: Fields, params: SamplingParams) -> Wish:
+    if params.min_tokens > params.max_tokens:
+        raise fields.refuse("min_new_tokens", f"{params.min_tokens} is more than max_new_tokens, {params.max_tokens}")
+    return Wish(
+        params,
+        n=fields.whole("n", 1, low=1, high=MOST_ANSWERS),
+        keep_special=not fields.flag("skip_special_tokens", True),
+        keep_stop=fields.flag("no_stop_trim"),
+        interval=fields.whole("stream_interval", 1, low=1),
+    )
