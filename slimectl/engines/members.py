@@ -1,0 +1,85 @@
+"""What a fleet is made of: servers, perhaps a router in front, and what can be said of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slimectl.engines.sglang.wire import get
+from slimectl.errors import BackendError
+
+RETRY_S = 0.5
+"""Between two questions to a server that has not answered well, until its time is over."""
+
+
+class Server(Protocol):
+    """A process that serves HTTP; the object may live elsewhere."""
+
+    def start(self) -> str: ...
+
+    def alive(self) -> bool: ...
+
+    def death(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+class Front(Server, Protocol):
+    """A router: one address for all."""
+
+    def add(self, worker: str) -> None: ...
+
+    def remove(self, worker: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Member:
+    server: Server
+    url: str = ""
+    up: bool = False
+    """Whether requests may go there: it answers, and has the current weights."""
+
+
+async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
+    """Whether each lives and answers /health with 200 within its time."""
+    return await asyncio.gather(*(_healthy(member, timeout_s) for member in members))
+
+
+async def _healthy(member: Member, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0 and await asyncio.to_thread(lives, member.server):
+        with contextlib.suppress(BackendError):
+            if (await get(f"{member.url}/health", timeout_s=left_s)).status == 200:
+                return True
+        await asyncio.sleep(min(RETRY_S, left_s))
+    return False
+
+
+def lives(server: Server) -> bool:
+    """An object whose host is gone does not live either."""
+    try:
+        return server.alive()
+    except Exception:
+        return False
+
+
+def last_words(server: Server) -> str:
+    """Why it died, by itself, or why it cannot be asked."""
+    try:
+        return server.death()
+    except Exception as error:
+        return str(error)
+
+
+def stopped(server: Server) -> None:
+    with contextlib.suppress(Exception):  # its host is gone, and it with it
+        server.stop()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

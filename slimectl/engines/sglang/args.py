@@ -1,0 +1,140 @@
+"""`[sglang.args]`: any field of SGLang's ServerArgs, checked against the installed SGLang and written as flags."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import BackendError, SettingsError
+
+INSIDE = Path(__file__).parent / "inside"
+REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
+SUPPORTED = ((0, 5, 18), (0, 5, 21))
+"""Versions of SGLang, both included: they pin the torch and transformers that slimectl lives with."""
+
+OWNED = {
+    "model_path": "model.path",
+    "host": "engine.num_engines",
+    "port": "engine.num_engines",
+    "tp_size": "cluster.rollout_num_gpus_per_engine",
+    "dtype": "engine.dtype",
+    "device": "engine.device",
+    "context_length": "rollout.max_context_len",
+    "weight_version": "the weights that are pushed",
+    "disaggregation_mode": "sglang.prefill_num_servers or sglang.groups",
+}
+"""Fields that are written from elsewhere, and from where."""
+
+WORDS = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
+PROBE_TIMEOUT_S = 300
+
+
+def interpreter(python: str | None) -> str:
+    """The Python that runs SGLang: the one named, else this one. Raises BackendError if it has no SGLang of use."""
+    chosen = python or sys.executable
+    version = _installed(chosen, "sglang")
+    if version is None:
+        raise BackendError(f"engine.kind = sglang: {chosen} has no sglang; run: {_remedy(chosen)}")
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
+        low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+        raise BackendError(
+            f"engine.kind = sglang: {chosen} has sglang {version}, and {low} to {high} are supported; run: "
+            f"{_remedy(chosen)}"
+        )
+    return chosen
+
+
+def router_interpreter(python: str | None) -> str:
+    """The same for sglang-router."""
+    chosen = python or sys.executable
+    if _installed(chosen, "sglang-router") is None:
+        raise BackendError(
+            f"engine.router: {chosen} has no sglang-router; run: {chosen} -m pip install sglang-router==0.3.2, "
+            f"or set engine.router = none"
+        )
+    return chosen
+
+
+def flags(args: Mapping[str, Any], python: str) -> list[str]:
+    """`[sglang.args]` as command-line flags. Raises SettingsError for what the installed SGLang does not take."""
+    if not args:
+        return []
+    fields = fields_of(python)
+    return [word for name, value in args.items() for word in _flag(name, value, fields)]
+
+
+@functools.lru_cache(maxsize=8)
+def fields_of(python: str) -> Mapping[str, dict[str, Any]]:
+    """What the SGLang of that Python takes, by field; asked once, in a process of its own (5 s)."""
+    command = [python, "-E", str(INSIDE / "launch.py"), "--describe"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise BackendError(f"sglang.python: the sglang of {python} cannot be imported: {last}")
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def _flag(name: str, value: Any, fields: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    if name in OWNED:
+        raise SettingsError(f"sglang.args.{name}: is set by slimectl; change {OWNED[name]} instead")
+    field = fields.get(name)
+    if field is None:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"; did you mean sglang.args.{near[0]}?" if near else "; see `python -m sglang.launch_server --help`"
+        raise SettingsError(f"sglang.args.{name}: unknown to the installed sglang{hint}")
+    if field["takes"] == "nothing":
+        yield from _switch(name, value, field)
+        return
+    values = value if field["takes"] == "many" and isinstance(value, list) else [value]
+    yield field["flag"]
+    yield from (_word(name, each, field) for each in values)
+
+
+def _switch(name: str, value: Any, field: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(value, bool):
+        raise SettingsError(f"sglang.args.{name}: {value!r} is not true or false")
+    if value or field["off"]:
+        yield field["flag"] if value else field["off"]
+    elif field["default"] is True:
+        raise SettingsError(f"sglang.args.{name}: sglang has no flag that turns it off; leave it out")
+
+
+def _word(name: str, value: Any, field: Mapping[str, Any]) -> str:
+    kind, choices = WORDS.get(field["type"] or ""), field["choices"]
+    if kind is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+        raise SettingsError(f"sglang.args.{name}: {value!r} is not a number")
+    if choices and str(value) not in choices:
+        raise SettingsError(f"sglang.args.{name}: {value!r} is not one of {', '.join(choices)}")
+    return json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
+
+
+def _installed(python: str, package: str) -> str | None:
+    """The version of a package that another Python has. Raises BackendError if there is no such Python."""
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "try: print(m.version(sys.argv[1]))\n"
+        "except m.PackageNotFoundError: print('')"
+    )
+    try:
+        result = subprocess.run(
+            [python, "-E", "-c", code, package], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
+        raise BackendError(f"sglang.python: {python} is not a Python that runs: {why}; give its path") from error
+    return result.stdout.strip() or None
+
+
+def _remedy(python: str) -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{python} -m pip install 'sglang>=0.5.18,<0.5.22'"
+    return f"{python} -m pip install --no-deps -r {REQUIREMENTS}"

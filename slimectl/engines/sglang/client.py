@@ -1,0 +1,169 @@
+"""An engine that is reached over HTTP: SGLang's servers, `slimectl serve`, or a router in front of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slimectl.engines.sglang.background import Background
+from slimectl.engines.sglang.balance import Balance
+from slimectl.engines.sglang.dispatch import CONNECT_S, Dispatch
+from slimectl.engines.sglang.request import Flight, check_prompt, sampling
+from slimectl.engines.sglang.weights import Forms, buckets
+from slimectl.engines.sglang.wire import get
+from slimectl.errors import BackendError
+from slimectl.ports import NamedTensors, WeightWorkers
+from slimectl.types import Completion, SamplingParams
+
+BUCKET_BYTES = 512 * 2**20
+
+
+class SglangEngine:
+    """ports.Engine and ports.WeightReceiver over HTTP, for any event loop and thread.
+
+    `urls` are asked for answers (one router, or servers, among which requests are spread here); `workers` are the
+    servers themselves, where that differs. A request whose server fails is asked again from its beginning, of whichever
+    server `set_urls` has named by then: it is answered once, by one server. `vocabulary` and `max_context` bound
+    prompts; `decode` gives the text of tokens (without it the server's own is taken). `troubled` is told of every
+    server that failed, so that whoever watches over it looks now. For `load_weights`: `receiver` makes the engines' end
+    of a push from worker addresses, `forms` says which tensors the model has.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        vocabulary: int,
+        max_context: int,
+        workers: Sequence[str] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        concurrency: int = 512,
+        affinity: bool = True,
+        request_timeout_s: float = 14400.0,
+        connect_timeout_s: float = 120.0,
+        routed_experts: bool = False,
+        troubled: Callable[[str], None] | None = None,
+        receiver: Callable[[Sequence[str]], WeightWorkers] | None = None,
+        forms: Callable[[], Forms] | None = None,
+    ) -> None:
+        self.max_context = max_context
+        self.troubled = troubled
+        self._vocabulary, self._decode = vocabulary, decode
+        self._asked_for = {"return_logprob": True, "stream": True}
+        if routed_experts:
+            self._asked_for["return_routed_experts"] = True
+        self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
+        self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
+        self._receiver, self._forms = receiver, forms
+        self._urls, self._workers = list(urls), list(workers or urls)
+        self._lost_weights = False
+        self._failure: BaseException | None = None
+        self._background = Background("slimectl-engine-client")
+        self._dispatch: Dispatch | None = None
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        """Continue `tokens`.
+
+        Raises SettingsError if they leave no room in the context, BackendError if no server answers.
+        """
+        check_prompt(tokens, params, vocabulary=self._vocabulary, max_context=self.max_context)
+        if self._lost_weights:
+            raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
+        limit = min(params.max_tokens, self.max_context - len(tokens))
+        flight = Flight(
+            {"input_ids": tokens, "sampling_params": sampling(params, limit=limit), **self._asked_for},
+            key=hash(tuple(tokens)),
+            stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
+            min_tokens=params.min_tokens,
+            decode=self._decode,
+        )
+        return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+
+    async def abort(self) -> None:
+        """End every request in flight; each returns what it has, with finish "abort"."""
+        if self._background.runs:
+            await asyncio.wrap_future(self._background.submit(self._abort()))
+
+    async def close(self) -> None:
+        """Abort, and close all connections; the engine may be used again."""
+        if self._background.runs:
+            await asyncio.wrap_future(self._background.submit(self._shut()))
+            self._background.stop()
+
+    def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
+        """From now on these are asked; waiting requests go there. None at all: wait, there will be some again."""
+        self._urls, self._workers = list(urls), list(urls if workers is None else workers)
+        if self._background.runs:
+            self._background.submit(self._announce()).result()
+
+    def fail(self, error: BaseException) -> None:
+        """No server will come back: whoever waits for one gets this error."""
+        self._failure = error
+        if self._background.runs:
+            self._background.submit(self._announce()).result()
+
+    def check_model(self, expected: Mapping[str, Any]) -> None:
+        """Ask every worker what it serves: `expected` may have model_type, architectures, vocab_size and the like.
+
+        Not from within an event loop. Raises BackendError if one does not answer or serves another model.
+        """
+        for url in self._workers:
+            try:
+                reply = asyncio.run(get(f"{url}/model_info", timeout_s=CONNECT_S))
+            except BackendError as error:
+                raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
+            if reply.status != 200 or not isinstance(reply.body, dict):
+                raise BackendError(f"engine at {url}: /model_info: {reply.words}; is it SGLang or `slimectl serve`?")
+            for name, wanted in expected.items():
+                found = reply.body.get(name)
+                if found is not None and wanted is not None and found != wanted:
+                    raise BackendError(
+                        f"engine at {url} serves another model: its {name} is {found}, that of model.path {wanted}"
+                    )
+
+    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
+
+        After that nothing is sampled until whole weights have come: a part of them may be there already.
+        """
+        assert self._receiver is not None, "made without `receiver`"
+        assert self._forms is not None, "made without `forms`"
+        workers = self._receiver(self._workers)
+        self._lost_weights = True
+        workers.begin(mode="in_place")
+        try:
+            for bucket in buckets(tensors, self._forms(), bucket_bytes=BUCKET_BYTES):
+                workers.load_tensors(bucket, version=version)
+        finally:
+            workers.end()
+        self._lost_weights = False
+
+    # From here on: in the background's loop.
+
+    async def _complete(self, flight: Flight) -> Completion:
+        return await self._opened().complete(flight)
+
+    async def _abort(self) -> None:
+        if self._dispatch is not None:
+            await self._dispatch.abort(self._workers)
+
+    async def _announce(self) -> None:
+        if self._dispatch is not None:
+            self._dispatch.announce(self._urls)
+            if self._failure is not None:
+                self._dispatch.balance.fail(self._failure)
+
+    async def _shut(self) -> None:
+        await self._abort()
+        dispatch, self._dispatch = self._dispatch, None
+        if dispatch is not None:
+            await dispatch.close()
+
+    def _opened(self) -> Dispatch:
+        if self._dispatch is None:
+            balance = Balance(self._urls, **self._balance_options)
+            if self._failure is not None:
+                balance.fail(self._failure)
+            self._dispatch = Dispatch(balance, troubled=self.troubled, **self._timeouts)
+        return self._dispatch

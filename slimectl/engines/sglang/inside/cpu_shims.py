@@ -1,0 +1,195 @@
+"""What SGLang 0.5.21 misses on a machine without a GPU. Each shim says why it is here and when to delete it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Keeps definitions of operators alive: torch withdraws them with their library."""
+
+
+def apply() -> None:
+    """Before anything of SGLang is imported; again in every worker process."""
+    _torchvision_schemas()
+    _triton()
+    _sgl_kernel()
+    _deterministic_sampling()
+    _host_register()
+    _synchronize()
+
+
+def _torchvision_schemas() -> None:
+    """PyPI's torchvision 0.28.0 is built for CUDA: beside a CPU torch its operators don't load, and `import
+    torchvision` (SGLang imports it for images) fails on their absence. Delete when PyPI's wheel loads on a CPU.
+    """
+    if not importlib.metadata.version("torchvision").endswith("+cpu"):
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)
+
+
+def _triton() -> None:
+    """SGLang imports triton everywhere and decorates kernels with it; a CPU calls none of them. Delete to install
+    the real one, which weighs 700 MB.
+    """
+    if importlib.util.find_spec("triton") is None:
+        importlib.import_module("torch.utils._triton").has_triton_package()  # cached: torch itself knows there is none
+        for name in ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice"):
+            _Inert.install(name)
+        sys.modules["triton.language"].constexpr = lambda value: value  # constants are wrapped when modules load
+
+
+def _sgl_kernel() -> None:
+    """sgl-kernel has no CPU wheel. One of its functions is called with torch_native attention; calling another says
+    so. Delete when there is a wheel for CPUs.
+    """
+    if importlib.util.find_spec("sgl_kernel") is None:
+        module = _Inert.install("sgl_kernel")
+        module.assign_req_to_token_pool_cpu = _assign_req_to_token_pool
+
+
+def _assign_req_to_token_pool(
+    rows_N: torch.Tensor,
+    pool_RL: torch.Tensor,
+    start_N: torch.Tensor,
+    end_N: torch.Tensor,
+    slots: torch.Tensor,
+    _length: int,
+) -> None:
+    """Write each request's new cache slots, which stand one request after the other, into its row of the pool."""
+    at = 0
+    for row, start, end in zip(rows_N.tolist(), start_N.tolist(), end_N.tolist(), strict=True):
+        pool_RL[row, start:end] = slots[at : at + end - start]
+        at += end - start
+
+
+def _deterministic_sampling() -> None:
+    """`sampling_seed` is heeded only with --enable-deterministic-inference, which allows torch_native attention on no
+    device, replaces matrix products by triton kernels, and hashes seeds in sgl-kernel. On a CPU torch's own products
+    serve, and the hash is written here. Delete when SGLang's deterministic mode starts on a CPU.
+    """
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("murmur_hash32_cpu", _murmur_hash32, "CompositeExplicitAutograd")
+    _LIBRARIES.append(library)
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+    invariant = importlib.import_module("sglang.srt.batch_invariant_ops")
+    invariant.enable_batch_invariant_mode = lambda *_, **__: None
+    sampler = importlib.import_module("sglang.srt.layers.sampler")
+    filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = functools.partial(_seeded_min_p, filtered)
+
+
+def _seeded_min_p(
+    draw: Any,
+    probs_NV: Any,
+    top_ks: Any,
+    top_ps: Any,
+    min_ps_N: Any,
+    need_min_p: bool,
+    seed: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """SGLang asserts that nobody asks for min-p with a seed, and dies of it. What min-p drops, it drops first here:
+    top-k and top-p look at larger probabilities only, and the seeded draw needs no normalised ones.
+    """
+    if need_min_p and seed is not None:
+        floor_N1 = probs_NV.max(dim=-1, keepdim=True).values * min_ps_N.view(-1, 1)
+        probs_NV, need_min_p = probs_NV.masked_fill(probs_NV < floor_N1, 0.0), False
+    return draw(probs_NV, top_ks, top_ps, min_ps_N, need_min_p, seed, *rest, **named)
+
+
+def _murmur_hash32(seed_N: torch.Tensor, position_N: torch.Tensor, column_V: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bits, seed 0) of four words: seed low and high, position, column. [N, V] uint32."""
+    seed_N = seed_N.view(torch.int64)
+    words = (seed_N & 0xFFFFFFFF, (seed_N >> 32) & 0xFFFFFFFF, position_N.to(torch.int64) & 0xFFFFFFFF)
+    hashed = torch.zeros_like(seed_N)
+    for word in words:
+        hashed = _mixed(hashed, word)
+    hashed_NV = _mixed(hashed[:, None], column_V.to(torch.int64)[None, :]) ^ 16
+    hashed_NV = (hashed_NV ^ (hashed_NV >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    hashed_NV = (hashed_NV ^ (hashed_NV >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return (hashed_NV ^ (hashed_NV >> 16)).to(torch.uint32)
+
+
+def _mixed(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    """One round. Products of 32-bit words may wrap in int64: the low 32 bits, all that is kept, stay right."""
+    word = _rotated(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+    return _rotated(hashed ^ word, 13) * 5 + 0xE6546B64 & 0xFFFFFFFF
+
+
+def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return (word << bits | word >> (32 - bits)) & 0xFFFFFFFF
+
+
+def _host_register() -> None:
+    """Returning routed experts pins a host buffer by cudaHostRegister without asking for a device. Delete when
+    sglang/srt/mem_cache/pool_host/common.py asks.
+    """
+    common = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    common._cuda_host_register = lambda *_: None
+
+
+def _synchronize() -> None:
+    """Checksums of weights wait for the GPU's work to end without asking for one. Delete when
+    sglang/srt/utils/weight_checker.py asks.
+    """
+    torch.cuda.synchronize = lambda *_: None
+
+
+class _Inert(types.ModuleType):
+    """A module of which everything can be imported and used as a decorator, and nothing called for its result."""
+
+    @classmethod
+    def install(cls, name: str) -> Any:
+        module = cls(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__version__ = "0.0.0"
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self.__name__}.{name}")
+
+
+class _Name:
+    """A name of such a module: a decorator with or without arguments, a type in annotations, an error if it is run."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and not options and isinstance(args[0], types.FunctionType):
+            return args[0]
+        if not args and options:
+            return self
+        if args and all(isinstance(arg, list | dict) for arg in args):
+            return self  # @triton.autotune([...], key=[...])
+        raise NotImplementedError(f"{self._path} is not there on a CPU")
+
+    def __getitem__(self, _: Any) -> Any:
+        return self

@@ -1,0 +1,50 @@
+"""The processes of a server and the shared memory that they forget, found in /proc; standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+FORGOTTEN = "/dev/shm/sglang_loads_"
+"""SGLang 0.5.21 never removes these; they have random names."""
+
+TRACKER = b"multiprocessing.resource_tracker"
+GRACE_S = 5.0
+
+
+def members(group: int) -> list[int]:
+    """Processes of a process group; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def segments(pids: Iterable[int]) -> set[Path]:
+    """Files of shared memory that these processes have and will not remove."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line.split()[5]) for line in lines if FORGOTTEN in line}
+    return found
+
+
+def kill_group(group: int, *, but: int | None = None) -> None:
+    """Kill a group, but first all except the trackers, which clean up after those that are gone."""
+    for pid in members(group):
+        with contextlib.suppress(OSError):
+            if pid != but and TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and set(members(group)) - {but}:
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

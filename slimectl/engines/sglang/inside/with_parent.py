@@ -1,0 +1,52 @@
+"""A server process that never outlives the process that started it.
+
+Parents are polled, because the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* that started a process
+ends, and servers are started from threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from leftovers import kill_group, members, segments
+
+PARENT = "SLIMECTL_PARENT"
+"""Environment variable: the process id of whoever started this one; absent: stay."""
+
+INTERVAL_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def leave_with_parent() -> None:
+    """Kill this process and its group soon after the parent is gone, however it died."""
+    if PARENT in os.environ:
+        threading.Thread(target=_watch, daemon=True).start()
+
+
+def run_apart(serve: Callable[[], None]) -> None:
+    """The same for a `serve` that never lets other threads run: in a child of this process, which only watches."""
+    child = os.fork()
+    if child == 0:
+        if sys.platform == "linux":  # should the watching process be killed itself
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        serve()
+        return
+    leave_with_parent()
+    _, status = os.waitpid(child, 0)
+    os._exit(max(0, os.waitstatus_to_exitcode(status)) or 1)
+
+
+def _watch() -> None:
+    parent = int(os.environ[PARENT])
+    while os.getppid() == parent:
+        time.sleep(INTERVAL_S)
+    forgotten = segments(members(os.getpgrp()))
+    for segment in forgotten:
+        segment.unlink(missing_ok=True)
+    kill_group(os.getpgrp(), but=os.getpid())

@@ -1,0 +1,135 @@
+"""The servers that slimectl starts: SGLang's own, `slimectl serve`, and sglang-router in front of several."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimectl.engines.sglang.args import INSIDE, flags, interpreter, router_interpreter
+from slimectl.engines.sglang.servers import ServerProcess
+
+UNPUSHED = "unpushed"
+"""Weight version of a server that waits for its first push: no answer under this name is ever used."""
+
+SLACK = 8
+"""Tokens that SGLang 0.5.21 keeps of a context for itself; the client sees to the real bound."""
+
+ON_CPU: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # an idle server would burn a core
+    "max_total_tokens": 20000,  # the cache's share of memory is reckoned from a GPU's
+    "enable_deterministic_inference": True,  # sampling_seed has no effect without; costs nothing here
+}
+
+
+def sglang_server(
+    model: Path,
+    *,
+    log: Path,
+    python: str | None = None,
+    tensor_parallel: int = 1,
+    args: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_context: int | None = None,
+    weight_version: str = UNPUSHED,
+    role: str | None = None,
+    bootstrap_port: int | None = None,
+    name: str = "sglang",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+) -> ServerProcess:
+    """A real SGLang server of the model in a folder.
+
+    `weight_version` names the weights in that folder; leave it where others will be pushed before anything is sampled.
+    `role` is prefill or decode (disaggregation). Raises BackendError if `python` has no SGLang, SettingsError for
+    `args` that it does not take.
+    """
+    chosen = interpreter(python)
+    given = {**(ON_CPU if device == "cpu" else {}), **(args or {})}
+    written = [
+        f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
+        f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
+        *([f"--context-length={max_context + SLACK}"] if max_context else []),
+        *([f"--disaggregation-mode={role}"] if role else []),
+        *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
+        *flags(given, chosen),
+    ]  # fmt: skip
+    surroundings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SLACK
+    if device == "cpu":
+        surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return ServerProcess(
+        partial(_inside, chosen, "launch.py", written),
+        name=name, log=log, env=surroundings | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
+    )  # fmt: skip
+
+
+def serve_server(
+    model: Path,
+    *,
+    log: Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_running: int = 64,
+    max_context: int | None = None,
+    wait_for_weights: bool = False,
+    name: str = "serve",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+) -> ServerProcess:
+    """`slimectl serve` of the model in a folder; with `wait_for_weights` it reads none and answers nothing before a
+    push.
+    """
+    settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
+    if max_context:
+        settings["rollout.max_context_len"] = max_context
+    written = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
+    written += [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+    return ServerProcess(
+        partial(_serve, written),
+        name=name, log=log, env=env, host=host, start_timeout_s=start_timeout_s,
+        ready="/ping" if wait_for_weights else "/health",
+    )  # fmt: skip
+
+
+def router_server(
+    policy: str,
+    *,
+    log: Path,
+    python: str | None = None,
+    host: str | None = "127.0.0.1",
+    request_timeout_s: float = 14400.0,
+    start_timeout_s: float = 120.0,
+) -> ServerProcess:
+    """sglang-router without workers yet; `policy` is cache_aware, round_robin, random or power_of_two.
+
+    Raises BackendError if `python` has no sglang-router.
+    """
+    written = [
+        f"--policy={policy}", f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
+        # The client tries again itself, elsewhere and for longer; and what breaks a circuit here is a push's pause.
+        "--disable-retries", "--disable-circuit-breaker",
+    ]  # fmt: skip
+    return ServerProcess(
+        partial(_inside, router_interpreter(python), "route.py", written),
+        name="sglang-router", log=log, host=host, start_timeout_s=start_timeout_s, ready="/liveness",
+    )  # fmt: skip
+
+
+def _inside(python: str, script: str, written: Sequence[str], host: str, port: int) -> list[str]:
+    # -E: our own PYTHONPATH is not meant for another Python.
+    return [python, "-E", str(INSIDE / script), *written, f"--host={host}", f"--port={port}"]
+
+
+def _serve(written: Sequence[str], host: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "slimectl", "serve", *written, "--host", host, "--port", str(port)]
+    return [*command, "--with-parent"]

@@ -1,0 +1,80 @@
+"""The real sglang-router in front of several servers: one address, and a policy that chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.engines.sglang.wire import Reply, request
+from slimectl.errors import BackendError
+
+POLL_S = 0.2
+REPLY_TIMEOUT_S = 10.0
+
+
+class Router:
+    """A router process and the workers behind it. `server` comes from recipes.router_server.
+
+    It forwards requests for text alone: aborts, pauses and weights go to the workers themselves.
+    """
+
+    def __init__(self, server: ServerProcess, *, register_timeout_s: float = 60.0) -> None:
+        self._server, self._register_timeout_s = server, register_timeout_s
+        self._url = ""
+
+    def start(self) -> str:
+        self._url = self._server.start()
+        return self._url
+
+    def alive(self) -> bool:
+        return self._server.alive()
+
+    def death(self) -> str:
+        return self._server.death()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def add(self, worker: str, **kind: Any) -> None:
+        """Returns when requests go to this worker. `kind`: worker_type and bootstrap_port, for disaggregation.
+
+        Raises BackendError if the router does not take it.
+        """
+        asyncio.run(self._add(worker, kind))
+
+    def remove(self, worker: str) -> None:
+        """No further request goes there; nothing happens if none did."""
+        asyncio.run(self._remove(worker))
+
+    async def _add(self, worker: str, kind: dict[str, Any]) -> None:
+        deadline = time.monotonic() + self._register_timeout_s
+        reply = await self._ask("POST", "/workers", {"url": worker, **kind})
+        if reply.status >= 400:
+            raise BackendError(f"sglang-router at {self._url} refuses {worker}: {reply.words}")
+        while True:
+            known = await self._worker(worker)
+            if known is not None and known.get("is_healthy"):
+                return
+            if time.monotonic() > deadline:
+                raise BackendError(
+                    f"sglang-router at {self._url} has not found {worker} healthy in {self._register_timeout_s:.0f} s"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _remove(self, worker: str) -> None:
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        while (known := await self._worker(worker)) is not None:
+            await self._ask("DELETE", f"/workers/{known['id']}")
+            if time.monotonic() > deadline:
+                raise BackendError(f"sglang-router at {self._url} does not let go of {worker}")
+            await asyncio.sleep(POLL_S)
+
+    async def _worker(self, url: str) -> dict[str, Any] | None:
+        reply = await self._ask("GET", "/workers")
+        workers = reply.body["workers"] if reply.status == 200 else []
+        return next((worker for worker in workers if worker["url"].rstrip("/") == url.rstrip("/")), None)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Reply:
+        return await request(method, self._url + path, timeout_s=REPLY_TIMEOUT_S, body=body)

@@ -1,0 +1,175 @@
+"""A server as a child process: started on a free port, watched until it answers, and ended with all its children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from slimectl.engines.sglang.inside.leftovers import kill_group, members, segments
+from slimectl.engines.sglang.logs import cause, tail
+from slimectl.engines.sglang.wire import get
+from slimectl.errors import BackendError
+
+Command = Callable[[str, int], Sequence[str]]
+"""The command line, given host and port."""
+
+PORTS_TRIED = 5
+POLL_S = 0.25
+
+
+class ServerProcess:
+    """A child process that serves HTTP and answers `GET {ready}` with 200 once it can work.
+
+    Until `start` it is a recipe that can be pickled; its interface is methods alone, so that an executor can host it.
+    The child has a session of its own (Ctrl-C is the parent's), leaves when this process dies (the command sees to
+    that: it is told by SLIMECTL_PARENT), and writes to `log`. `host` None means this machine's own address.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        name: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        host: str | None = "127.0.0.1",
+        port: int | None = None,
+        ready: str = "/health",
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
+        self._host, self._wanted_port, self._ready = host, port, ready
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: str | None = None
+        self._segments: set[Path] = set()
+        self._log_start = 0
+        self._wanted = False
+
+    def start(self) -> str:
+        """The address, once the server is ready. Raises BackendError with the last words of one that does not come."""
+        self.stop()
+        self._wanted = True
+        host = self._host or own_address()
+        begun = time.monotonic()
+        for attempt in range(PORTS_TRIED):
+            port = free_port(host, self._wanted_port if attempt == 0 else None)
+            process = self._spawn(host, port)
+            if self._answers(process, f"http://{host}:{port}", begun + self._start_timeout_s):
+                self._segments = segments(members(process.pid))
+                return f"http://{host}:{port}"
+            words = self._last_words()
+            self.stop(again=True)
+            if "address already in use" not in words.lower():
+                break
+        self.stop()
+        code = process.returncode
+        late = time.monotonic() - begun >= self._start_timeout_s
+        what = (
+            f"did not answer within {self._start_timeout_s:.0f} s" if late else f"died while starting ({_exit(code)})"
+        )
+        raise BackendError(f"{self._name} {what}: {words}; its log: {self._log}")
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def pid(self) -> int | None:
+        """Of the server itself; also the id of its process group."""
+        return self._process.pid if self._process is not None else None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines that the server wrote since it was last started."""
+        return tail(self._log, lines, since=self._log_start)
+
+    def death(self) -> str:
+        """Why it died, in the words of its exit code and its log."""
+        code = self._process.poll() if self._process is not None else None
+        return f"{_exit(code)}: {self._last_words()}"
+
+    def stop(self, *, again: bool = False) -> None:
+        """End the server and all its children; nothing happens if there is none. `again`: a start is under way."""
+        self._wanted = self._wanted and again
+        process = self._process
+        if process is not None:
+            self._segments |= segments(members(process.pid))
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+            kill_group(process.pid)
+            for segment in self._segments:
+                segment.unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.mkdtemp(prefix="slimectl-server-")
+        # Sockets of SGLang's processes lie in the temporary folder, and a killed server leaves them there.
+        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "TMPDIR": self._scratch} | self._env
+        command = list(self._command(host, port))
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                )
+            except OSError as error:
+                raise BackendError(f"{self._name}: {command[0]} cannot be run: {error.strerror}") from error
+        return self._process
+
+    def _answers(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
+        """Whether it came to be ready: False if it died, or was stopped, or the time is over."""
+        while process.poll() is None and self._wanted and time.monotonic() < deadline:
+            if self._is_ready(url) and process.poll() is None:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _is_ready(self, url: str) -> bool:
+        with contextlib.suppress(BackendError):
+            return asyncio.run(get(url + self._ready, timeout_s=10)).status == 200
+        return False
+
+    def _last_words(self) -> str:
+        return cause(tail(self._log, 2000, since=self._log_start))
+
+
+def free_port(host: str, wanted: int | None = None) -> int:
+    """`wanted` if nobody has it, else any other. Raises BackendError if the machine has no such address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in [0] if wanted is None else [wanted, 0]:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if port:
+                    continue
+                raise BackendError(f"{host}: is not an address of this machine: {error.strerror}") from error
+            return int(probe.getsockname()[1])
+    raise AssertionError("port 0 is always tried")
+
+
+def own_address() -> str:
+    """The address by which other machines reach this one; 127.0.0.1 if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): routes are looked up, nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return "it runs but does not answer"
+    return "killed; out of memory?" if code == -signal.SIGKILL else f"exit code {code}"

@@ -1,0 +1,60 @@
+"""One request to one server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from slimectl.engines.sglang.request import Flight, Unavailable
+from slimectl.engines.sglang.wire import parsed, words_of
+from slimectl.errors import BackendError, SettingsError
+
+RETRIED = {429, 500, 502, 503, 504}
+MENDED_BY_ASKING_OTHERWISE = {400, 413, 422}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, flight: Flight) -> None:
+    """Stream an answer into `flight`.
+
+    Raises Unavailable or aiohttp's errors where another try may do, SettingsError or BackendError where none will.
+    """
+    async with session.post(f"{url}/generate", json=flight.body) as reply:
+        if reply.status != 200:
+            _refuse(url, reply.status, parsed(await reply.text()))
+        async for event in _events(reply.content):
+            _look(url, event)
+            flight.take(event)
+            if flight.finish is not None:
+                return
+    raise Unavailable("it broke off in the middle of an answer")
+
+
+async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of every server-sent event, however they are cut into packets."""
+    held = b""
+    async for packet in stream.iter_any():
+        *lines, held = (held + packet).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                yield json.loads(data)
+
+
+def _look(url: str, event: Mapping[str, Any]) -> None:
+    """Refusals come in the stream too: as an error, or as an "abort" that has a status."""
+    if "error" in event:
+        code = event["error"].get("code") if isinstance(event["error"], dict) else None
+        _refuse(url, int(code or 400), event)
+    reason = event["meta_info"].get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
+        _refuse(url, int(reason["status_code"]), reason)
+
+
+def _refuse(url: str, status: int, body: Any) -> None:
+    if status in RETRIED:
+        raise Unavailable(f"{status} {words_of(body)}")
+    if status in MENDED_BY_ASKING_OTHERWISE:
+        raise SettingsError(f"engine at {url} refuses the request: {words_of(body)}")
+    raise BackendError(f"engine at {url} answers {status}: {words_of(body)}")

@@ -1,0 +1,62 @@
+"""Single requests to a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from slimectl.errors import BackendError
+
+UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What it looks like when a server is not there, or goes while it answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: Any
+
+    @property
+    def words(self) -> str:
+        """What the server says of an error, in one line."""
+        return words_of(self.body)
+
+
+async def get(url: str, *, timeout_s: float) -> Reply:
+    """Raises BackendError if nobody answers in time."""
+    return await request("GET", url, timeout_s=timeout_s)
+
+
+async def request(method: str, url: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Reply:
+    """One request on a connection of its own. Raises BackendError if nobody answers in time."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.request(method, url, json=body) as reply:
+            return Reply(reply.status, parsed(await reply.text()))
+    except UNREACHABLE as error:
+        raise BackendError(f"{url} is not answering: {short(error)}") from error
+
+
+def parsed(text: str) -> Any:
+    """The JSON, or the text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def words_of(body: Any) -> str:
+    """The message in an error's body: SGLang, its router and OpenAI each have their own place for it."""
+    while isinstance(body, dict):
+        body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), str(dict(body)))
+    return (str(body).strip().splitlines() or ["no reason given"])[0][:300]
+
+
+def short(error: BaseException) -> str:
+    """The first line of an error, or its name where it has no words."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
