@@ -104,22 +104,29 @@ class DeltaFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._decompressor = _zstandard().ZstdDecompressor()
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(max(0, size - TAIL))
-                tail = file.read()
-                length = int.from_bytes(tail[:8], "little")
-                file.seek(max(0, size - TAIL - length))
-                footer = file.read(length)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}; push whole weights") from error
-        if not tail.endswith(MAGIC) or tail[8:24] != _seal(footer):
+        footer = self._footer()
+        if footer is None:
             raise CheckpointError(f"{path}: not a whole delta; push whole weights")
         facts: dict[str, Any] = json.loads(self._decompressor.decompress(footer))
         tensors: Mapping[str, Any] = facts.pop("tensors")
         self.versions = Versions(**facts)
         self.changes = {name: Change(**change) for name, change in tensors.items()}
+
+    def _footer(self) -> bytes | None:
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - TAIL))
+                tail = file.read()
+                length = int.from_bytes(tail[:8], "little")
+                # A damaged length must not ask for all memory.
+                if not tail.endswith(MAGIC) or length > size - TAIL:
+                    return None
+                file.seek(size - TAIL - length)
+                footer = file.read(length)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}; push whole weights") from error
+        return footer if tail[8:24] == _seal(footer) else None
 
     def applied(self, name: str, old: bytes, width: int) -> bytes:
         """The new bytes of a tensor, of which `old` are the present ones."""
@@ -136,7 +143,11 @@ class DeltaFile:
     def _part(self, place: list[int]) -> bytes:
         with self.path.open("rb") as file:
             file.seek(place[0])
-            return self._decompressor.decompress(file.read(place[1]))
+            packed = file.read(place[1])
+        try:
+            return self._decompressor.decompress(packed)
+        except _zstandard().ZstdError as error:
+            raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
 
 
 def digest(kind: str, data: bytes) -> str:
