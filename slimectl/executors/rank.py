@@ -65,7 +65,7 @@ class RankPipe:
 
     def failed(self, error: BaseException) -> None:
         """What a request, or building, raised."""
-        self._connection.send(("error", portable(error, self._rank)))
+        self._connection.send(("error", portable(error, f"rank {self._rank}")))
 
 
 class _DriverGone(Exception):
@@ -123,12 +123,12 @@ def interface(address: str) -> str | None:
     return None
 
 
-def portable(error: BaseException, rank: int) -> BaseException:
+def portable(error: BaseException, where: str) -> BaseException:
     """The exception as it can travel: of its own type where that can be pickled, its traceback as a note."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
         travelled = pickle.loads(pickle.dumps(error.with_traceback(None)))
     except Exception:
-        travelled = SlimectlError(f"rank {rank}: {type(error).__name__}: {error}")
-    travelled.add_note(f"on rank {rank}:\n{text}")
+        travelled = SlimectlError(f"{where}: {type(error).__name__}: {error}")
+    travelled.add_note(f"on {where}:\n{text}")
     return travelled

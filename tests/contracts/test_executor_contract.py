@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 import itertools
-import time
+import os
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+from executor_cases import Counter, Source, broken, hangs_on_three, negated, obey, refuses_two_and_dies_on_five, ten
 
+from slimectl.errors import DiedError
 from slimectl.executors.local import LocalExecutor
 
-ADAPTERS: dict[str, Callable[[], Any]] = {"local": LocalExecutor}
+
+def on_ray(logs: Path) -> Any:
+    from slimectl.executors.ray import RayExecutor
+
+    return RayExecutor(logs=logs)
 
 
-@pytest.fixture(params=ADAPTERS)
-def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = ADAPTERS[request.param]()
+ADAPTERS: dict[str, Callable[[Path], Any]] = {"local": lambda logs: LocalExecutor(logs=logs), "ray": on_ray}
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'slimectl[ray]'")
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    made = ADAPTERS[request.param](tmp_path_factory.mktemp("logs"))
     yield made
     made.close()
 
 
-class Source:
-    """Counts what has been made of it."""
-
-    def __init__(self, length: int = 20, fails_at: int | None = None) -> None:
-        self.length, self.fails_at = length, fails_at
-        self.made = 0
-        self.ended = False
-
-    def __call__(self) -> Iterator[int]:
-        try:
-            for i in range(self.length):
-                if i == self.fails_at:
-                    raise ZeroDivisionError(f"item {i}")
-                self.made += 1
-                yield i
-        finally:
-            self.ended = True
-
-    def settled(self, expected: int) -> int:
-        """How many there are, once there are as many as expected and a carrier had the time to make more."""
-        deadline = time.monotonic() + 10
-        while self.made < expected and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(0.05)
-        return self.made
-
-
-def negated(n: int) -> int:
-    time.sleep(0.05 if n % 3 == 0 else 0.0)
-    return -n
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_stream_makes_at_most_so_many_items_before_they_are_asked_for(executor: Any, ahead: int):
-    source = Source()
+def test_a_stream_makes_at_most_so_many_items_before_they_are_asked_for(executor: Any, ahead: int, tmp_path: Path):
+    source = Source(tmp_path)
     stream = executor.stream(source, ahead=ahead)
     got = []
     for _ in range(5):
@@ -66,23 +48,25 @@ def test_a_stream_makes_at_most_so_many_items_before_they_are_asked_for(executor
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_stream_carries_everything_in_order_and_ends(executor: Any, ahead: int):
-    source = Source(length=7)
+def test_a_stream_carries_everything_in_order_and_ends(executor: Any, ahead: int, tmp_path: Path):
+    source = Source(tmp_path, length=7)
     assert list(executor.stream(source, ahead=ahead)) == [0, 1, 2, 3, 4, 5, 6]
-    assert source.ended
+    assert source.has_ended()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_failing_source_raises_where_its_item_would_have_been(executor: Any, ahead: int):
-    stream = executor.stream(Source(fails_at=3), ahead=ahead)
+def test_a_failing_source_raises_where_its_item_would_have_been(executor: Any, ahead: int, tmp_path: Path):
+    stream = executor.stream(Source(tmp_path, fails_at=3), ahead=ahead)
     assert [next(stream) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError, match="item 3"):
         next(stream)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_nothing_is_made_before_the_first_item_is_asked_for_nor_after_closing(executor: Any, ahead: int):
-    source = Source()
+def test_nothing_is_made_before_the_first_item_is_asked_for_nor_after_closing(
+    executor: Any, ahead: int, tmp_path: Path
+):
+    source = Source(tmp_path)
     stream = executor.stream(source, ahead=ahead)
     assert source.settled(0) == 0
     next(stream)
@@ -90,6 +74,7 @@ def test_nothing_is_made_before_the_first_item_is_asked_for_nor_after_closing(ex
     made = source.made
     assert made <= 1 + ahead
     assert source.settled(0) == made
+    assert source.has_ended()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -104,3 +89,101 @@ def test_a_map_pulls_no_further_than_it_must(executor: Any, workers: int):
     assert next(results) == 0
     assert next(taken) == (1 if workers == 0 else 4)  # four in hand for each worker
     results.close()
+
+
+def test_an_overrun_limit_is_the_result_of_its_item_alone(executor: Any):
+    results = list(executor.map(hangs_on_three, range(6), workers=2, timeout_s=1.0))
+    assert isinstance(results.pop(3), TimeoutError)
+    assert results == [0, 1, 2, 4, 5]
+
+
+def test_an_exception_and_a_death_are_results_of_their_items_alone(executor: Any):
+    results = list(executor.map(refuses_two_and_dies_on_five, range(8), workers=1))
+    assert isinstance(results[2], ValueError)
+    assert isinstance(results[5], Exception)
+    assert [results[n] for n in (0, 1, 3, 4, 6, 7)] == [0, 1, 3, 4, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def two(executor: Any) -> Iterator[Any]:
+    group = executor.group(obey, ten, ranks=2)
+    assert list(group.answers()) == [10]
+    yield group
+    group.end()
+
+
+def test_ranks_share_a_process_group(two: Any):
+    two.send("sum", None)
+    assert list(two.answers()) == [10 + 11]
+
+
+def test_the_parts_of_rank_0_come_before_its_result(two: Any):
+    two.send("parts", 3)
+    assert list(two.answers()) == [0, 1, 2, 10]
+
+
+def test_a_rank_that_fails_raises_here_and_the_group_goes_on(two: Any):
+    two.send("fail", 1)
+    with pytest.raises(ZeroDivisionError, match="rank 1") as caught:
+        list(two.answers())
+    assert "on rank 1" in caught.value.__notes__[0]
+    assert "executor_cases.py" in caught.value.__notes__[0]
+    two.send("sum", None)
+    assert list(two.answers()) == [21]
+
+
+def test_what_cannot_be_built_raises_what_building_raised(executor: Any):
+    group = executor.group(obey, broken, ranks=1)
+    with pytest.raises(LookupError, match="no such thing"):
+        list(group.answers())
+    group.end()
+
+
+def test_a_killed_rank_is_named_with_its_last_words_and_ends_the_group(executor: Any):
+    group = executor.group(obey, ten, ranks=2)
+    list(group.answers())
+    group.send("die", 1)
+    with pytest.raises(DiedError, match=r"rank 1 of 2 died \(.*out of memory\?\); see .*rank-1.*\.log") as caught:
+        list(group.answers())
+    assert "last words" in caught.value.__notes__[0]
+    with pytest.raises(DiedError, match="have ended"):
+        group.send("sum", None)
+
+
+def test_a_hosted_object_keeps_its_state_and_raises_its_own_exceptions(executor: Any):
+    counter = executor.host(partial(Counter, 5), name="counter")
+    assert [counter.add(1), counter.add(2)] == [6, 8]
+    with pytest.raises(ValueError, match="-1 is negative"):
+        counter.add(-1)
+    assert counter.add_all(iter([1, 2, 3])) == 14
+    with pytest.raises(AttributeError):
+        counter.subtract(1)
+
+
+def test_what_cannot_be_hosted_raises_what_building_raised(executor: Any):
+    with pytest.raises(LookupError, match="no such thing"):
+        executor.host(broken, name="broken")
+
+
+def test_hosted_objects_reach_each_other(executor: Any):
+    asked, asking = executor.host(partial(Counter, 3), name="asked"), executor.host(partial(Counter, 0), name="asking")
+    assert asking.of(asked) == 3
+
+
+def test_a_hosted_generator_sees_what_is_called_in_its_midst(executor: Any):
+    counter = executor.host(partial(Counter, 1), name="streaming")
+    stream = executor.stream(partial(counter.values, 10, scale=10), ahead=0)
+    assert next(stream) == 10
+    counter.add(1)
+    assert [next(stream), next(stream)] == [20, 20]
+    stream.close()
+    assert counter.add(0) == 2
+    assert list(executor.stream(partial(counter.values, 2), ahead=1)) == [2, 2]
+
+
+def test_ctrl_c_reaches_no_hosted_object(executor: Any):
+    """The driving process alone decides what it means."""
+    counter = executor.host(partial(Counter, 3), name="interrupted")
+    if counter.process() != os.getpid():
+        os.kill(counter.process(), signal.SIGINT)
+    assert counter.add(0) == 3

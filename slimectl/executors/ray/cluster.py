@@ -1,0 +1,104 @@
+"""The connection to a Ray cluster: one of our own on this machine, or a running one by its address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import time
+from typing import Any
+
+from slimectl.errors import BackendError, SettingsError
+from slimectl.executors.ray.library import ray
+
+REACH_S = 10.0
+"""How long an address that does not answer is tried."""
+OWN = "local"
+
+
+def connect(address: str | None, *, cpus: int) -> str | None:
+    """Join the cluster at `address`, or start one on this machine with at least `cpus` logical CPUs.
+
+    The folder of the session is returned if it was started, for `disconnect`. A process that is connected already
+    stays so. Raises BackendError, in one line and within about 15 s, if there is no cluster or not one of this Ray.
+    """
+    if ray.is_initialized():
+        return None
+    if address is not None:
+        _reach(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _print_on_stderr()
+    asked = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
+    try:
+        # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
+        context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **asked)
+    except Exception as error:
+        where = f"Ray at {address}" if address else "Ray on this machine"
+        raise BackendError(f"{where}: {_told(error)}") from error
+    return context["session_dir"] if address is None else None
+
+
+def disconnect(session: str | None) -> None:
+    """Leave the cluster; one that was started here ends, with its files."""
+    ray.shutdown()
+    if session is not None:
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def _print_on_stderr() -> None:
+    """What Ray and its workers say goes to stderr, a line each.
+
+    Ray 2.60 prints its own errors on the driver's stdout, where samples go. Delete when ray.init takes a stream.
+    """
+    from ray._private import worker
+
+    worker.print_to_stdstream = _print_said
+
+
+def _print_said(data: dict[str, Any], ignore_prefix: bool) -> None:
+    for line in data["lines"]:
+        if data.get("pid") in ("raylet", "autoscaler"):
+            # The first sentence of a page; what it means for the work is said where the work fails.
+            line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}" if line.strip() else ""
+        elif not ignore_prefix:
+            line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {data.get('pid')}) {line}"
+        if line:
+            print(line, file=sys.stderr)
+
+
+def _reach(address: str) -> None:
+    """Raises BackendError if nobody listens there: Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    if "://" in address:
+        raise SettingsError(
+            f"cluster.ray_address: {address}: give host:port of the head, from a machine of the cluster"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise SettingsError(f"cluster.ray_address: {address}: give host:port of the head, or auto")
+    deadline, error = time.monotonic() + REACH_S, None
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S / 2).close()
+        except OSError as failed:
+            error = failed
+            time.sleep(0.5)
+        else:
+            return
+    raise BackendError(
+        f"Ray at {address} is not answering ({REACH_S:g} s: {error}); start it with `ray start --head`, or drop "
+        "cluster.ray_address for one on this machine"
+    )
+
+
+def _told(error: Exception) -> str:
+    """Ray's words in one line; for two versions, which."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "ersion mismatch" in lines[0]:
+        return f"{' '.join(lines[:6])}; install the versions of the cluster".replace("..", ".")
+    with contextlib.suppress(IndexError):
+        return f"{lines[0].rstrip('.')}; is it a Ray cluster of version {ray.__version__}?"
+    return type(error).__name__

@@ -1,0 +1,78 @@
+"""Why an actor is gone, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from slimectl.executors.outputs import tail
+from slimectl.executors.ray.library import ray
+from slimectl.executors.ray.surroundings import Whereabouts
+
+LOOK_S = 2.0
+"""How long a machine gets to answer."""
+LEAVE_S = 5.0
+"""How long processes get to end that were killed."""
+
+
+def cause(error: BaseException | None, where: Whereabouts) -> str:
+    """What became of an actor, by what Ray raised and what its machine says."""
+    if not is_alive(where.node):
+        return "its machine has left the cluster or does not answer"
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in str(error):
+        return "out of memory"
+    return "killed; out of memory?" if isinstance(error, ray.exceptions.RayError) else "its process ended"
+
+
+def is_alive(node: str) -> bool:
+    """Whether the machine answers: Ray itself takes up to 15 s to find out that it does not."""
+    for known in ray.nodes():
+        if known["NodeID"] == node and known["Alive"]:
+            with contextlib.suppress(OSError):
+                address = known["NodeManagerAddress"], known["NodeManagerPort"]
+                socket.create_connection(address, timeout=LOOK_S).close()
+                return True
+    return False
+
+
+def tail_at(log: Path | None, where: Whereabouts) -> str:
+    """The last lines of a log, here or on the machine where it was written."""
+    if log is None:
+        return ""
+    if log.exists():
+        return tail(log)
+    if where.address == ray.util.get_node_ip_address() or not is_alive(where.node):
+        return ""
+    pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(where.node, soft=False)
+    reading = ray.remote(tail).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned).remote(log)
+    try:
+        return str(ray.get(reading, timeout=LOOK_S + LEAVE_S))
+    except ray.exceptions.RayError:
+        return ""
+
+
+def kill(actors: list[Any], places: list[Whereabouts]) -> None:
+    """End actors at once; when this returns, those of this machine are gone."""
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
+    here = ray.util.get_node_ip_address()
+    pids = [place.pid for place in places if place.address == here]
+    deadline = time.monotonic() + LEAVE_S
+    while any(map(_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in filter(_exists, pids):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

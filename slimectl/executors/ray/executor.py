@@ -1,0 +1,171 @@
+"""Work on a Ray cluster (ports.Executor)."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray import cloudpickle
+
+from slimectl.errors import BackendError
+from slimectl.executors.driving import GRACE_S
+from slimectl.executors.local import map_here
+from slimectl.executors.rank import Serve
+from slimectl.executors.ray.cluster import connect, disconnect
+from slimectl.executors.ray.deaths import kill
+from slimectl.executors.ray.hosts import THREADS, Host, HostActor, Proxy, hosted_call
+from slimectl.executors.ray.library import ray
+from slimectl.executors.ray.places import WAIT_S, Places
+from slimectl.executors.ray.pool import Pool
+from slimectl.executors.ray.ranks import RayRanks, started
+from slimectl.executors.ray.surroundings import Surroundings
+from slimectl.placement import Placement
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class RayExecutor:
+    """Actors on the cluster at `address`, or on one that is started here and ends with `close`.
+
+    `placement` is held as long as the executor lives; without one, ranks and hosts run where there is room, on CPUs.
+    What ranks and hosts print goes to rank-0.log, NAME.log, … in `logs` (on the machine where they run), to the
+    driver's stderr where not given. Raises BackendError if the cluster does not answer or is too small.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, placement: Placement | None = None, logs: Path | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:  # fmt: skip
+        self._logs = None if logs is None else logs.absolute()
+        self._groups: list[RayRanks] = []
+        self._hosts: dict[str, tuple[Host, int | None]] = {}
+        self._surroundings = Surroundings.here()
+        self._connected = not ray.is_initialized()
+        self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
+        self._pool = Pool(self._surroundings)
+        self.places: Places | None = None
+        try:
+            self.places = Places(placement, wait_s=wait_s) if placement else None
+        except BaseException:
+            self.close()
+            raise
+
+    def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> RayRanks:
+        """N actors that join one torch.distributed group, then run `serve(build, pipe)`."""
+        self._groups = [group for group in self._groups if not group.ended]
+        places: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        if self.places is not None:
+            if ranks > self.places.placement.ranks:
+                raise BackendError(f"{ranks} ranks are asked for, but the placement has {self.places.placement.ranks}")
+            self.places.settle()
+            places = [self.places.of_rank(rank) for rank in range(ranks)]
+        made = RayRanks(
+            serve, build, places=places, surroundings=self._surroundings, logs=self._logs, living=len(self._groups)
+        )
+        self._groups.append(made)
+        return made
+
+    def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
+        """A proxy of an object in an actor; with `gpus`, on those of the next engine of the placement that is free.
+
+        A host of the same name is ended first, and its GPUs are this one's.
+        """
+        if name in self._hosts:
+            self._end_host(name)
+        place: dict[str, Any] = {}
+        surroundings, engine = self._surroundings, None
+        if gpus:
+            engine = self._free_engine()
+            assert self.places is not None
+            self.places.settle()
+            place = self.places.of_engine(engine)
+            if gpus > 1:
+                # Ray shows an actor the GPU of its bundle alone; those of the engine's others are ours too.
+                seen = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_engine(engine))}
+                surroundings = replace(surroundings, variables={**surroundings.variables, **seen})
+        host = self._hosted(build, name, surroundings, place)
+        self._hosts[name] = host, engine
+        return Proxy(host)
+
+    def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
+        """Where the object lives if `make` is (a partial of) a hosted one's method, else in an actor of its own."""
+        key = uuid.uuid4().hex
+        if (call := hosted_call(make)) is not None:
+            method, arguments, options = call
+            yield from method.host.stream(method.name, arguments, options, ahead=ahead, key=key)
+            return
+        host = self._hosted(partial(_itself, make), f"stream-{key[:6]}", self._surroundings, {})
+        self._hosts[key] = host, None
+        try:
+            yield from host.stream("__call__", (), {}, ahead=ahead, key=key)
+        finally:
+            self._end_host(key)
+
+    def map(
+        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+    ) -> Iterator[Result | BaseException]:
+        """Results in order; `workers` 0 calls `fn` here, one item at a time, when its result is asked for.
+
+        A worker that overruns `timeout_s` is killed and replaced, and its item's result is a TimeoutError. At most 4
+        items a worker are in hand.
+        """
+        if workers == 0:
+            return map_here(fn, items)
+        return self._pool.map(fn, items, workers=workers, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close what is hosted, end every actor, leave the cluster or end the one that was started."""
+        with contextlib.ExitStack() as closing:
+            if self._connected:
+                closing.callback(disconnect, self._session)
+            if not ray.is_initialized():
+                return
+            if self.places is not None:
+                closing.callback(self.places.release)
+            closing.callback(self._pool.close)
+            for group in self._groups:
+                closing.callback(group.end)
+            for name in list(self._hosts):
+                closing.callback(self._end_host, name)
+
+    def _hosted(self, build: Callable[[], Any], name: str, surroundings: Surroundings, place: dict[str, Any]) -> Host:
+        made = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(HostActor)
+        actor = made.options(num_cpus=0, max_restarts=0, **place).remote(name)
+        log = None if self._logs is None else self._logs / f"{name}.log"
+        [where] = [None]
+        try:
+            [where] = started([actor.enter.remote(surroundings, log)], name)
+            host = Host(actor, name, where, log)
+            host.answered(actor.build.remote(cloudpickle.dumps(build)))
+        except BaseException:
+            kill([actor], [where] if where else [])
+            raise
+        return host
+
+    def _end_host(self, name: str) -> None:
+        host, _ = self._hosts.pop(name)
+        try:
+            host.answered(host.actor.close.remote(), timeout=GRACE_S)
+        except Exception:
+            pass  # it is gone, or is made to go
+        finally:
+            kill([host.actor], [host.where])
+
+    def _free_engine(self) -> int:
+        if self.places is None:
+            raise BackendError("a host with GPUs needs a placement that has engines")
+        taken = {engine for _, engine in self._hosts.values()}
+        for engine in range(self.places.placement.engines):
+            if engine not in taken:
+                return engine
+        raise BackendError(f"the placement has GPUs for {self.places.placement.engines} engines, one more is asked for")
+
+
+def _itself(make: Callable[[], Any]) -> Callable[[], Any]:
+    return make
