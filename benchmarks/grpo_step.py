@@ -105,7 +105,7 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     prompts, executor = wiring.prompts(settings, [given["prompts"]]), wiring.executor(settings)
     parts = (prompts, engine, tokenizer, wiring.reward(settings), settings)
     make_rounds = partial(sampled_rounds, *parts, executor=executor)
-    reports = run(make_rounds, policy, wiring.transport(settings, policy, engine), settings, executor=executor)
+    reports = run(make_rounds, policy, wiring.in_process(policy, engine), settings, executor=executor)
     for _ in range(given["steps"]):
         turns.wait()
         report = next(reports)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from slimectl import wiring
 from slimectl.data.manifest import Manifest
@@ -44,7 +45,7 @@ class Job:
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
         self.journal = Journal(self.folder, settings)
-        self.executor = wiring.executor(settings, logs=self.folder.path / "logs")
+        self.executor: Any = None
         self.state = TrainState()
         wiring.reward(settings)  # what they name is looked for before a folder is made
         wiring.agent(settings)
@@ -58,6 +59,7 @@ class Job:
             self.folder.start(settings_toml, force=force)
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
         with ExitStack() as closing:
+            self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
             closing.callback(self.executor.close)
             closing.callback(lambda: [tracker.close() for tracker in self.journal.trackers])
             model = self._prepared()
@@ -84,7 +86,9 @@ class Job:
         settings = self.settings
         if settings.model.path is not None:
             wiring.source_of(settings.model.path)
+        wiring.check_executor(settings)
         wiring.check_policy(settings)
+        wiring.check_engine(settings)
         held_out = [[source] for source in settings.eval.data.values()]
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
             if sources and "-" not in sources:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl import wiring
+from slimectl.errors import BackendError
 from slimectl.ports import Executor, Policy
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import evaluate, summarized
@@ -18,6 +20,8 @@ from slimectl.types import Metrics, Prompt, Round, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from slimectl.engines.fleet import Fleet
 
 
 class Sampler:
@@ -36,7 +40,7 @@ class Sampler:
         self.agent = wiring.agent(settings)
         self.graders = wiring.graders()
         if addresses:
-            self.engine: Any = wiring.client(settings, model, addresses, workers)
+            self.engine: Any = wiring.client(settings, model, self.tokenizer, addresses, workers)
         else:
             self.engine = wiring.engine(settings, model, self.tokenizer, load=False)
 
@@ -80,35 +84,47 @@ class Sampler:
         """New weights for an engine that lives here."""
         self.engine.load_weights(tensors, version=version)
 
-    def set_urls(self, addresses: list[str], workers: list[str]) -> None:
-        """Where the servers are now: one of them was restarted."""
+    def set_urls(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
+        """Where the servers are now: one of them has died, or was restarted."""
         self.engine.set_urls(addresses, workers)
 
+    def fail(self, error: BaseException) -> None:
+        """No server will come back: whoever waits for an answer gets this error."""
+        self.engine.fail(error)
+
     def close(self) -> None:
-        """End the grading processes."""
+        """End the grading processes and the connections to servers."""
         self.graders.close()
+        asyncio.run(self.engine.close())
 
 
 class VersionedSync:
-    """Pushes a policy's weights, and knows which version the engines have."""
+    """Pushes a policy's weights to the engines, restarted ones included, and knows which version they have."""
 
-    def __init__(self, transport: wiring.Transport, policy: Policy) -> None:
+    def __init__(self, transport: wiring.Transport, policy: Policy, fleet: Fleet | None = None) -> None:
         self.version: str | None = None
         self._transport = transport
         self._policy = policy
-        self._turn = threading.RLock()
+        self._fleet = fleet
 
     def push(self) -> Metrics:
-        """Every engine has the policy's weights when this returns."""
-        with self._turn:
-            told = self._transport.push()
-            self.version = self._policy.weight_version
-            return told
+        """Every engine has the policy's weights when this returns; one that died over it is restarted first.
 
-    def restore(self, url: str) -> None:
-        """Give a restarted server the weights that the others have, or newer ones."""
-        with self._turn:
-            self._transport.push_to(url)
+        Raises BackendError if engines refuse the weights, or no restart is left.
+        """
+        while True:
+            try:
+                with self._fleet.pause_watch() if self._fleet else nullcontext():
+                    told = self._transport.push()
+                    self.version = self._policy.weight_version
+                    return told
+            except BackendError:
+                if self._fleet is None:
+                    raise
+                restarts = self._fleet.restarts
+                self._fleet.settle()
+                if self._fleet.restarts == restarts:
+                    raise  # they all live: it was not that
 
     def close(self) -> None:
         self._transport.close()
@@ -118,33 +134,38 @@ class SamplingSide:
     """Where a run samples: the servers, if there are any, and the Sampler in front of them, wherever they live."""
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
-        self._settings = settings
-        self._model = model
-        self._folder = folder
-        self._sync: VersionedSync | None = None
-        self.fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
+        self._settings, self._model, self._folder = settings, model, folder
+        self._fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
+        urls = list(settings.engine.url)
+        addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
+        self._workers = wiring.workers(settings, workers) if workers else None
         try:
-            addresses = self.fleet.addresses if self.fleet else list(settings.engine.url)
-            build = partial(Sampler, settings, model, addresses=addresses, workers=self.workers)
-            self.sampler = executor.host(build, name="sampler", gpus=0.0 if addresses else wiring.engine_gpus(settings))
+            build = partial(Sampler, settings, model, addresses=addresses, workers=workers)
+            self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else wiring.engine_gpus(settings))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def workers(self) -> list[str]:
-        """The servers that hold weights, by URL; none where the engine lives with the sampler."""
-        return list(self.fleet.urls) if self.fleet else list(self._settings.engine.url)
-
     def sync(self, policy: Policy) -> VersionedSync:
         """How this policy's weights get to the engines from now on."""
-        receiver = self.sampler
-        transport = wiring.transport(self._settings, policy, receiver)
-        self._sync = VersionedSync(transport, policy)
-        if self.fleet:
-            self.fleet.watch(announce=self.sampler.set_urls, restore=self._sync.restore)
-        return self._sync
+        if self._workers is None:
+            return VersionedSync(wiring.in_process(policy, self.sampler), policy)
+        transport = wiring.to_servers(
+            self._settings, policy, self._workers, model=self._model, folder=self._folder
+        )  # fmt: skip
+        if self._fleet is not None:
+            # A restarted server gets what the others have, or newer weights, before anything is asked of it.
+            self._fleet.restore = lambda url: transport.push_to(wiring.workers(self._settings, [url]))
+            self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
+            if isinstance(self.sampler, Sampler):  # it lives here, and can say at once that a server failed it
+                self.sampler.engine.troubled = self._fleet.look
+        return VersionedSync(transport, policy, self._fleet)
+
+    def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
+        assert self._workers is not None
+        self._workers.set_urls(workers)
+        self.sampler.set_urls(addresses, workers)
 
     def close(self) -> None:
-        if self.fleet:
-            self.fleet.close()
+        if self._fleet is not None:
+            self._fleet.close()

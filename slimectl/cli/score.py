@@ -93,7 +93,7 @@ def score(
     if manifest is None:
         return
     frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
-    graders = wiring.executor(settings)
+    graders = wiring.executor(settings, trains=False)
     rewards: list[float] = []
     reasons = Reasons()
 
@@ -132,7 +132,7 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
     given = list(samples)
     if not given:
         raise RecordError("no samples came; --check grades real ones")
-    reward, graders = wiring.reward(settings), wiring.executor(settings)
+    reward, graders = wiring.reward(settings), wiring.executor(settings, trains=False)
     findings = []
     try:
         for finding in check_reward(given, reward, settings.score, executor=graders, bounds=reward.bounds):

@@ -1,6 +1,7 @@
 """Settings to parts: the only package that knows adapters by name; each is imported when it is asked for."""
 
-from slimectl.wiring.engines import client, engine, engine_gpus, engines, fleet
+from slimectl.wiring.engines import engine
+from slimectl.wiring.fleets import check_engine, client, engine_gpus, engines, fleet
 from slimectl.wiring.models import (
     convert,
     device,
@@ -10,15 +11,17 @@ from slimectl.wiring.models import (
     source_of,
     tokenizer,
 )
-from slimectl.wiring.places import executor, graders
+from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, frozen, layout, policy, reference, total_steps
 from slimectl.wiring.sources import agent, prompts, reward, training_samples
 from slimectl.wiring.trackers import trackers
-from slimectl.wiring.transports import Transport, transport
+from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
 __all__ = [
     "Transport",
     "agent",
+    "check_engine",
+    "check_executor",
     "check_policy",
     "client",
     "convert",
@@ -30,18 +33,21 @@ __all__ = [
     "fleet",
     "frozen",
     "graders",
+    "in_process",
     "is_gguf",
     "layout",
     "model_folder",
     "new_model",
+    "placement",
     "policy",
     "prompts",
     "reference",
     "reward",
     "source_of",
+    "to_servers",
     "tokenizer",
     "total_steps",
     "trackers",
     "training_samples",
-    "transport",
+    "workers",
 ]

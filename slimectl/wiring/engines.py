@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,6 @@ from slimectl.wiring.models import device, first_line, version_of
 
 if TYPE_CHECKING:
     from slimectl.engines.embedded.engine import EmbeddedEngine
-    from slimectl.ports import Engine, Executor
 
 
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> EmbeddedEngine:
@@ -49,24 +46,3 @@ def _end_tokens(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     given = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
     return [given] if isinstance(given, int) else list(given or [])
-
-
-def engine_gpus(settings: Settings) -> float:
-    """GPUs that an engine in an actor of its own asks for."""
-    return 1.0 if device(settings.engine.device) == "cuda" else 0.0
-
-
-def fleet(settings: Settings, model: Path, *, executor: Executor, folder: Path) -> Any:
-    """The servers that the settings ask for, up and waiting for weights; None where an engine needs no server."""
-    return None
-
-
-def client(settings: Settings, model: Path, addresses: Sequence[str], workers: Sequence[str]) -> Any:
-    """An engine that is reached over HTTP."""
-    raise NotImplementedError
-
-
-@contextmanager
-def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
-    """An engine with the model's own weights, for a stage that stands alone; its servers end with the block."""
-    yield engine(settings, model, text)

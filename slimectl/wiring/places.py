@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.placement import Placement
 from slimectl.settings import Settings
+from slimectl.wiring.models import device
 
 if TYPE_CHECKING:
     from slimectl.executors.local import LocalExecutor
     from slimectl.ports import Executor
 
 
-def executor(settings: Settings, *, logs: Path | None = None) -> Executor:
-    """This machine, or a Ray cluster; what ranks and actors say goes to files in `logs` where given."""
+def placement(settings: Settings) -> Placement:
+    """Which GPU of which machine is whose."""
+    cluster = settings.cluster
+    on_gpu = "cuda" in (settings.train.device, settings.engine.device) or device("auto") == "cuda"
+    return Placement(
+        actor_nodes=cluster.actor_num_nodes,
+        actor_gpus_per_node=cluster.actor_num_gpus_per_node,
+        engines=0 if settings.engine.url else settings.num_engines,
+        gpus_per_engine=cluster.rollout_num_gpus_per_engine,
+        gpus_per_node=cluster.num_gpus_per_node,
+        colocate=cluster.colocate,
+        on_gpu=on_gpu,
+    )
+
+
+def check_executor(settings: Settings) -> None:
+    """Before anything is made. Raises MissingExtraError, or SettingsError for a placement that cannot be."""
+    if settings.cluster.executor != "ray":
+        return
+    if find_spec("ray") is None:
+        raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"')
+    if problems := list(placement(settings).problems()):
+        raise SettingsError("\n".join(problems))
+
+
+def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
+    """This machine, or a Ray cluster; what ranks and actors say goes to files in `logs` where given.
+
+    Where nothing `trains`, no place is held for ranks.
+    """
     if settings.cluster.executor == "ray":
+        check_executor(settings)
         from slimectl.executors.ray import RayExecutor
 
-        return RayExecutor(settings.cluster.ray_address, logs=logs)
+        return RayExecutor(settings.cluster.ray_address, placement=placement(settings) if trains else None, logs=logs)
     from slimectl.executors.local import LocalExecutor
 
     return LocalExecutor(logs=logs)

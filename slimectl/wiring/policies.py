@@ -33,8 +33,10 @@ def policy(
     The ranks live where `executor` puts them; on this machine where none is given.
     """
     build = partial(_build_policy, settings, folder, total_steps, lr, trains)
-    if settings.cluster.ranks == 1:
-        return build()
+    if settings.cluster.ranks == 1 and settings.cluster.executor == "local":
+        from slimectl.policies.exclusive import ExclusivePolicy
+
+        return ExclusivePolicy(build()) if settings.uses_servers else build()
     from slimectl.executors.local import LocalExecutor
     from slimectl.policies.group import GroupPolicy
 

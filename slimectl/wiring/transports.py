@@ -2,25 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
-from slimectl.ports import Policy, WeightReceiver
+from slimectl.ports import NamedTensors, Policy, WeightReceiver, WeightWorkers
 from slimectl.settings import Settings
 from slimectl.types import Metrics
 
+if TYPE_CHECKING:
+    from slimectl.engines.sglang.control import HttpWorkers
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
 
 class Transport(Protocol):
-    """Carries the policy's weights to every engine, or to one that was restarted."""
+    """Carries the policy's weights to every engine, or to those that were restarted."""
 
     def push(self) -> Metrics: ...
 
-    def push_to(self, url: str) -> Metrics: ...
+    def push_to(self, workers: WeightWorkers) -> Metrics: ...
 
     def close(self) -> None: ...
 
 
-def transport(settings: Settings, policy: Policy, receiver: WeightReceiver) -> Transport:
-    """For an engine that takes tensors itself."""
+def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
+    """The engines' end of a push."""
+    from slimectl.engines.sglang.control import HttpWorkers
+
+    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s)
+
+
+def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
+    """For one engine that takes tensors itself."""
     from slimectl.sync.in_process import InProcessSync
 
     return InProcessSync(policy, receiver)
+
+
+def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, model: Path, folder: Path) -> Transport:
+    """What sync.transport names; files go below `folder` unless sync.update_weight_disk_dir says where."""
+    import torch
+
+    from slimectl.sync.delta import DeltaSync
+    from slimectl.sync.disk import DiskSync
+    from slimectl.sync.distributed import DistributedSync
+    from slimectl.sync.equality import CheckedSync
+    from slimectl.sync.tensor import TensorSync
+
+    given, dtype = settings.sync, getattr(torch, settings.engine.dtype)
+    files = Path(given.update_weight_disk_dir or folder / "weights").absolute()
+    write = partial(_whole_checkpoint, model.absolute())
+    common: dict[str, Any] = {"pause_mode": given.pause_mode, "dtype": dtype}
+    buffer_bytes = given.update_weight_buffer_size * 2**20
+    on_disk = common | {"folder": files, "write": write, "keep_files": given.update_weight_disk_keep_files}
+    name = given.transport
+    if name == "auto":
+        here = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
+        name = "tensor" if here and settings.cluster.actor_num_nodes == 1 else "distributed"
+    made: Any
+    if name == "tensor":
+        made = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
+    elif name == "distributed":
+        made = DistributedSync(policy, receivers, buffer_bytes=buffer_bytes, timeout_s=given.timeout_s, **common)
+    elif name == "disk":
+        made = DiskSync(policy, receivers, **on_disk)
+    else:
+        coding = {"encoding": given.update_weight_delta_encoding, "checksum": given.update_weight_delta_checksum}
+        made = DeltaSync(policy, receivers, **on_disk, **coding)
+    return CheckedSync(made, folder=files, write=write, dtype=dtype) if given.check_weight_update_equal else made
+
+
+def _whole_checkpoint(model: Path, folder: Path, tensors: NamedTensors) -> None:
+    """A directory that an engine can load: weights, and config and tokenizer of the model."""
+    from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
+
+    copy_companions(model, folder)
+    HFCheckpoint().write(folder, tensors)
