@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 from slimectl.engines.members import Front, Member, Server, healthy, last_words, lives, say, stopped
 from slimectl.errors import BackendError
@@ -24,7 +25,7 @@ class NoRestartLeft(BackendError):
 
 
 class Fleet:
-    """`count` servers from `make(i)`, behind `router` if there is one.
+    """`count` servers from `make(i)`, behind `router` if there is one (`kinds[i]` is what it must know of each).
 
     `announce(addresses, workers)` hears where requests may go, whenever that changes; a restarted server is in it only
     after `restore(url)` has brought it the current weights. `failed` hears the error after which nothing is mended any
@@ -38,6 +39,7 @@ class Fleet:
         count: int,
         *,
         router: Front | None = None,
+        kinds: Sequence[Mapping[str, Any]] | None = None,
         interval_s: float = 30.0,
         timeout_s: float = 30.0,
         first_wait_s: float = 0.0,
@@ -52,7 +54,7 @@ class Fleet:
         self._make, self._router, self._router_url = make, router, ""
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
         self._max_restarts, self._watch = max_restarts, watch
-        self._members = [Member(make(i)) for i in range(count)]
+        self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
         self._failure: BaseException | None = None
         self._weights = threading.RLock()  # held while weights change: by the trainer for all, by a repair for one
         self._changing = threading.RLock()
@@ -82,8 +84,7 @@ class Fleet:
                 member.url, member.up = start.result(), True
             if self._router is not None:
                 self._router_url = begun[-1].result()
-                for url in self.urls:
-                    self._router.add(url)
+                self._add_all()
         except BaseException:
             self.close()  # which ends what is still starting
             raise
@@ -210,7 +211,7 @@ class Fleet:
                 self.restore(member.url)
             with self._changing:
                 if self._router is not None:
-                    self._router.add(member.url)
+                    self._router.add(member.url, **member.kind)
                 member.up = True
                 self._tell()
         say(f"engine {i} is back at {member.url} after {time.monotonic() - begun:.0f} s")
@@ -220,11 +221,16 @@ class Fleet:
         say(f"sglang-router died ({last_words(self._router)}); starting it again")
         try:
             self._router_url = self._router.start()
-            for url in self.urls:
-                self._router.add(url)
+            self._add_all()
         except BackendError as error:
             self._give_up(error)
         self._tell()
+
+    def _add_all(self) -> None:
+        assert self._router is not None
+        for member in self._members:
+            if member.up:
+                self._router.add(member.url, **member.kind)
 
     def _give_up(self, error: BackendError) -> None:
         self._failure = error

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from slimectl.engines.sglang.wire import get
 from slimectl.errors import BackendError
@@ -32,7 +32,7 @@ class Server(Protocol):
 class Front(Server, Protocol):
     """A router: one address for all."""
 
-    def add(self, worker: str) -> None: ...
+    def add(self, worker: str, **kind: Any) -> None: ...
 
     def remove(self, worker: str) -> None: ...
 
@@ -40,6 +40,9 @@ class Front(Server, Protocol):
 @dataclass(slots=True)
 class Member:
     server: Server
+    kind: Mapping[str, Any] = field(default_factory=dict)
+    """What the router has to know of it."""
+
     url: str = ""
     up: bool = False
     """Whether requests may go there: it answers, and has the current weights."""
@@ -54,7 +57,9 @@ async def _healthy(member: Member, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0 and await asyncio.to_thread(lives, member.server):
         with contextlib.suppress(BackendError):
-            if (await get(f"{member.url}/health", timeout_s=left_s)).status == 200:
+            reply = await get(f"{member.url}/health", timeout_s=left_s)
+            waits = isinstance(reply.body, dict) and "waiting" in str(reply.body.get("status"))
+            if reply.status == 200 or waits:  # `slimectl serve` before its first push
                 return True
         await asyncio.sleep(min(RETRY_S, left_s))
     return False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -30,14 +31,27 @@ def embedded(folder: Path) -> Any:
     return EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
 
 
-ADAPTERS: dict[str, Callable[[Path], Any]] = {"embedded": embedded}
-"""Each makes an engine for the model in a folder, before any weights have come."""
+@pytest.fixture(scope="session")
+def served(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
+    yield server.start()
+    server.stop()
 
 
-@pytest.fixture(params=ADAPTERS)
+@pytest.fixture(scope="session")
+def sglang(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = serving.sglang(model_dir(), tmp_path_factory.mktemp("logs"))
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture(params=["embedded", "served", "sglang"])
 def engine(request: pytest.FixtureRequest, model_dir: ModelDir) -> Any:
-    made = ADAPTERS[request.param](model_dir())
-    made.load_weights(HFCheckpoint().read(model_dir()), version="0")
+    """Each adapter with the weights of the small model; servers live as long as the session."""
+    folder = model_dir()
+    http = request.param != "embedded"
+    made = serving.client([request.getfixturevalue(request.param)], folder) if http else embedded(folder)
+    made.load_weights(HFCheckpoint().read(folder), version="0")
     yield made
     asyncio.run(made.close())
 
@@ -128,7 +142,7 @@ def test_finish_says_stop_at_a_stop_token_which_belongs_to_the_answer(engine: An
 
 
 def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Any):
-    letters = [(PROMPT, SamplingParams(max_tokens=150, temperature=5.0, stop=("e",), seed=i)) for i in range(4)]
+    letters = [(PROMPT, SamplingParams(max_tokens=150, temperature=5.0, stop=("e",), seed=i)) for i in range(12)]
     stopped = [a for a in answers(engine, *letters) if a.finish == "stop" and a.tokens[-1] == ord("e")]
     assert stopped
     assert all("e" not in answer.text for answer in stopped)

@@ -106,18 +106,23 @@ def router_server(
     *,
     log: Path,
     python: str | None = None,
+    disaggregated: bool = False,
+    health: str = "/health",
     host: str | None = "127.0.0.1",
     request_timeout_s: float = 14400.0,
     start_timeout_s: float = 120.0,
 ) -> ServerProcess:
     """sglang-router without workers yet; `policy` is cache_aware, round_robin, random or power_of_two.
 
-    Raises BackendError if `python` has no sglang-router.
+    `disaggregated`: some workers prefill, the others decode. `health` is asked of workers: /ping for servers of ours
+    that wait for weights. Raises BackendError if `python` has no sglang-router.
     """
     written = [
-        f"--policy={policy}", f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
+        f"--policy={policy}", f"--health-check-endpoint={health}",
+        f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
         # The client tries again itself, elsewhere and for longer; and what breaks a circuit here is a push's pause.
         "--disable-retries", "--disable-circuit-breaker",
+        *(["--pd-disaggregation"] if disaggregated else []),
     ]  # fmt: skip
     return ServerProcess(
         partial(_inside, router_interpreter(python), "route.py", written),

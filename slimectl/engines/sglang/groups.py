@@ -1,0 +1,125 @@
+"""Which SGLang servers a run has: all alike, prefill apart from decode, or groups with models of their own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import SettingsError
+
+ROLES = ("regular", "prefill", "decode")
+FIRST_BOOTSTRAP_PORT = 8998
+"""Where decoding servers find the first prefill server (SGLang's own default); the next ones count up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server to start.
+
+    >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill", bootstrap_port=8998).router_kind()
+    {'worker_type': 'prefill', 'bootstrap_port': 8998}
+    """
+
+    name: str
+    model: Path
+    tensor_parallel: int = 1
+    role: str = "regular"
+    bootstrap_port: int | None = None
+    gets_weights: bool = True
+    """Whether the weights that are trained are pushed there: a judge or a teacher keeps its own."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Named arguments of recipes.sglang_server."""
+        return {
+            "name": self.name,
+            "tensor_parallel": self.tensor_parallel,
+            "role": None if self.role == "regular" else self.role,
+            "bootstrap_port": self.bootstrap_port,
+            "args": dict(self.args),
+        }
+
+    def router_kind(self) -> dict[str, Any]:
+        """What a router has to know besides the address."""
+        kind: dict[str, Any] = {} if self.role == "regular" else {"worker_type": self.role}
+        return kind if self.bootstrap_port is None else kind | {"bootstrap_port": self.bootstrap_port}
+
+
+GROUP_KEYS = {"name", "model", "num_engines", "num_gpus_per_engine", "role", "args"}
+
+
+def groups_of(
+    model: Path,
+    *,
+    num_engines: int,
+    gpus_per_engine: int,
+    prefill_num_servers: int = 0,
+    groups: Sequence[Mapping[str, Any]] = (),
+    args: Mapping[str, Any] | None = None,
+) -> list[ServerSpec]:
+    """Every server, those that only prefill first. `args` are for all, a group's own win.
+
+    Raises SettingsError if a group has a key that is none, or prefill and decode are not both there.
+    """
+    given = list(groups) or _plain(num_engines, prefill_num_servers)
+    specs = [spec for group in given for spec in _of(group, model, gpus_per_engine, args or {})]
+    specs.sort(key=lambda spec: spec.role != "prefill")
+    roles = {spec.role for spec in specs if spec.gets_weights}
+    if not roles:
+        raise SettingsError("sglang.groups: none has the model that is trained; leave `model` out of one of them")
+    if roles not in ({"regular"}, {"prefill", "decode"}):
+        raise SettingsError(
+            f"sglang.groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
+        )
+    return [_with_port(spec, FIRST_BOOTSTRAP_PORT + i) for i, spec in enumerate(specs)]
+
+
+def _plain(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
+    if not prefill:
+        return [{"name": "engine", "num_engines": num_engines}]
+    if prefill >= num_engines:
+        raise SettingsError(
+            f"sglang.prefill_num_servers: {prefill} of {num_engines} engines prefill, and none is left to decode; "
+            f"raise engine.num_engines"
+        )
+    return [
+        {"name": "prefill", "role": "prefill", "num_engines": prefill},
+        {"name": "decode", "role": "decode", "num_engines": num_engines - prefill},
+    ]
+
+
+def _of(group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any]) -> Iterator[ServerSpec]:
+    for key in group.keys() - GROUP_KEYS:
+        near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(GROUP_KEYS))}"
+        raise SettingsError(f"sglang.groups: {key}: unknown key; {hint}")
+    name, role = str(group.get("name", "engine")), group.get("role", "regular")
+    if role not in ROLES:
+        raise SettingsError(f"sglang.groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
+    own = Path(group["model"]) if group.get("model") else model
+    for i in range(_count(group, name, "num_engines", 1)):
+        yield ServerSpec(
+            name=f"{name}-{i}",
+            model=own,
+            tensor_parallel=_count(group, name, "num_gpus_per_engine", gpus_per_engine),
+            role=role,
+            gets_weights=own == model,
+            args={**args, **(group.get("args") or {})},
+        )
+
+
+def _count(group: Mapping[str, Any], name: str, key: str, default: int) -> int:
+    value = group.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SettingsError(f"sglang.groups: {name}: {key}: {value!r} is not a number of at least 1")
+    return value
+
+
+def _with_port(spec: ServerSpec, port: int) -> ServerSpec:
+    if spec.role != "prefill":
+        return spec
+    return replace(spec, bootstrap_port=port)

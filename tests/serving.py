@@ -1,0 +1,52 @@
+"""Real servers for tests: which Python has SGLang, and clients of servers as the commands make them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.embedded.detokenizer import Detokenizer
+from slimectl.engines.sglang.client import SglangEngine
+from slimectl.engines.sglang.control import HttpWorkers
+from slimectl.engines.sglang.recipes import serve_server, sglang_server
+from slimectl.engines.sglang.servers import ServerProcess
+
+CONTEXT = 256
+
+
+def sglang_python() -> str:
+    """The Python with SGLang; skips the test where nobody has installed one."""
+    python = os.environ.get("SLIMECTL_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("needs SGLang: install slimectl/engines/sglang/requirements-cpu.txt, name its Python in "
+                    "SLIMECTL_SGLANG_PYTHON")  # fmt: skip
+    return python
+
+
+def sglang(folder: Path, logs: Path, **options: Any) -> ServerProcess:
+    options = {"python": sglang_python(), "max_context": CONTEXT, "log": logs / "sglang.log"} | options
+    return sglang_server(folder, **options)
+
+
+def serve(folder: Path, logs: Path, **options: Any) -> ServerProcess:
+    return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log"} | options))
+
+
+def client(urls: Sequence[str], folder: Path, **options: Any) -> SglangEngine:
+    """An engine that takes weights, for servers of the model in a folder."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return SglangEngine(
+        urls,
+        vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
+        max_context=CONTEXT,
+        decode=Detokenizer(tokenizer).decode,
+        receiver=HttpWorkers,
+        forms=HFCheckpoint().open(folder).forms,
+        **options,
+    )
