@@ -68,7 +68,7 @@ async def update_from_distributed(request: web.Request) -> web.Response:
     try:
         tensors = await apart(partial(group.receive, forms, flattened=flattened))
     except (RuntimeError, ValueError) as error:  # gloo's and nccl's own words: the trainer went away, or sent others
-        raise Refused(f"the broadcast failed: {line(error)}") from None
+        raise Refused(f"the broadcast failed; has the trainer gone? {line(error)}") from None
     await _taken(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
     return _done("Succeeded to update parameter online.")
 
