@@ -1,0 +1,70 @@
+"""Which servers a run has, as configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.engines.sglang.groups import groups_of
+from slimectl.errors import SettingsError
+
+MODEL = Path("models/policy")
+
+
+def made(**options: Any) -> list[Any]:
+    return groups_of(MODEL, **({"num_engines": 2, "gpus_per_engine": 4} | options))
+
+
+def test_engines_are_alike_by_default():
+    specs = made(args={"mem_fraction_static": 0.8})
+    assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
+    assert {(spec.model, spec.tensor_parallel, spec.role, spec.gets_weights) for spec in specs} == {
+        (MODEL, 4, "regular", True)
+    }
+    assert specs[0].options()["args"] == {"mem_fraction_static": 0.8}
+    assert specs[0].router_kind() == {}
+
+
+def test_prefill_stands_apart_from_decode_with_ports_to_meet_at():
+    specs = made(num_engines=5, prefill_num_servers=2)
+    assert [(spec.name, spec.role, spec.bootstrap_port) for spec in specs] == [
+        ("prefill-0", "prefill", 8998), ("prefill-1", "prefill", 8999),
+        ("decode-0", "decode", None), ("decode-1", "decode", None), ("decode-2", "decode", None),
+    ]  # fmt: skip
+    assert specs[1].router_kind() == {"worker_type": "prefill", "bootstrap_port": 8999}
+    assert specs[2].options() == {
+        "name": "decode-0", "tensor_parallel": 4, "role": "decode", "bootstrap_port": None, "args": {}
+    }  # fmt: skip
+
+
+def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():
+    groups = [
+        {"name": "policy", "num_engines": 2, "num_gpus_per_engine": 2},
+        {"name": "judge", "model": "models/judge", "num_gpus_per_engine": 8, "args": {"context_length": 8192}},
+    ]
+    specs = made(groups=groups, args={"context_length": 4096, "log_level": "warning"})
+    assert [(s.name, str(s.model), s.tensor_parallel, s.gets_weights) for s in specs] == [
+        ("policy-0", "models/policy", 2, True), ("policy-1", "models/policy", 2, True),
+        ("judge-0", "models/judge", 8, False),
+    ]  # fmt: skip
+    assert specs[2].args == {"context_length": 8192, "log_level": "warning"}
+    assert specs[0].args["context_length"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prefill_num_servers": 2}, "sglang.prefill_num_servers: 2 of 2 engines prefill, and none is left to decode"),
+        ({"groups": [{"nmae": "x"}]}, "sglang.groups: nmae: unknown key; did you mean name?"),
+        ({"groups": [{"role": "decoder"}]}, "role 'decoder' is not one of regular, prefill, decode"),
+        ({"groups": [{"name": "x", "num_engines": 0}]}, "x: num_engines: 0 is not a number of at least 1"),
+        ({"groups": [{"role": "prefill"}]}, "prefill alone do no work; give prefill and decode, or neither"),
+        ({"groups": [{"model": "other"}]}, "none has the model that is trained"),
+    ],
+)
+def test_settings_that_make_no_fleet_are_refused(options: dict[str, Any], words: str):
+    with pytest.raises(SettingsError) as refused:
+        made(**options)
+    assert words in str(refused.value)
