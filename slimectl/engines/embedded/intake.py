@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -34,12 +34,17 @@ class Intake:
 
     def load(self, tensors: NamedTensors, *, version: str) -> None:
         """All of them, streamed. Raises CheckpointError on a missing, extra or misshapen one; then there are none."""
-        self.usable = False
-        self._missing = set(self._weights.places)
-        missing = self._missing - self._weights.write(tensors)
+        everything = set(self._weights.places)
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            for item in tensors:  # what cannot even be opened leaves the old ones whole
+                self.usable, self._missing = False, everything
+                yield item
+
+        missing = everything - self._weights.write(arriving())
         if missing:
             raise CheckpointError(_told(missing))
-        self._missing, self._next = missing, version
+        self._missing, self._next = set(), version
         self._completed()
 
     def update(self, tensors: list[tuple[str, Tensor]], *, version: str | None) -> None:

@@ -86,7 +86,7 @@ class Answer:
     def spans(self) -> list[dict[str, Any]]:
         """Which weight version wrote which tokens, as SGLang has it."""
         spans, count = list(self.sequence.spans), self.count
-        ends = [start for _, start in spans[1:]] + [count]
+        ends = [*(start for _, start in spans), count][1:]
         return [
             {"version": version, "start": start, "end": min(end, count)}
             for (version, start), end in zip(spans, ends, strict=True)

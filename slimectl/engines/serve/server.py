@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -62,14 +63,16 @@ ROUTES = {
 def bound(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises BackendError if it is taken, SettingsError for a bad host."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except socket.gaierror:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (socket.gaierror, UnicodeError):
         raise SettingsError(f"--host: {host} is no address; give one of this machine, or 0.0.0.0 for all") from None
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
-        raise BackendError(f"{host}:{port}: cannot be listened on: {error.strerror}") from None
+        why = os.strerror(error.errno or 0).lower()
+        raise BackendError(f"{host}:{port}: cannot be listened on: {why}; give another --host or --port") from None
 
 
 def _free_port(host: str) -> int:

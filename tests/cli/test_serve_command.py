@@ -1,0 +1,151 @@
+"""`slimectl serve` as a process: it says where it is, and ends at once whoever asks, leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., subprocess.Popen[str]]
+COMMAND = [sys.executable, "-m", "slimectl", "serve"]
+
+
+@pytest.fixture
+def start(model_dir: Callable[[str], Path]) -> Iterator[Start]:
+    """Starts `slimectl serve` on any free port, and sees to it that nothing stays."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> subprocess.Popen[str]:
+        command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", *options]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def address(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """The URL that a server says when it is ready, and what it says of it."""
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    url, _, words = line.partition(": ")
+    assert url.startswith("http://127.0.0.1:"), line
+    return url, words.strip()
+
+
+def asked(url: str, path: str, body: Any = None) -> Any:
+    raw = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data=raw, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
+
+
+def ended(process: subprocess.Popen[str], *, within_s: float) -> tuple[int, str]:
+    begun = time.monotonic()
+    _, words = process.communicate(timeout=30)
+    assert time.monotonic() - begun < within_s
+    return process.returncode, words
+
+
+def test_it_says_where_it_is_answers_and_an_interrupt_ends_it_at_once(start: Start) -> None:
+    process = start("-s", "engine.dtype=bfloat16")
+    url, words = address(process)
+    assert words.startswith("serving ")
+    answer = asked(url, "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}})
+    assert len(answer["output_ids"]) == 3
+    assert asked(url, "/server_info")["dtype"] == "bfloat16"
+    process.send_signal(signal.SIGINT)
+    assert ended(process, within_s=5) == (130, "slimectl: interrupted\n")
+
+
+def test_an_interrupt_in_the_middle_of_much_work(start: Start) -> None:
+    process = start("-s", "rollout.max_context_len=60000")
+    url, _ = address(process)
+    port = int(url.rsplit(":", 1)[1])
+    prompt = [i % 256 for i in range(50_000)]
+    raw = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 5}}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(head + raw)
+        while not asked(url, "/v1/loads")["loads"][0]["num_total_reqs"]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        code, words = ended(process, within_s=8)
+    assert code == 130
+    assert "Traceback" not in words
+
+
+def test_a_termination_is_no_failure(start: Start) -> None:
+    process = start("--wait-for-weights")
+    url, words = address(process)
+    assert words == "waiting for weights"
+    assert asked(url, "/ping") == {"status": "waiting for weights"}
+    process.terminate()
+    assert ended(process, within_s=5) == (0, "")
+
+
+def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str], Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        command = [*COMMAND, "--model", str(model_dir("llama")), "--port", str(port)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 4
+    start, _, other = result.stderr.strip().rpartition(" ")
+    assert start == f"slimectl: 127.0.0.1:{port}: address already in use; try --port"
+    assert int(other) != port
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "named"),
+    [
+        (["--model", "/nowhere"], 1, "/nowhere: no such model directory"),
+        ([], 2, "model.path: no model is given; add --model DIR"),
+        (["--host", "no.such.host.invalid"], 2, "--host: no.such.host.invalid is no address"),
+        (["--host", "192.0.2.1"], 4, "192.0.2.1:30000: cannot be listened on"),
+    ],
+)
+def test_what_it_cannot_serve_is_one_line(
+    options: list[str], code: int, named: str, model_dir: Callable[[str], Path]
+) -> None:
+    if "--host" in options:
+        options = [*options, "--model", str(model_dir("llama"))]
+    result = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (code, 1)
+    assert named in result.stderr
+
+
+def test_it_ends_with_its_parent_however_that_ends(model_dir: Callable[[str], Path]) -> None:
+    command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", "--with-parent", "--wait-for-weights"]
+    script = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    address(parent)  # the child shares its stderr
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and Path(f"/proc/{child}/cmdline").exists() and _alive(child):
+        time.sleep(0.05)
+    assert not _alive(child)
+    parent.communicate()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
