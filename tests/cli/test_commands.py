@@ -17,7 +17,8 @@ from workshop import Workshop, set_up
 from slimectl.cli.app import app
 
 COMMANDS = [
-    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"], ["plan"],
+    ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
+    ["plan"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
 ]  # fmt: skip
 
