@@ -1,0 +1,168 @@
+"""Servers that are killed or hang in the middle of answers, and are mended; the servers are `slimectl serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.fleet import Fleet
+from slimectl.engines.sglang.client import SglangEngine
+from slimectl.engines.sglang.control import HttpWorkers
+from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.errors import BackendError
+from slimectl.types import Completion, SamplingParams
+
+PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]
+
+
+class Scene:
+    """A fleet of two, an engine that asks it, and what has been announced."""
+
+    def __init__(self, folder: Path, logs: Path, **options: Any) -> None:
+        self.folder = folder
+        self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
+        self.announced: list[list[str]] = []
+        self.restored: list[str] = []
+        self.engine: SglangEngine = serving.client([], folder)
+        self.fleet = Fleet(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
+        self.fleet.failed = self.engine.fail
+        self.engine.troubled = self.fleet.look
+        self.fleet.start()
+        self.push(self.fleet.urls, version="3")
+
+    def announce(self, addresses: Any, workers: Any) -> None:
+        self.announced.append(list(addresses))
+        self.engine.set_urls(addresses, workers)
+
+    def restore(self, url: str) -> None:
+        assert all(url not in addresses for addresses in self.announced)
+        self.push([url], version="3")
+        self.restored.append(url)
+
+    def push(self, urls: list[str], *, version: str) -> None:
+        workers = HttpWorkers(urls)
+        workers.begin(mode="in_place")
+        workers.load_tensors(list(HFCheckpoint().read(self.folder)), version=version)
+        workers.end()
+
+    async def ask(self, max_tokens: int = 200) -> list[Completion]:
+        asked = enumerate(PROMPTS)
+        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i) for i, _ in asked]
+        return await asyncio.gather(
+            *(self.engine.generate(p, params=each) for p, each in zip(PROMPTS, params, strict=True))
+        )
+
+    def close(self) -> None:
+        asyncio.run(self.engine.close())
+        self.fleet.close()
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[], Path]) -> Iterator[Scene]:
+    """Looked at when something is wrong: the interval is longer than the tests."""
+    made = Scene(model_dir(), tmp_path_factory.mktemp("logs"), interval_s=600.0, timeout_s=3.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(at: Scene) -> list[list[int]]:
+    return [answer.tokens for answer in asyncio.run(at.ask())]
+
+
+def strike(server: ServerProcess, number: int) -> None:
+    pid = server.pid()
+    assert pid is not None
+    os.kill(pid, number)
+
+
+def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_weights(
+    at: Scene, undisturbed: list[list[int]], capfd: pytest.CaptureFixture[str]
+):
+    first, before = at.fleet.urls[0], at.fleet.restarts
+
+    async def killed() -> list[Completion]:
+        under_way = asyncio.create_task(at.ask())
+        await asyncio.sleep(0.3)
+        strike(at.servers[0], signal.SIGKILL)
+        return await under_way
+
+    disturbed = asyncio.run(killed())
+    assert [answer.tokens for answer in disturbed] == undisturbed
+    assert {tuple(answer.weight_versions) for answer in disturbed} == {("3",)}
+    at.fleet.settle()
+    assert (at.fleet.restarts, len(at.fleet.urls)) == (before + 1, 2)
+    assert first not in at.announced[-2]
+    assert at.announced[-1] == at.fleet.urls == [at.restored[-1], at.fleet.urls[1]]
+    assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("engine 0")]
+    assert said[0].startswith(f"engine 0 at {first} died (killed; out of memory?")
+    assert said[0].endswith(f"restart {before + 1} of 10")
+    assert said[1].startswith(f"engine 0 is back at {at.restored[-1]} after ")
+
+
+def test_requests_wait_while_all_servers_are_away(at: Scene, undisturbed: list[list[int]]):
+    before = at.fleet.restarts
+    for server in at.servers:
+        strike(server, signal.SIGKILL)
+    assert [answer.tokens for answer in asyncio.run(at.ask(max_tokens=5))] == [tokens[:5] for tokens in undisturbed]
+    at.fleet.settle()
+    assert at.fleet.restarts == before + 2
+
+
+def test_a_server_that_hangs_is_taken_for_dead_and_its_requests_go_elsewhere(at: Scene, undisturbed: list[list[int]]):
+    before = at.fleet.restarts
+
+    async def hung() -> list[Completion]:
+        strike(at.servers[1], signal.SIGSTOP)
+        under_way = asyncio.create_task(at.ask(max_tokens=20))
+        await asyncio.sleep(0.3)
+        at.fleet.look()
+        return await under_way
+
+    assert [answer.tokens for answer in asyncio.run(hung())] == [tokens[:20] for tokens in undisturbed]
+    at.fleet.settle()
+    assert (at.fleet.restarts, len(at.fleet.urls)) == (before + 1, 2)
+
+
+def test_a_server_is_not_looked_at_while_weights_change(at: Scene):
+    before = at.fleet.restarts
+    with at.fleet.pause_watch():
+        strike(at.servers[0], signal.SIGSTOP)
+        at.fleet.look()
+        time.sleep(4.0)
+        strike(at.servers[0], signal.SIGCONT)
+    at.fleet.settle()
+    assert at.fleet.restarts == before
+
+
+def test_when_no_restart_is_left_whoever_waits_hears_of_it(tmp_path: Path, model_dir: Callable[[], Path]):
+    at = Scene(model_dir(), tmp_path, interval_s=600.0, timeout_s=3.0, max_restarts=0)
+    try:
+        for server in at.servers:
+            strike(server, signal.SIGKILL)
+        words = r"engine \d at http://.* died \(killed; out of memory\?.*\) and all 0 restarts are used"
+        with pytest.raises(BackendError, match=words):
+            asyncio.run(at.ask())
+        with pytest.raises(BackendError, match="restarts are used"):
+            at.fleet.settle()
+    finally:
+        at.close()
+
+
+def test_a_fleet_of_which_one_cannot_start_leaves_none_running(tmp_path: Path, model_dir: Callable[[], Path]):
+    good = serving.serve(model_dir(), tmp_path / "good")
+    bad = serving.serve(tmp_path / "no such model", tmp_path / "bad")
+    with pytest.raises(BackendError, match=r"serve died while starting .*no such model"):
+        Fleet([good, bad].__getitem__, 2).start()
+    assert not good.alive()
+    assert not bad.alive()
