@@ -67,8 +67,12 @@ class DeltaSync(ServerSync):
         metrics: Metrics = {"bytes": 0.0, "full": 0.0}
         if version != self._version:
             metrics = self._updated(version)
-        with self.paused(workers) as watch:
-            workers.load_disk(self.checkpoint, version=version)
+        try:
+            with self.paused(workers) as watch:
+                workers.load_disk(self.checkpoint, version=version)
+        except BaseException:
+            self._version = None  # whole weights next: these may be why
+            raise
         return {**metrics, "pause_time": watch.seconds}
 
     def _updated(self, version: str) -> Metrics:

@@ -42,14 +42,18 @@ class DiskSync(ServerSync):
 
     def _push(self, workers: WeightWorkers, version: str) -> Metrics:
         previous, written = self._newest, 0
+        target = self.folder / f"weights_{version}"
         if previous is None or previous[0] != version:
-            target = self.folder / f"weights_{version}"
             fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
             written = self.policy.hand_weights(fill)
-            self._newest = version, target
-        assert self._newest is not None
-        with self.paused(workers) as watch:
-            workers.load_disk(self._newest[1], version=version)
+        try:
+            with self.paused(workers) as watch:
+                workers.load_disk(target, version=version)
+        except BaseException:
+            if written:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+        self._newest = version, target
         if written and previous is not None and not self.keep_files:
             shutil.rmtree(previous[1], ignore_errors=True)
         return {"bytes": float(written), "pause_time": watch.seconds}

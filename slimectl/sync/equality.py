@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -34,14 +35,22 @@ class CheckedSync:
         self.sync, self.folder, self.write, self.dtype = sync, Path(folder), write, dtype
 
     def push(self) -> Metrics:
-        metrics = self.sync.push()
-        self.check(self.sync.workers)
-        return metrics
+        return self.push_to(self.sync.workers)
 
     def push_to(self, workers: WeightWorkers) -> Metrics:
-        metrics = self.sync.push_to(workers)
-        self.check(workers)
-        return metrics
+        with self.sync.lock:
+            workers = copy.copy(workers)
+            while True:
+                version = self.sync.policy.weight_version
+                metrics = self.sync.push_to(workers)
+                try:
+                    self.check(workers)
+                except BackendError:
+                    # From another thread: the policy may have stepped since it was pushed.
+                    if self.sync.policy.weight_version == version:
+                        raise
+                else:
+                    return metrics
 
     def close(self) -> None:
         self.sync.close()

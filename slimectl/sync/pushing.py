@@ -28,14 +28,14 @@ class ServerSync:
         self.policy = policy
         self.workers = workers
         self.pause_mode = pause_mode
-        self._lock = RLock()
+        self.lock = RLock()
 
     def push(self) -> Metrics:
         return self.push_to(self.workers)
 
     def push_to(self, workers: WeightWorkers) -> Metrics:
         """To these workers: engines that were restarted. From any thread, if the policy does one thing at a time."""
-        with self._lock:
+        with self.lock:
             # The workers of this push stay the same, whoever is announced meanwhile.
             workers = copy.copy(workers)
             while True:

@@ -86,7 +86,8 @@ class HttpWorkers:
     def _end(self, *, within_s: float | None) -> list[BaseException]:
         async def ended(session: aiohttp.ClientSession, url: str) -> None:
             answers = [await ask(session, url, "/end_weight_update", {})]
-            wait = "" if self._mode == "in_place" else f"?timeout={IDLE_TIMEOUT_S}"
+            # Retracted answers wait for ever; aborted ones are about to go.
+            wait = f"?timeout={IDLE_TIMEOUT_S}" if self._mode == "abort" else ""
             answers.append(await ask(session, url, f"/flush_cache{wait}", {}))
             # Whatever came before: an engine must not stay paused.
             goes_on = await ask(session, url, "/continue_generation", {})

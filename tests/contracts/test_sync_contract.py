@@ -1,0 +1,353 @@
+"""What every transport promises (sync/): the engines sample from the policy's weights, or the push says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from slimectl.algorithms.losses import SftLoss
+from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
+from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.sglang.control import HttpWorkers
+from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.errors import BackendError
+from slimectl.executors.local import LocalExecutor
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.group import GroupPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.ports import NamedTensors, Policy
+from slimectl.sync import broadcast
+from slimectl.sync.delta import DeltaSync
+from slimectl.sync.disk import DiskSync
+from slimectl.sync.distributed import DistributedSync
+from slimectl.sync.equality import CheckedSync
+from slimectl.sync.in_process import InProcessSync
+from slimectl.sync.pushing import ServerSync
+from slimectl.sync.tensor import TensorSync
+from slimectl.types import Completion, Row, SamplingParams
+
+PROMPT = list(b"once upon a time")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
+MESSAGE_BYTES = 100_000  # several messages, of the small model's 360 kB
+
+ModelDir = Callable[..., Path]
+
+
+def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
+    copy_companions(model, folder)
+    HFCheckpoint().write(folder, tensors)
+
+
+def alone(folder: Path) -> Policy:
+    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+
+
+class Held:
+    """A policy that has the tensors that it is given."""
+
+    def __init__(self, tensors: NamedTensors, version: str) -> None:
+        self.tensors, self.weight_version = list(tensors), version
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors)
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        return to(self.weights())
+
+
+@pytest.fixture(scope="module", params=["one process", "two ranks"])
+def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Policy]:
+    build = partial(alone, model_dir())
+    if request.param == "one process":
+        yield build()
+        return
+    executor = LocalExecutor()
+    group = GroupPolicy(executor, build, ranks=2)
+    yield group
+    group.close()
+    executor.close()
+
+
+@pytest.fixture(params=["served", "sglang"])
+def url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, folder: Path) -> ServerSync:
+    write = partial(written, model)
+    if kind == "disk":
+        return DiskSync(policy, workers, folder=folder, write=write)
+    if kind == "delta":
+        return DeltaSync(policy, workers, folder=folder, write=write)
+    if kind == "tensor":
+        return TensorSync(policy, workers, buffer_bytes=MESSAGE_BYTES)
+    return DistributedSync(policy, workers, buffer_bytes=MESSAGE_BYTES, timeout_s=60)
+
+
+KINDS = ["disk", "delta", "tensor", "distributed"]
+Make = Callable[..., ServerSync]
+
+
+@pytest.fixture
+def make(model_dir: ModelDir, tmp_path: Path) -> Iterator[Make]:
+    """`make("disk", policy, urls)`; closed afterwards."""
+    made: list[ServerSync] = []
+
+    def one(kind: str, policy: Policy, urls: list[str], *, timeout_s: float = 60.0) -> ServerSync:
+        workers = HttpWorkers(urls, timeout_s=timeout_s)
+        made.append(transport(kind, policy, workers, model_dir(), tmp_path / f"weights-{len(made)}"))
+        return made[-1]
+
+    yield one
+    for sync in made:
+        sync.close()
+    assert not [path for path in tmp_path.glob("weights-*/*") if path.suffix != ".delta"]
+
+
+def answers(urls: list[str], model: Path, *, params: SamplingParams = GREEDY) -> list[Completion]:
+    """What each server writes by itself."""
+
+    async def asked() -> list[Completion]:
+        engines = [serving.client([url], model, connect_timeout_s=10) for url in urls]
+        found = await asyncio.gather(*(engine.generate(PROMPT, params=params) for engine in engines))
+        for engine in engines:
+            await engine.close()
+        return list(found)
+
+    return asyncio.run(asked())
+
+
+def expected(policy: Policy, model: Path) -> list[int]:
+    """What the policy's weights write, loaded afresh into an engine of its own."""
+    fresh = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
+    fresh.load_weights(policy.weights(), version="afresh")
+    return asyncio.run(fresh.generate(PROMPT, params=GREEDY)).tokens
+
+
+def trained(policy: Policy) -> None:
+    """A step towards another answer, large enough to be heard in greedy ones."""
+    tokens = [*PROMPT, *((int(policy.weight_version) * 7 + i) % 256 for i in range(8))]
+    policy.forward_backward([Row(tokens=tokens, response_length=8, weights=[1 / 8] * 8)], SftLoss())
+    policy.optim_step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_push_an_engine_writes_what_the_weights_write(
+    kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir
+):
+    sync = make(kind, policy, [url])
+    heard = []
+    for _ in range(3):
+        metrics = sync.push()
+        assert metrics["bytes"] > 0
+        assert metrics["pause_time"] > 0
+        (answer,) = answers([url], model_dir())
+        assert answer.tokens == expected(policy, model_dir())
+        assert answer.weight_versions == [policy.weight_version]
+        heard.append(answer.tokens)
+        trained(policy)
+    assert heard[0] != heard[1] != heard[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_engines_get_the_same_weights(
+    kind: str, policy: Policy, served: str, sglang: str, make: Make, model_dir: ModelDir
+):
+    make(kind, policy, [served, sglang]).push()
+    first, second = answers([served, sglang], model_dir())
+    assert first.tokens == second.tokens == expected(policy, model_dir())
+    assert first.weight_versions == second.weight_versions == [policy.weight_version]
+
+
+def test_an_engine_in_this_process_gets_the_weights_as_well(policy: Policy, model_dir: ModelDir):
+    model = model_dir()
+    engine = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
+    sync = InProcessSync(policy, engine)
+    trained(policy)
+    assert sync.push()["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
+    answer = asyncio.run(engine.generate(PROMPT, params=GREEDY))
+    assert answer.tokens == expected(policy, model)
+    assert answer.weight_versions == [policy.weight_version]
+    sync.close()
+
+
+def in_the_middle(url: str, model: Path, act: Callable[[], Any]) -> Completion:
+    """A long answer, and something that happens in another thread once its first tokens are there."""
+
+    async def scene() -> Completion:
+        engine = serving.client([url], model)
+        # Many at once, or the small model would be done before anything can happen.
+        under_way = [asyncio.create_task(engine.generate(PROMPT, params=LONG)) for _ in range(24)]
+        # A short one that joins and ends: by then the others have written something.
+        await engine.generate(PROMPT, params=SamplingParams(temperature=0.0, max_tokens=3))
+        assert not any(task.done() for task in under_way)
+        await asyncio.to_thread(act)
+        found = await asyncio.gather(*under_way)
+        await engine.close()
+        return found[0]
+
+    return asyncio.run(scene())
+
+
+MODES = [*((kind, "in_place") for kind in KINDS), ("tensor", "retract"), ("tensor", "abort")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), MODES)
+def test_an_answer_under_way_names_the_weights_of_all_its_tokens(
+    kind: str, mode: str, url: str, make: Make, model_dir: ModelDir
+):
+    policy = Held(HFCheckpoint().read(model_dir()), "11")
+    sync = make(kind, policy, [url])
+    sync.pause_mode = mode
+    for attempt in range(5):
+        policy.weight_version = f"1{2 * attempt}"
+        sync.push()
+        old, policy.weight_version = policy.weight_version, f"1{2 * attempt + 1}"
+        answer = in_the_middle(url, model_dir(), sync.push)
+        if answer.weight_versions != [old] or answer.finish == "abort":
+            break  # else it was done before the push had begun: a busy machine
+    if mode == "abort":
+        assert answer.finish == "abort"
+        assert answer.weight_versions == [old]
+        assert 0 < len(answer.tokens) < LONG.max_tokens
+    else:
+        assert answer.weight_versions == [old, policy.weight_version]
+        assert len(answer.tokens) == LONG.max_tokens
+    assert answers([url], model_dir())[0].weight_versions == [policy.weight_version]
+
+
+def misshapen(tensors: NamedTensors) -> NamedTensors:
+    """All tensors, one of them cut."""
+    cut = "model.layers.1.input_layernorm.weight"
+    return [(name, tensor[:3] if name == cut else tensor) for name, tensor in tensors]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_do_not_fit_are_refused_by_name_until_whole_ones_come(
+    kind: str, served: str, make: Make, model_dir: ModelDir
+):
+    whole = list(HFCheckpoint().read(model_dir()))
+    policy = Held(misshapen(whole), "21")
+    sync = make(kind, policy, [served])
+    with pytest.raises(BackendError, match=rf"engine at {served}: .*input_layernorm\.weight has shape \[3\]"):
+        sync.push()
+    policy.tensors = [named for named in whole if named[0] != "model.norm.weight"]
+    with pytest.raises(BackendError, match=r"model\.norm\.weight"):
+        sync.push()
+    policy.tensors = whole
+    sync.push()
+    (answer,) = answers([served], model_dir())
+    assert answer.tokens == expected(policy, model_dir())
+    assert answer.weight_versions == ["21"]
+
+
+def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, make: Make, model_dir: ModelDir):
+    whole = list(HFCheckpoint().read(model_dir()))
+    policy = Held(misshapen(whole), "31")
+    sync = make("distributed", policy, [sglang])
+    with pytest.raises(BackendError, match="Failed to update parameter online"):
+        sync.push()
+    policy.tensors = whole
+    sync.push()
+    assert answers([sglang], model_dir())[0].tokens == expected(policy, model_dir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_push_that_is_equal_on_both_sides_passes_the_check(
+    kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir, tmp_path: Path
+):
+    checked = CheckedSync(make(kind, policy, [url]), folder=tmp_path, write=partial(written, model_dir()))
+    checked.push()
+    assert answers([url], model_dir())[0].tokens == expected(policy, model_dir())
+
+
+def test_the_check_finds_other_weights(url: str, make: Make, model_dir: ModelDir, tmp_path: Path):
+    tensors = [(name, tensor.clone()) for name, tensor in HFCheckpoint().read(model_dir())]
+    sync = make("tensor", Held(tensors, "41"), [url])
+    checked = CheckedSync(sync, folder=tmp_path, write=partial(written, model_dir()))
+    checked.push()
+    dict(tensors)["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6  # one number, the last bits of it
+    with pytest.raises(BackendError, match=r"model\.layers\.1\.mlp\.down_proj\.weight of \d+ tensors differ"):
+        checked.check(sync.workers)
+
+
+@pytest.fixture
+def spare(model_dir: ModelDir, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server to be hurt, with weights yet to come."""
+    server = serving.serve(model_dir(), tmp_path / "logs", wait_for_weights=True)
+    yield server
+    server.stop()
+
+
+def test_a_restarted_engine_gets_the_weights_alone_and_then_with_the_others(
+    policy: Policy, served: str, spare: ServerProcess, make: Make, model_dir: ModelDir
+):
+    syncs = [make(kind, policy, [served]) for kind in KINDS]
+    for sync in syncs:
+        sync.push()
+    late = spare.start()
+    for sync in syncs:
+        sync.push_to(HttpWorkers([late], timeout_s=60))
+        assert answers([late], model_dir())[0].tokens == expected(policy, model_dir())
+    trained(policy)
+    for sync in syncs:
+        sync.workers.set_urls([served, late])
+        sync.push()
+        first, second = answers([served, late], model_dir())
+        assert first.tokens == second.tokens == expected(policy, model_dir())
+        assert first.weight_versions == second.weight_versions == [policy.weight_version]
+
+
+def test_a_push_to_an_engine_that_hangs_or_died_ends_in_time_and_the_others_go_on(
+    served: str, spare: ServerProcess, make: Make, model_dir: ModelDir
+):
+    doomed = spare.start()
+    policy = Held(HFCheckpoint().read(model_dir()), "51")
+    syncs = {kind: make(kind, policy, [served, doomed], timeout_s=1) for kind in KINDS}
+    for sync in syncs.values():
+        sync.push()
+    pid = spare.pid()
+    assert pid is not None
+    policy.weight_version = "52"
+    for how, words in [(signal.SIGSTOP, "has not answered within 1 s"), (signal.SIGKILL, "(is not there|went away)")]:
+        os.kill(pid, how)
+        for sync in syncs.values():
+            started = time.monotonic()
+            with pytest.raises(BackendError, match=rf"engine at {doomed} {words}"):
+                sync.push()
+            assert time.monotonic() - started < 20
+    syncs["tensor"].workers.set_urls([served])
+    syncs["tensor"].push()
+    assert answers([served], model_dir())[0].weight_versions == ["52"]
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_broadcast_ends_it(
+    spare: ServerProcess, make: Make, model_dir: ModelDir
+):
+    doomed = spare.start()
+    policy = Held(HFCheckpoint().read(model_dir()), "61")
+    sync = make("distributed", policy, [doomed], timeout_s=5)
+    sync.push()
+    group = broadcast._GROUPS[sync._key]  # type: ignore[attr-defined]
+    os.kill(spare.pid() or 0, signal.SIGSTOP)
+    large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than sockets hold: it stays under way
+    work = broadcast._sent(group, large, 30.0)
+    time.sleep(0.3)
+    assert not work.is_completed()
+    os.kill(spare.pid() or 0, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(BackendError):
+        broadcast._finish(work, broadcast._in_background(lambda: None), 30.0)
+    assert time.monotonic() - started < 10
