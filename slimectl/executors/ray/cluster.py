@@ -58,14 +58,16 @@ def _print_on_stderr() -> None:
 
 
 def _print_said(data: dict[str, Any], ignore_prefix: bool) -> None:
-    for line in data["lines"]:
-        if data.get("pid") in ("raylet", "autoscaler"):
+    speaker = data.get("pid")
+    if speaker == "autoscaler":  # a page every five seconds
+        return
+    for line in filter(str.strip, data["lines"]):
+        if speaker == "raylet":
             # The first sentence of a page; what it means for the work is said where the work fails.
-            line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}" if line.strip() else ""
+            line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}"
         elif not ignore_prefix:
-            line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {data.get('pid')}) {line}"
-        if line:
-            print(line, file=sys.stderr)
+            line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {speaker}) {line}"
+        print(line, file=sys.stderr)
 
 
 def _reach(address: str) -> None:

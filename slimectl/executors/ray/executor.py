@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -44,7 +45,9 @@ class RayExecutor:
     ) -> None:  # fmt: skip
         self._logs = None if logs is None else logs.absolute()
         self._groups: list[RayRanks] = []
-        self._hosts: dict[str, tuple[Host, int | None]] = {}
+        self._hosts: dict[str, Host] = {}
+        self._engines: dict[int, str] = {}
+        self._taking = threading.Lock()
         self._surroundings = Surroundings.here()
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
@@ -79,18 +82,16 @@ class RayExecutor:
         if name in self._hosts:
             self._end_host(name)
         place: dict[str, Any] = {}
-        surroundings, engine = self._surroundings, None
-        if gpus:
-            engine = self._free_engine()
-            assert self.places is not None
+        surroundings = self._surroundings
+        engine = self._take_engine(name) if gpus else None
+        if engine is not None and self.places is not None:
             self.places.settle()
             place = self.places.of_engine(engine)
             if gpus > 1:
                 # Ray shows an actor the GPU of its bundle alone; those of the engine's others are ours too.
                 seen = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_engine(engine))}
                 surroundings = replace(surroundings, variables={**surroundings.variables, **seen})
-        host = self._hosted(build, name, surroundings, place)
-        self._hosts[name] = host, engine
+        self._hosts[name] = host = self._hosted(build, name, surroundings, place)
         return Proxy(host)
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
@@ -101,7 +102,7 @@ class RayExecutor:
             yield from method.host.stream(method.name, arguments, options, ahead=ahead, key=key)
             return
         host = self._hosted(partial(_itself, make), f"stream-{key[:6]}", self._surroundings, {})
-        self._hosts[key] = host, None
+        self._hosts[key] = host
         try:
             yield from host.stream("__call__", (), {}, ahead=ahead, key=key)
         finally:
@@ -149,7 +150,7 @@ class RayExecutor:
         return host
 
     def _end_host(self, name: str) -> None:
-        host, _ = self._hosts.pop(name)
+        host = self._hosts.pop(name)
         try:
             host.answered(host.actor.close.remote(), timeout=GRACE_S)
         except Exception:
@@ -157,14 +158,15 @@ class RayExecutor:
         finally:
             kill([host.actor], [host.where])
 
-    def _free_engine(self) -> int:
+    def _take_engine(self, name: str) -> int:
+        """The engine of the placement that `name` is: the one that it was, or the first that is nobody's."""
         if self.places is None:
             raise BackendError("a host with GPUs needs a placement that has engines")
-        taken = {engine for _, engine in self._hosts.values()}
-        for engine in range(self.places.placement.engines):
-            if engine not in taken:
-                return engine
-        raise BackendError(f"the placement has GPUs for {self.places.placement.engines} engines, one more is asked for")
+        with self._taking:
+            for engine in range(self.places.placement.engines):
+                if self._engines.setdefault(engine, name) == name:
+                    return engine
+        raise BackendError(f"the placement has {self.places.placement.engines} engines; {name} would be one more")
 
 
 def _itself(make: Callable[[], Any]) -> Callable[[], Any]:

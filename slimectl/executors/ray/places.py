@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 from slimectl.errors import BackendError
@@ -36,6 +39,7 @@ class Places:
             raise BackendError(problem)
         resource = {"GPU" if placement.on_gpu else "CPU": 1.0}
         self._group = ray.util.placement_group([dict(resource) for _ in placement.bundles], strategy="PACK")
+        self._settling = threading.Lock()
         self._order: list[int] = []
         self._found: list[Spot] = [("", "")] * len(placement.bundles)
         try:
@@ -50,22 +54,33 @@ class Places:
         After the loss of a machine Ray finds other places for its bundles, if there are any; places on other machines
         stay. Raises BackendError if they do not come.
         """
+        with self._settling:
+            self._find(self._settled())
+            self._check_engines()
+
+    def _settled(self) -> list[str]:
+        """The node of every bundle, in Ray's order."""
         deadline = time.monotonic() + self._wait_s
         while not (nodes := self._nodes()):
             if time.monotonic() > deadline:
                 raise BackendError(self._shortage())
             time.sleep(0.1)
+        return nodes
+
+    def _find(self, nodes: list[str]) -> None:
+        """Where the bundles are, and which place is which of them."""
         # Only those that have moved are asked for their GPU: to ask takes a bit of it, which others may have taken.
         moved = [bundle for bundle, node in enumerate(nodes) if node != self._found[bundle][0]]
         if self.placement.on_gpu:
-            found: list[Spot] = ray.get([_probe(self._group, bundle) for bundle in moved])
+            by_node = [[bundle for bundle in moved if nodes[bundle] == node] for node in sorted(set(nodes))]
+            # One a machine at a time, so that one process of each answers for all of its bundles.
+            for asked in map(_present, zip_longest(*by_node)):
+                for bundle, spot in zip(asked, ray.get([_probe(self._group, i) for i in asked]), strict=True):
+                    self._found[bundle] = spot
         else:
-            found = [(nodes[bundle], "") for bundle in moved]
-        for bundle, spot in zip(moved, found, strict=True):
-            self._found[bundle] = spot
+            self._found = [(node, "") for node in nodes]
         if not self._order:
             self._order = self._dealt()
-        self._check_engines()
 
     @property
     def spots(self) -> list[Spot]:
@@ -130,6 +145,10 @@ class Places:
             f" free, and {asked} are asked for (waited {self._wait_s:g} s); add machines, or ask for less: `slimectl"
             " plan --placement` shows for what"
         )
+
+
+def _present(bundles: Iterable[int | None]) -> list[int]:
+    return [bundle for bundle in bundles if bundle is not None]
 
 
 def _strategy(group: Any, bundle: int) -> Any:

@@ -89,14 +89,14 @@ class RayRanks(PipedRanks):
             self._pipes = self._accepted(server, token)
 
     def _seats(self, host: str) -> Iterator[Seat]:
-        machines = Counter(place.address for place in self._where)
+        machines = Counter(place.node for place in self._where)
         before: Counter[str] = Counter()
         for rank, place in enumerate(self._where):
-            local = before[place.address]
-            before[place.address] += 1
+            local = before[place.node]
+            before[place.node] += 1
             # Ray shows an actor its own GPU alone.
             yield Seat(
-                rank, self.ranks, host, self._store.port, local=local, neighbours=machines[place.address], device=0,
+                rank, self.ranks, host, self._store.port, local=local, neighbours=machines[place.node], device=0,
                 address=place.address,
             )  # fmt: skip
 

@@ -1,0 +1,100 @@
+"""Two machines of eight GPUs, simulated: who lands where is what the plan said, and a lost machine is survived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
+from ray_cases import Engine, nothing, tell_where
+
+from slimectl.errors import BackendError, DiedError
+from slimectl.executors.ray import RayExecutor
+from slimectl.placement import Placement
+
+MACHINE = {"num_cpus": 2, "num_gpus": 8, "object_store_memory": 80_000_000}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without GPUs, where the driver is, and two machines."""
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        made.add_node(**MACHINE)
+    yield made
+    made.shutdown()
+
+
+def spots_of(executor: RayExecutor) -> list[tuple[str, str]]:
+    assert executor.places is not None
+    return executor.places.spots
+
+
+def assert_planned(executor: RayExecutor, placement: Placement) -> list[str]:
+    """Ray's places are the plan's; the nodes in the plan's order."""
+    spots = spots_of(executor)
+    nodes = list(dict.fromkeys(node for node, _ in spots))
+    assert spots == [(nodes[bundle.node], str(bundle.gpu)) for bundle in placement.bundles]
+    return nodes
+
+
+def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
+    placement = Placement(actor_gpus_per_node=8, engines=8)
+    executor = RayExecutor(cluster.address, placement=placement)
+    try:
+        nodes = assert_planned(executor, placement)
+        assert len(nodes) == 2
+        group = executor.group(tell_where, nothing, ranks=8)
+        assert next(group.answers()) == [(nodes[0], (str(rank),), str(rank)) for rank in range(8)]
+        engine = executor.host(Engine, name="engine-0", gpus=1)
+        assert engine.where() == (nodes[1], ("0",), "0")
+        again = [executor.host(Engine, name=name, gpus=1) for name in ("engine-1", "engine-0")]
+        assert [engine.where()[:2] for engine in again] == [(nodes[1], ("1",)), (nodes[1], ("0",))]
+    finally:
+        executor.close()
+
+
+def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
+    placement = Placement(actor_nodes=2, actor_gpus_per_node=8, engines=4, gpus_per_engine=4, colocate=True)
+    executor = RayExecutor(cluster.address, placement=placement)
+    try:
+        nodes = assert_planned(executor, placement)
+        group = executor.group(tell_where, nothing, ranks=10)
+        planned = [(nodes[bundle.node], (str(bundle.gpu),), str(bundle.gpu)) for bundle in placement.bundles]
+        assert next(group.answers()) == planned[:10]
+        engines = [executor.host(Engine, name=f"engine-{i}", gpus=4) for i in range(2)]
+        assert [engine.where() for engine in engines] == [
+            (nodes[0], ("0",), "0,1,2,3"), (nodes[0], ("4",), "4,5,6,7")
+        ]  # fmt: skip
+        group.send("wait")
+        lost = next(node for node in cluster.worker_nodes if node.node_id == nodes[1])
+        cluster.remove_node(lost, allow_graceful=False)
+        begun = time.monotonic()
+        with pytest.raises(DiedError, match=r"rank \d+ of 10 died \(on .*: its machine has left the cluster"):
+            list(group.answers())
+        assert time.monotonic() - begun < 15
+        assert engines[1].where()[0] == nodes[0]
+        cluster.add_node(**MACHINE)
+        group = executor.group(tell_where, nothing, ranks=9)
+        told = next(group.answers())
+        assert [node for node, _, _ in told[:8]] == [nodes[0]] * 8
+        assert told[8][0] not in nodes
+        group.end()
+    finally:
+        executor.close()
+
+
+def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(cluster: Any):
+    with pytest.raises(BackendError, match=r"has 16 GPUs on 2 machines, 16 of them free, and 24 are asked for"):
+        RayExecutor(cluster.address, placement=Placement(actor_nodes=3, actor_gpus_per_node=8), wait_s=1.0)
+
+
+def test_an_impossible_placement_is_refused_before_anything_is_held(cluster: Any):
+    with pytest.raises(BackendError, match="cuts engine 1 in two machines"):
+        RayExecutor(cluster.address, placement=Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=4))
