@@ -1,0 +1,122 @@
+"""The real sglang-router in front of two workers of `slimectl serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+
+from slimectl.engines.fleet import Fleet
+from slimectl.engines.sglang.client import SglangEngine
+from slimectl.engines.sglang.recipes import router_server
+from slimectl.engines.sglang.router import Router
+from slimectl.engines.sglang.wire import get
+from slimectl.errors import BackendError
+from slimectl.types import Completion, SamplingParams
+
+PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]
+
+
+class Routed:
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self.servers = [serving.serve(folder, logs / str(i)) for i in range(2)]
+        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.sglang_python()))
+        self.engine: SglangEngine = serving.client([], folder)
+        self.fleet = Fleet(
+            self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
+            failed=self.engine.fail,
+        )  # fmt: skip
+        self.engine.troubled = self.fleet.look
+        self.fleet.start()
+
+    async def ask(self, max_tokens: int) -> list[Completion]:
+        def params(seed: int) -> SamplingParams:
+            return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed)
+
+        return await asyncio.gather(*(self.engine.generate(p, params=params(seed)) for seed, p in enumerate(PROMPTS)))
+
+    def behind(self) -> list[str]:
+        reply = asyncio.run(get(f"{self.fleet.addresses[0]}/workers", timeout_s=5))
+        return sorted(worker["url"] for worker in reply.body["workers"] if worker["is_healthy"])
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[], Path]) -> Iterator[Routed]:
+    made = Routed(model_dir(), tmp_path_factory.mktemp("logs"))
+    yield made
+    asyncio.run(made.engine.close())
+    made.fleet.close()
+
+
+def tokens(answers: list[Completion]) -> list[Any]:
+    return [answer.tokens for answer in answers]
+
+
+def test_answers_through_the_router_are_those_of_a_worker(routed: Routed):
+    assert len(routed.fleet.addresses) == 1
+    assert routed.behind() == sorted(routed.fleet.urls)
+    through = asyncio.run(routed.ask(20))
+    routed.engine.set_urls(routed.fleet.urls[:1])
+    directly = asyncio.run(routed.ask(20))
+    routed.engine.set_urls(routed.fleet.addresses, routed.fleet.urls)
+    assert tokens(through) == tokens(directly)
+    assert [answer.log_probs for answer in through] == [pytest.approx(answer.log_probs) for answer in directly]
+    assert {len(answer.log_probs) for answer in through} == {20}
+
+
+def test_abort_reaches_the_workers_behind_it(routed: Routed):
+    async def scene() -> list[Completion]:
+        under_way = asyncio.create_task(routed.ask(200))
+        await asyncio.sleep(0.15)
+        await routed.engine.abort()
+        return await under_way
+
+    answers = asyncio.run(scene())
+    assert {answer.finish for answer in answers} == {"abort"}
+    assert any(answer.tokens for answer in answers)
+
+
+def test_a_worker_killed_in_mid_answer_is_replaced_behind_the_router(routed: Routed):
+    undisturbed = tokens(asyncio.run(routed.ask(150)))
+
+    async def killed() -> list[Completion]:
+        under_way = asyncio.create_task(routed.ask(150))
+        await asyncio.sleep(0.2)
+        pid = routed.servers[1].pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return await under_way
+
+    assert tokens(asyncio.run(killed())) == undisturbed
+    routed.fleet.settle()
+    assert routed.fleet.restarts == 1
+    assert routed.behind() == sorted(routed.fleet.urls)
+
+
+def test_a_router_that_dies_is_started_again(routed: Routed):
+    undisturbed = tokens(asyncio.run(routed.ask(10)))
+    pid = routed.router._server.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert tokens(asyncio.run(routed.ask(10))) == undisturbed
+    assert routed.behind() == sorted(routed.fleet.urls)
+
+
+def test_a_worker_that_is_not_there_is_refused_in_one_line(routed: Routed):
+    with pytest.raises(BackendError, match=r"sglang-router at http://\S+ (refuses|has not found) http://127.0.0.1:9"):
+        Router.add(_patient(routed.router), "http://127.0.0.1:9")
+    routed.router.remove("http://127.0.0.1:9")
+    assert routed.behind() == sorted(routed.fleet.urls)
+
+
+def _patient(router: Router) -> Router:
+    """The same router, asked for less long."""
+    again = Router(router._server, register_timeout_s=1.0)
+    again._url = router._url
+    return again
