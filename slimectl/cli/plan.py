@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from slimectl import cards
+from slimectl.cli.options import Assign, Config, resolved
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 
@@ -22,6 +23,7 @@ def option(name: str, words: str, panel: str | None = None, **limits: Any) -> An
 
 
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
+PLACEMENT = "Placement"
 Card = Annotated[str | None, option("--card", "Model card (see `slimectl models`)")]
 Model = Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")]
 Gpus = Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)]
@@ -49,6 +51,9 @@ EngineTensor = Annotated[int, option("--engine-tp", "Tensor-parallel size of the
 Share = Annotated[float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)]
 Concurrency = Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)]
 Json = Annotated[bool, option("--json", "Print JSON instead of a table")]
+Placed = Annotated[
+    bool, option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT)
+]
 
 
 def plan(
@@ -58,6 +63,7 @@ def plan(
     device: Device = "cuda", seq_len: SeqLen = 8192, response_len: ResponseLen = None, max_tokens: MaxTokens = 8192,
     batch: Batch = 256, gpu_memory: GpuMemory = 80, tflops: Tflops = None, mfu: Mfu = 0.35,
     engine_tp: EngineTensor = 1, mem_fraction: Share = 0.85, concurrency: Concurrency = None, as_json: Json = False,
+    placement: Placed = False, config: Config = None, assign: Assign = None,
 ) -> None:  # fmt: skip
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
 
@@ -66,7 +72,16 @@ def plan(
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
+
+        slimectl plan --placement -c run.toml -s cluster.colocate=true
     """
+    if placement:
+        from slimectl.cli.placement import show_placement
+
+        show_placement(resolved(config, assign, {}).settings, on_gpu=device == "cuda", as_json=as_json)
+        return
+    if config or assign:
+        raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
     from slimectl.cli.records import say
     from slimectl.estimates import plan as estimates
     from slimectl.estimates.run import Run

@@ -1,0 +1,67 @@
+"""`slimectl plan --placement`: who is where, before anything starts, and what could not be."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from slimectl.cli.app import app
+
+NODE_OF_RANKS = ["cluster.executor=ray", "cluster.actor_num_gpus_per_node=8", "engine.kind=sglang"]
+
+
+def plan(*settings: str, words: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
+    assigned = [word for setting in [*NODE_OF_RANKS, *settings] for word in ("-s", setting)]
+    result = CliRunner().invoke(app, ["plan", "--placement", *assigned, *words])
+    return result.exit_code, result.stdout.splitlines(), result.stderr
+
+
+def test_a_line_a_gpu_says_who_is_there():
+    code, lines, err = plan("cluster.rollout_num_gpus=8", "cluster.rollout_num_gpus_per_engine=4")
+    assert code == 0
+    assert len(lines) == 1 + 16
+    assert lines[1].split() == ["0", "0", "rank", "0", "-"]
+    assert [line.split() for line in lines[12:14]] == [["1", "3", "-", "engine", "0"], ["1", "4", "-", "engine", "1"]]
+    assert err == "2 machines of 8 GPUs: 8 ranks and 2 engines of 4 GPUs, apart\n"
+
+
+def test_json_has_places_problems_and_notes():
+    code, lines, _ = plan("cluster.colocate=true", "cluster.rollout_num_gpus=8", words=("--json",))
+    made = json.loads("\n".join(lines))
+    assert (code, made["problems"], made["notes"]) == (0, [], [])
+    assert made["places"][7] == {"node": 0, "gpu": 7, "rank": 7, "engine": 7, "share": 0.5}
+
+
+def test_what_cannot_be_placed_is_shown_and_said_with_the_nearest_sizes():
+    code, lines, err = plan("cluster.rollout_num_gpus=9", "cluster.rollout_num_gpus_per_engine=3")
+    assert code == 1
+    assert len(lines) == 1 + 17
+    assert err.splitlines()[0] == (
+        "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines of 8 GPUs; give 2 or 4, or train on 5"
+    )
+
+
+def test_a_model_that_cannot_be_cut_so_is_said_too():
+    settings = ("train.policy=megatron", "model.card=qwen3-8B", "megatron.pipeline_model_parallel_size=8")
+    code, _, err = plan(*settings)
+    assert code == 1
+    assert "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers; possible are 1, 2, 3, 4" in err
+
+
+def test_batches_that_leave_ranks_idle_are_a_note():
+    code, _, err = plan("run.rollout_batch_size=3", "rollout.n_samples_per_prompt=4")
+    assert code == 0
+    assert "12 rollouts a step are no multiple of 8 data-parallel ranks, of which some wait for others; 8 or 16" in err
+
+
+def test_on_a_cpu_ranks_are_processes():
+    code, lines, err = plan(words=("--device", "cpu"))
+    assert (code, len(lines)) == (0, 1 + 8)
+    assert err == "1 machine: 8 ranks; 1 engine beside, where there is room\n"
+
+
+def test_settings_without_placement_are_refused():
+    result = CliRunner().invoke(app, ["plan", "--card", "qwen3-0.6B", "-s", "train.lr=1"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "-c and -s go with --placement" in result.stderr
