@@ -45,14 +45,14 @@ def apply_delta(delta: Path, folder: Path) -> None:
         finally:
             staged.unlink(missing_ok=True)
         sync_folder(folder)
-        _roll_forward(folder, found)
+        _roll_forward(folder, found, checked=True)
 
 
 def recover(folder: Path) -> None:
     """Finish what a crash has interrupted. Raises CheckpointError if the files have been changed since."""
     if (folder / JOURNAL).exists():
         found = regions(folder)
-        _roll_forward(folder, found)
+        _roll_forward(folder, found, checked=False)
 
 
 def weight_version(folder: Path) -> str | None:
@@ -77,7 +77,7 @@ def _prepare(delta: DeltaFile, found: dict[str, Region], journal: Path) -> None:
             new = delta.applied(name, old, region.width)
             if digest(versions.checksum, new) != change.after:
                 raise CheckpointError(f"{delta.path}: {name} does not become what it should; push whole weights")
-            writer.add(name, code=region.code, shape=region.shape, width=region.width, old=old, new=new)
+            writer.add(name, change, width=region.width, old=old, new=new)
         writer.finish()
     finally:
         writer.close()
@@ -101,14 +101,15 @@ def _matches(delta: DeltaFile, found: dict[str, Region]) -> bool:
     return all(digest(checksum, found[name].read()) == change.after for name, change in delta.changes.items())
 
 
-def _roll_forward(folder: Path, found: dict[str, Region]) -> None:
+def _roll_forward(folder: Path, found: dict[str, Region], *, checked: bool) -> None:
+    """Put what the journal says in place; `checked`: it was written a moment ago, from these very files."""
     journal = DeltaFile(folder / JOURNAL)
     (folder / VERSION).unlink(missing_ok=True)
     changed = [name for name, change in journal.changes.items() if change.bitmap is not None]
     for name in changed:
         region = found[name]
         new = journal.applied(name, region.read(), region.width)
-        if digest(journal.versions.checksum, new) != journal.changes[name].after:
+        if not checked and digest(journal.versions.checksum, new) != journal.changes[name].after:
             raise CheckpointError(f"{region.file}: {name} was changed while a delta was applied; push whole weights")
         region.write(new)
     for file in {found[name].file for name in changed}:

@@ -14,7 +14,7 @@ from slimectl.data.rundir import explained_storage, write_text
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Policy, WeightWorkers
 from slimectl.sync.apply import VERSION, apply_delta, recover, weight_version
-from slimectl.sync.delta_file import DeltaWriter, Versions
+from slimectl.sync.delta_file import Change, DeltaWriter, Versions, digest
 from slimectl.sync.disk import Write, write_checkpoint
 from slimectl.sync.parts import cast, to_the_end
 from slimectl.sync.pushing import ServerSync
@@ -140,10 +140,11 @@ def write_delta(
                 region = found.pop(name, None)
                 if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
-                new = _bytes(tensor)
+                old, new = region.read(), _bytes(tensor)
+                before, after = (digest(versions.checksum, data) for data in (old, new))
                 writer.add(
-                    name, code=region.code, shape=region.shape, width=region.width, old=region.read(), new=new
-                )  # fmt: skip
+                    name, Change(region.code, list(region.shape), before, after), width=region.width, old=old, new=new
+                )
             if found:
                 raise CheckpointError(f"{base}: {min(found)} is not among the new weights; push whole ones")
             size = writer.finish()

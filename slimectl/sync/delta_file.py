@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,18 @@ class DeltaWriter:
         self._file = path.open("wb")
         self._file.write(MAGIC)
 
-    def add(self, name: str, *, code: str, shape: Iterable[int], width: int, old: bytes, new: bytes) -> None:
-        """A tensor by its bytes; numbers are `width` bytes wide."""
-        before, after = (digest(self.versions.checksum, data) for data in (old, new))
-        self.changes[name] = Change(code, list(shape), before, after)
+    def add(self, name: str, about: Change, *, width: int, old: bytes, new: bytes) -> None:
+        """A tensor by its bytes, whose checksums are in `about`; numbers are `width` bytes wide."""
+        self.changes[name] = Change(about.code, about.shape, about.before, about.after)
+        if old == new:
+            return
         old_N, new_N = (np.frombuffer(data, dtype=f"<u{width}") for data in (old, new))
         changed_N = old_N != new_N
-        if changed_N.any():
-            values = new_N[changed_N]
-            if self.versions.encoding == "xor":
-                values = values ^ old_N[changed_N]
-            self._put(name, changed_N, values)
+        at = np.flatnonzero(changed_N)  # few, mostly: faster than the mask itself
+        values = new_N[at]
+        if self.versions.encoding == "xor":
+            values = values ^ old_N[at]
+        self._put(name, changed_N, values)
 
     def _put(self, name: str, changed_N: Any, values: Any) -> None:
         known = self.changes[name]
@@ -134,10 +135,11 @@ class DeltaFile:
         if change.bitmap is None or change.values is None:
             return old
         new_N = np.frombuffer(old, dtype=f"<u{width}").copy()
-        changed_N = np.unpackbits(np.frombuffer(self._part(change.bitmap), np.uint8), count=len(new_N)).astype(bool)
+        bitmap = np.frombuffer(self._part(change.bitmap), np.uint8)
+        at = np.flatnonzero(np.unpackbits(bitmap, count=len(new_N)).view(bool))
         planes = np.frombuffer(self._part(change.values), np.uint8).reshape(width, change.changed)
         values = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
-        new_N[changed_N] = values ^ new_N[changed_N] if self.versions.encoding == "xor" else values
+        new_N[at] = values ^ new_N[at] if self.versions.encoding == "xor" else values
         return new_N.tobytes()
 
     def _part(self, place: list[int]) -> bytes:

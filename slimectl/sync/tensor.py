@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -11,9 +12,12 @@ from slimectl.sync.parts import cast, messages, named, to_the_end
 from slimectl.sync.pushing import ServerSync
 from slimectl.types import Metrics
 
+ON_CPU_BYTES = 64 * 2**20
+"""Enough for a message where nothing has to fit a GPU's transfers: more would only touch more memory."""
+
 
 class TensorSync(ServerSync):
-    """Messages of about `buffer_bytes`, each in shared memory only until the engines have read it.
+    """Messages of at most `buffer_bytes`, in shared memory only until the engines have read the last.
 
     `dtype` is the engines' precision: nothing wider is sent.
     """
@@ -43,7 +47,11 @@ def _send(
     """Where the weights are; the bytes that were sent."""
     sent = 0
     with to_the_end(tensors) as stream:
-        for message, last in messages(cast(stream, dtype), most_bytes):
+        first = next(stream, None)
+        if first is not None and not first[1].is_cuda:
+            most_bytes = min(most_bytes, ON_CPU_BYTES)
+        again = stream if first is None else chain([first], stream)
+        for message, last in messages(cast(again, dtype), most_bytes):
             workers.load_tensors(message, version=named(version, last=last))
             sent += sum(tensor.nbytes for _, tensor in message)
     return sent

@@ -27,7 +27,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import NamedTensors, Policy
-from slimectl.sync import broadcast
+from slimectl.sync import broadcast, tensor
 from slimectl.sync.delta import DeltaSync
 from slimectl.sync.disk import DiskSync
 from slimectl.sync.distributed import DistributedSync
@@ -281,6 +281,39 @@ def test_the_check_finds_other_weights(url: str, make: Make, model_dir: ModelDir
     dict(tensors)["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6  # one number, the last bits of it
     with pytest.raises(BackendError, match=r"model\.layers\.1\.mlp\.down_proj\.weight of \d+ tensors differ"):
         checked.check(sync.workers)
+
+
+class Interrupted(Held):
+    """Ctrl-C comes while the weights are read."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_push_leaves_the_engine_going_with_what_it_had(
+    kind: str, url: str, make: Make, model_dir: ModelDir
+):
+    tensors = list(HFCheckpoint().read(model_dir()))
+    sync = make(kind, Held(tensors, "71"), [url])
+    sync.push()
+    sync.policy = Interrupted(tensors, "72")
+    with pytest.raises(KeyboardInterrupt):
+        sync.push()
+    assert answers([url], model_dir())[0].weight_versions == ["71"]
+    sync.policy = Held(tensors, "73")
+    sync.push()
+    assert answers([url], model_dir())[0].weight_versions == ["73"]
+
+
+def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy: Policy, served: str):
+    sync = TensorSync(policy, HttpWorkers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
+    nobody = HttpWorkers(["http://127.0.0.1:9"], timeout_s=5)
+    with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
+        policy.hand_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
+    assert len(list(policy.weights())) > 10
+    assert sync.push()["bytes"] > 0
 
 
 @pytest.fixture

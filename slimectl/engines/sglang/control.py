@@ -17,7 +17,7 @@ import aiohttp
 from torch import Tensor, dtype
 
 from slimectl.engines.sglang.asking import Answer, ask, gathered
-from slimectl.engines.sglang.payloads import dtype_name, flattened, pickled, shared
+from slimectl.engines.sglang.payloads import SharedBlock, dtype_name, flattened, pickled
 
 Body = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
 """What is sent to all, or to a URL."""
@@ -40,7 +40,12 @@ class HttpWorkers:
         self._facts: dict[str, dict[str, Any]] = {}
         self._mode = "abort"
         self._opened = False
+        self._block: SharedBlock | None = None
         self.set_urls(urls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares no memory with this one."""
+        return self.__dict__ | {"_block": None}
 
     def set_urls(self, urls: Sequence[str]) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
@@ -123,8 +128,11 @@ class HttpWorkers:
         serving = [url for url in self.urls if self._serves(url)]
         others = [url for url in self.urls if url not in serving]
         if serving:
-            with shared(tensors) as block:
-                self._all(path, {"load_format": "shared_memory", **block, **_versioned(version)}, urls=serving)
+            size = sum(tensor.nbytes for _, tensor in tensors)
+            if self._block is None or self._block.size < size:
+                self._block = SharedBlock(size)
+            held = self._block.hold(tensors)
+            self._all(path, {"load_format": "shared_memory", **held, **_versioned(version)}, urls=serving)
         if others:
             flat, places = flattened(tensors)
             # SGLang's ranks each read a payload of their own: a handle of CUDA IPC can be opened once only.

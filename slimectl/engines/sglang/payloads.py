@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -76,28 +76,34 @@ class _Handle:
         return rebuild, (*arguments[:DEVICE_INDEX], uuid, *arguments[DEVICE_INDEX + 1 :])
 
 
-@contextmanager
-def shared(tensors: Sequence[NamedTensor]) -> Iterator[dict[str, Any]]:
-    """What `slimectl serve` takes as load_format "shared_memory": the name of a block, and what lies where in it.
+class SharedBlock:
+    """Shared memory for one message after the other: to touch pages for the first time costs more than to fill them.
 
-    The block is gone after the `with`. Raises StorageError if there is no room for it.
+    Gone with this object. Raises StorageError if there is no room for it.
     """
-    size = sum(tensor.nbytes for _, tensor in tensors)
-    _check_room(size)
-    memory = SharedMemory(create=True, size=max(1, size))
-    try:
+
+    def __init__(self, size: int) -> None:
+        _check_room(size)
+        self.size = size
+        self._memory = SharedMemory(create=True, size=max(1, size))
+        self.free = weakref.finalize(self, _gone, self._memory)
+
+    def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
+        """What `slimectl serve` takes as load_format "shared_memory": the name of the block, and what lies where."""
         places, end = [], 0
         for name, tensor in aligned(tensors):
             start, end = end, end + tensor.nbytes
             places.append([name, dtype_name(tensor.dtype), list(tensor.shape), start])
             if tensor.numel():
-                target = torch.frombuffer(memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                target = torch.frombuffer(self._memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
                 target.copy_(tensor.detach().reshape(-1))
                 del target  # a block cannot be closed while something looks into it
-        yield {"name": memory.name, "tensors": places}
-    finally:
-        memory.close()
-        memory.unlink()
+        return {"name": self._memory.name, "tensors": places}
+
+
+def _gone(memory: SharedMemory) -> None:
+    memory.close()
+    memory.unlink()
 
 
 def _check_room(size: int) -> None:
