@@ -34,7 +34,7 @@ class Workshop:
     stderr: str = ""
     """Words of the last command."""
 
-    def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0) -> bytes:
+    def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0, timeout_s: float = 90) -> bytes:
         """Run a command to its end; its stdout. Fails with its stderr if the exit code is not `code`."""
         result = subprocess.run(
             self.command(*arguments),
@@ -42,7 +42,7 @@ class Workshop:
             input=stdin,
             capture_output=True,
             env=self.environment,
-            timeout=90,
+            timeout=timeout_s,
         )
         assert result.returncode == code, result.stderr.decode()
         self.stderr = result.stderr.decode()

@@ -1,0 +1,95 @@
+"""The same run wherever it runs: local or Ray, one engine or several, embedded or SGLang, however weights get there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import sglang_python
+from workshop import Workshop
+
+BY_ENGINE = ("prefix_cache_hit_rate", "train_rollout_", "tis", "rollout_log_probs", "train/loss", "train/pg_loss")
+"""Metrics that depend on which engine served, or are rounding alone."""
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def greedy(workshop: Workshop, run: str) -> list[list[int]]:
+    """What the trained weights answer when a fresh embedded engine loads them."""
+    data = ["--data", "small=prompts.jsonl@[0:3]", "--model", f"runs/{run}/latest", "--out", "afresh.jsonl"]
+    workshop.slimectl("eval", "-c", "slimectl.toml", *data, "--temperature", "0")
+    return [sample["tokens"] for sample in lines(workshop.folder / "afresh.jsonl")]
+
+
+def last_evaluation(workshop: Workshop, run: str, rounds: int) -> list[list[int]]:
+    """What the run's own engines answered after the last push."""
+    return [sample["tokens"] for sample in lines(workshop.folder / "runs" / run / "eval" / f"small-{rounds:06d}.jsonl")]
+
+
+def nothing_is_left(workshop: Workshop) -> bool:
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return not [command for command in commands if str(workshop.folder) in command]
+
+
+def test_local_equals_ray_to_the_last_digit(workshop: Workshop):
+    workshop.slimectl("run", "--name", "local")
+    workshop.slimectl("run", "--name", "ray", "--executor", "ray", timeout_s=240)
+    metrics = [(workshop.folder / "runs" / name / "metrics.jsonl").read_bytes() for name in ("local", "ray")]
+    assert metrics[0] == metrics[1]
+    assert metrics[0].count(b"\n") > 6
+    weights = [
+        next((workshop.folder / "runs" / n / "step_000006/policy").glob("*.safetensors")) for n in ("local", "ray")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    logs = {path.name for path in (workshop.folder / "runs/ray/logs").iterdir()}
+    assert logs == {"rank-0.log", "sampler.log"}
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk", "distributed", "delta"])
+def test_two_servers_answer_as_the_engine_beside_the_trainer(workshop: Workshop, transport: str):
+    workshop.slimectl("run", "--name", "one", "-s", "run.num_rollout=3", "-s", "eval.temperature=0")
+    checked = ["-s", f"sync.transport={transport}", "-s", "sync.check_weight_update_equal=true"]
+    workshop.slimectl(
+        "run", "--name", "two", "-s", "run.num_rollout=3", "-s", "eval.temperature=0", "--engines", "2", *checked
+    )
+    for one, two in zip(workshop.metrics("one"), workshop.metrics("two"), strict=True):
+        for name, value in one["metrics"].items():
+            if not any(word in name for word in BY_ENGINE):
+                assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (one["step"], name)
+    assert last_evaluation(workshop, "two", 3) == greedy(workshop, "two")
+    assert nothing_is_left(workshop)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk", "distributed"])
+def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, transport: str):
+    sglang_python()
+    three = ["-s", "run.num_rollout=3", "-s", "eval.temperature=0", "-s", f"sync.transport={transport}"]
+    workshop.slimectl("run", *three, "--executor", "ray", "--engine", "sglang", timeout_s=400)
+    steps = [line for line in workshop.metrics("a") if "train/loss" in line["metrics"]]
+    assert [line["weight_version"] for line in steps] == ["1", "2", "3"]
+    for line in steps:
+        assert line["metrics"]["rollout/staleness/max"] == 0
+        assert line["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert last_evaluation(workshop, "a", 3) == greedy(workshop, "a")
+    assert nothing_is_left(workshop)
+
+
+def test_rollout_and_eval_through_sglang(workshop: Workshop):
+    sglang_python()
+    given = ["--model", str(workshop.model), "--engine", "sglang"]
+    shape = ["-n", "2", "--max-response-len", "8"]
+    workshop.slimectl("rollout", "--data", "prompts.jsonl", *given, *shape, "--out", "s.jsonl", timeout_s=240)
+    samples = lines(workshop.folder / "s.jsonl")
+    assert [sample["index"] for sample in samples] == list(range(16))
+    assert all(len(sample["rollout_log_probs"]) == sample["response_length"] for sample in samples)
+    data = ["--data", "small=prompts.jsonl", "--temperature", "0"]
+    both = []
+    for engine in (given, given[:2]):
+        workshop.slimectl("eval", "-c", "slimectl.toml", *data, *engine, "--out", "e.jsonl", timeout_s=240)
+        both.append([sample["tokens"] for sample in lines(workshop.folder / "e.jsonl")])
+    assert both[0] == both[1]
+    assert nothing_is_left(workshop)
