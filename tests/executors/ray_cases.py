@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slimectl.executors.ray.surroundings import Whereabouts
@@ -36,3 +40,28 @@ class Engine:
     def where(self) -> tuple[str, tuple[str, ...], str]:
         here = Whereabouts.here()
         return here.node, here.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+class Diary:
+    """Dies on demand, and has a generator that takes its time."""
+
+    def __init__(self, closed: Path | None = None) -> None:
+        self.closed = closed
+
+    def pages(self) -> list[str]:
+        return []
+
+    def die(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def slowly(self) -> Iterator[int]:
+        time.sleep(1000)
+        yield 1
+
+    def close(self) -> None:
+        if self.closed is not None:
+            self.closed.touch()

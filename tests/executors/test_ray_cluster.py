@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from slimectl.errors import BackendError, DiedError
+from slimectl.placement import Placement
+
 pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster
 from ray_cases import Engine, nothing, tell_where
 
-from slimectl.errors import BackendError, DiedError
 from slimectl.executors.ray import RayExecutor
-from slimectl.placement import Placement
 
+UNWATCHED = "RAY_memory_monitor_refresh_ms"
+"""Off: how full this machine is, is not what is tested."""
 MACHINE = {"num_cpus": 2, "num_gpus": 8, "object_store_memory": 80_000_000}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without GPUs, where the driver is, and two machines."""
+    os.environ[UNWATCHED] = "0"
     head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         made.add_node(**MACHINE)
     yield made
     made.shutdown()
+    del os.environ[UNWATCHED]
 
 
 def spots_of(executor: RayExecutor) -> list[tuple[str, str]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from typing import Any
@@ -14,7 +14,16 @@ from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.ray.library import ray
 
 REACH_S = 10.0
-"""How long an address that does not answer is tried."""
+"""How long an address where nobody listens is tried."""
+TRY_S = 20.0
+"""How long what listens there may take to be a Ray cluster."""
+TRY = """
+import sys, ray
+try:
+    ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+except BaseException as error:
+    sys.exit(f"{error}")
+"""
 OWN = "local"
 
 
@@ -28,6 +37,7 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         return None
     if address is not None:
         _reach(address)
+        _try(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _print_on_stderr()
     asked = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
@@ -35,8 +45,7 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
         context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **asked)
     except Exception as error:
-        where = f"Ray at {address}" if address else "Ray on this machine"
-        raise BackendError(f"{where}: {_told(error)}") from error
+        raise BackendError(f"Ray at {address or 'this machine'}: {_told(str(error))}") from error
     return context["session_dir"] if address is None else None
 
 
@@ -96,11 +105,25 @@ def _reach(address: str) -> None:
     )
 
 
-def _told(error: Exception) -> str:
-    """Ray's words in one line; for two versions, which."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and "ersion mismatch" in lines[0]:
-        return f"{' '.join(lines[:6])}; install the versions of the cluster".replace("..", ".")
-    with contextlib.suppress(IndexError):
-        return f"{lines[0].rstrip('.')}; is it a Ray cluster of version {ray.__version__}?"
-    return type(error).__name__
+def _try(address: str) -> None:
+    """Connect in a process of its own first: where there is no Ray cluster Ray tries for minutes and cannot be stopped.
+
+    Raises BackendError.
+    """
+    try:
+        tried = subprocess.run([sys.executable, "-c", TRY, address], capture_output=True, text=True, timeout=TRY_S)
+    except subprocess.TimeoutExpired:
+        raise BackendError(
+            f"Ray at {address}: something is there, but it did not answer as a Ray head does in {TRY_S:g} s; give the "
+            f"head's own port (6379 by default) and Ray {ray.__version__}"
+        ) from None
+    if tried.returncode:
+        raise BackendError(f"Ray at {address}: {_told(tried.stderr)}")
+
+
+def _told(words: str) -> str:
+    """Ray's words in one line; of two versions that differ, both."""
+    lines = [line.strip() for line in words.splitlines() if line.strip() and not line.startswith("[")]
+    if any("ersion mismatch" in line for line in lines):
+        return f"{' '.join(lines)}; install the versions of the cluster"
+    return lines[-1] if lines else "it could not be joined"

@@ -14,7 +14,7 @@ from slimectl.executors.outputs import tail
 from slimectl.executors.ray.library import ray
 from slimectl.executors.ray.surroundings import Whereabouts
 
-LOOK_S = 2.0
+LOOK_S = 1.0
 """How long a machine gets to answer."""
 LEAVE_S = 5.0
 """How long processes get to end that were killed."""
@@ -23,20 +23,28 @@ LEAVE_S = 5.0
 def cause(error: BaseException | None, where: Whereabouts) -> str:
     """What became of an actor, by what Ray raised and what its machine says."""
     if not is_alive(where.node):
-        return "its machine has left the cluster or does not answer"
+        return "its machine has left the cluster"
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in str(error):
         return "out of memory"
     return "killed; out of memory?" if isinstance(error, ray.exceptions.RayError) else "its process ended"
 
 
 def is_alive(node: str) -> bool:
-    """Whether the machine answers: Ray itself takes up to 15 s to find out that it does not."""
+    """Whether a machine is one of the cluster's, and the door of its raylet is open.
+
+    Ray itself takes up to 15 s to find out that it is not, and processes of ours may live on beside a dead raylet. A
+    machine that does not answer at all may only be busy: that is left to Ray.
+    """
     for known in ray.nodes():
         if known["NodeID"] == node and known["Alive"]:
-            with contextlib.suppress(OSError):
+            try:
                 address = known["NodeManagerAddress"], known["NodeManagerPort"]
                 socket.create_connection(address, timeout=LOOK_S).close()
-                return True
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                pass
+            return True
     return False
 
 

@@ -106,7 +106,8 @@ class RayExecutor:
         try:
             yield from host.stream("__call__", (), {}, ahead=ahead, key=key)
         finally:
-            self._end_host(key)
+            if self._hosts.pop(key, None):
+                kill([host.actor], [host.where])
 
     def map(
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None

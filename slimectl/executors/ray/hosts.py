@@ -126,8 +126,9 @@ class Host:
     ) -> Iterator[Any]:
         """What the object's method yields, at most `ahead` items made before they are asked for.
 
-        Closing ends the generator after the item in hand, for which it waits a while.
+        Closing ends the generator after the item in hand, for which it waits a while; Ctrl-C waits for nothing.
         """
+        patience = GRACE_S
         control = self.actor
         streaming = control.items.options(num_returns="streaming")
         coming = streaming.remote(key, method, *_packed(arguments, options))
@@ -140,9 +141,12 @@ class Host:
                 except StopIteration:
                     return
                 yield self.answered(answer)
+        except KeyboardInterrupt:
+            patience = 0.0
+            raise
         finally:
             control.stop.remote(key)
-            ray.wait([coming.completed()], timeout=GRACE_S)
+            ray.wait([coming.completed()], timeout=patience)
 
 
 class Proxy:

@@ -20,7 +20,7 @@ from slimectl.errors import BackendError, DiedError
 from slimectl.executors.driving import GRACE_S, PipedRanks
 from slimectl.executors.outputs import log_files
 from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, live
-from slimectl.executors.ray.deaths import cause, kill, tail_at
+from slimectl.executors.ray.deaths import cause, is_alive, kill, tail_at
 from slimectl.executors.ray.library import ray
 from slimectl.executors.ray.surroundings import Surroundings, Whereabouts
 
@@ -123,14 +123,18 @@ class RayRanks(PipedRanks):
 
     def _gone(self) -> Iterator[int]:
         ended, _ = ray.wait(self._lives, num_returns=len(self._lives), timeout=0)
-        return iter([self._lives.index(life) for life in ended])
+        lost = {node for node in {place.node for place in self._where} if not is_alive(node)}
+        for rank, (life, place) in enumerate(zip(self._lives, self._where, strict=True)):
+            if life in ended or place.node in lost:
+                yield rank
 
     def _death(self, rank: int) -> DiedError:
         where, error = self._where[rank], None
-        try:
-            ray.get(self._lives[rank], timeout=GRACE_S)
-        except Exception as raised:
-            error = raised
+        if is_alive(where.node):
+            try:
+                ray.get(self._lives[rank], timeout=GRACE_S)
+            except Exception as raised:
+                error = raised
         why = cause(error, where)
         see = f"see {self._logs[rank]}" if self._logs else "see its messages above"
         return DiedError(f"rank {rank} of {self.ranks} died (on {where}: {why}); {see}")

@@ -1,0 +1,200 @@
+"""What only a Ray cluster can do wrong: addresses, versions, deaths, Ctrl-C, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.errors import BackendError, DiedError, SettingsError
+
+ray = pytest.importorskip("ray")
+
+from ray_cases import Diary, nothing  # noqa: E402
+
+from slimectl.executors.ray import RayExecutor, cluster  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
+    made = RayExecutor(logs=tmp_path_factory.mktemp("logs"))
+    yield made
+    made.close()
+
+
+def test_a_hosted_object_that_dies_is_named_with_its_last_words(executor: RayExecutor):
+    diary = executor.host(Diary, name="diary")
+    with pytest.raises(DiedError, match=r"diary died \(on .*: .*\); see .*diary\.log") as caught:
+        diary.die("oh no")
+    assert "oh no" in caught.value.__notes__[0]
+    with pytest.raises(DiedError, match="diary died"):
+        diary.pages()
+    with pytest.raises(DiedError, match="diary died"):
+        next(executor.stream(diary.pages, ahead=1))
+    assert list(executor.host(Diary, name="diary").pages()) == []  # the name is free again
+
+
+def test_an_ended_host_is_closed_first(executor: RayExecutor, tmp_path: Path):
+    executor.host(partial(Diary, tmp_path / "closed"), name="closing")
+    executor.host(Diary, name="closing")
+    assert (tmp_path / "closed").exists()
+
+
+def test_more_engines_than_were_placed_are_refused(executor: RayExecutor):
+    with pytest.raises(BackendError, match="needs a placement that has engines"):
+        executor.host(nothing, name="engine", gpus=1)
+
+
+def test_another_version_of_ray_is_said(executor: RayExecutor):
+    """The cluster says that it is of another version."""
+    client, key = ray._private.worker.global_worker.gcs_client, (b"CLUSTER_METADATA", b"cluster")
+    written = client.internal_kv_get(*key)
+    client.internal_kv_put(key[0], json.dumps(json.loads(written) | {"ray_version": "2.9.0"}).encode(), True, key[1])
+    try:
+        with pytest.raises(BackendError, match=r"Ray: 2\.9\.0 .* Ray: \d.*; install the versions of the cluster"):
+            cluster._try(ray.get_runtime_context().gcs_address)
+    finally:
+        client.internal_kv_put(key[0], written, True, key[1])
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "message"),
+    [
+        (
+            "127.0.0.1:1",
+            BackendError,
+            "Ray at 127.0.0.1:1 is not answering (0.2 s: [Errno 111] Connection refused)",
+        ),
+        (
+            "ray://10.0.0.1:10001",
+            SettingsError,
+            "cluster.ray_address: ray://10.0.0.1:10001: give host:port",
+        ),
+        ("head", SettingsError, "cluster.ray_address: head: give host:port of the head, or auto"),
+    ],
+)
+def test_an_address_without_a_cluster_is_one_line(
+    address: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cluster, "REACH_S", 0.2)
+    with pytest.raises(kind) as caught:
+        cluster._reach(address)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_listens_but_is_no_cluster_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster, "TRY_S", 3.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(BackendError, match="did not answer as a Ray head does in 3 s"),
+    ):
+        cluster._try(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+ALONE = """
+import sys, time
+sys.path[:0] = {path!r}
+from functools import partial
+from slimectl.executors.ray import RayExecutor
+from ray_cases import Diary
+if __name__ == "__main__":
+    executor = RayExecutor()
+    import ray
+    print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
+    try:
+{body}
+    finally:
+        executor.close()
+"""
+
+
+def started(body: str, **options: Any) -> subprocess.Popen[str]:
+    """A program that drives a cluster of its own."""
+    indented = "\n".join(f"        {line}" for line in body.splitlines())
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    command = [sys.executable, "-c", ALONE.format(path=path, body=indented)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, start_new_session=True, **pipes, **options)
+
+
+def is_gone(session: str) -> bool:
+    """Whether no process of a cluster is left; each has the session's folder among its arguments or its open files."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "cmdline").read_text()
+            opened = " ".join(os.readlink(file) for file in (folder / "fd").iterdir())
+        except OSError:
+            continue
+        if session in text or session in opened:
+            return False
+    return True
+
+
+def test_hooks_of_the_working_directory_are_found_and_only_data_is_on_stdout(tmp_path: Path):
+    (tmp_path / "my_reward.py").write_text(
+        "import os, sys\n"
+        "def grade(n):\n"
+        "    print('graded', n)\n"
+        "    if n == 1: os._exit(1)\n"
+        "    return n, open('scale').read()\n"
+    )
+    (tmp_path / "scale").write_text("ten")
+    body = "sys.path.insert(0, '')\nimport my_reward\nprint(list(executor.map(my_reward.grade, range(3), workers=1)))"
+    out, err = started(body, cwd=tmp_path).communicate(timeout=100)
+    session, results = out.splitlines()
+    assert re.fullmatch(r"\[\(0, 'ten'\), BackendError\('the worker died on it \(.*\)'\), \(2, 'ten'\)\]", results)
+    assert "graded 0" in err
+    assert is_gone(session)
+    assert not Path(session).exists()
+
+
+def test_ctrl_c_ends_a_wait_at_once_and_leaves_nothing():
+    body = "print('waiting', flush=True)\nfor _ in executor.stream(partial(Diary().slowly), ahead=1): print('item')"
+    program = started(body)
+    assert program.stdout is not None
+    session = program.stdout.readline().strip()
+    assert program.stdout.readline() == "waiting\n"
+    time.sleep(3)
+    begun = time.monotonic()
+    os.killpg(program.pid, signal.SIGINT)
+    out, err = program.communicate(timeout=60)
+    assert time.monotonic() - begun < 9  # and not the 10 s that a stream gets to end
+    assert out == ""
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert is_gone(session)
+
+
+def test_a_killed_driver_takes_cluster_and_actors_with_it():
+    program = started("print(executor.host(Diary, name='diary').process(), flush=True)\ntime.sleep(100)")
+    assert program.stdout is not None
+    session, actor = program.stdout.readline().strip(), program.stdout.readline().strip()
+    program.kill()
+    program.communicate()
+    deadline = time.monotonic() + 20
+    while (named := running(session, actor)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert named == []  # two agents of Ray's own follow within a minute
+
+
+def running(session: str, actor: str) -> list[str]:
+    """The command lines that name a session, or are the actor's."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        if session in text or (text and folder.name == actor):
+            found.append(text)
+    return found
