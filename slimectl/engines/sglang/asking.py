@@ -13,6 +13,9 @@ import aiohttp
 
 from slimectl.errors import BackendError
 
+Json = Mapping[str, Any] | bytes
+"""A body, or what it is made of."""
+
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_WORDS = 500
 
@@ -44,11 +47,10 @@ class Answer:
         return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}")
 
 
-async def ask(
-    session: aiohttp.ClientSession, url: str, path: str, body: Mapping[str, Any], *, method: str = "POST"
-) -> Answer:
+async def ask(session: aiohttp.ClientSession, url: str, path: str, body: Json, *, method: str = "POST") -> Answer:
     # Not as bytes: aiohttp would send a large body in one piece and block the loop.
-    data = io.BytesIO(json.dumps(body).encode()) if method == "POST" else None
+    written = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = io.BytesIO(written) if method == "POST" else None
     headers = {"Content-Type": "application/json"}
     try:
         async with session.request(method, url + path, data=data, headers=headers) as response:

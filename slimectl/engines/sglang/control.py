@@ -9,17 +9,19 @@ The same calls drive SGLang 0.5.18 to 0.5.21 and `slimectl serve`. What SGLang a
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from torch import Tensor, dtype
 
-from slimectl.engines.sglang.asking import Answer, ask, gathered
+from slimectl.engines.sglang.asking import Answer, Json, ask, gathered
 from slimectl.engines.sglang.payloads import SharedBlock, dtype_name, flattened, pickled
 
-Body = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
+Body = Json | Callable[[str], Json]
 """What is sent to all, or to a URL."""
 
 IDLE_TIMEOUT_S = 10.0
@@ -135,16 +137,16 @@ class HttpWorkers:
             self._all(path, {"load_format": "shared_memory", **held, **_versioned(version)}, urls=serving)
         if others:
             flat, places = flattened(tensors)
-            # SGLang's ranks each read a payload of their own: a handle of CUDA IPC can be opened once only.
-            most = max(int(self._known(url).get("tp_size") or 1) for url in others)
-            payloads = [base64.b64encode(pickled(flat, places)).decode() for _ in range(most if flat.is_cuda else 1)]
-            bodies = {}
-            for url in others:
-                ranks = int(self._known(url).get("tp_size") or 1)
-                own = payloads[:ranks] if flat.is_cuda else payloads * ranks
-                bodies[url] = {
-                    "serialized_named_tensors": own, "load_format": "flattened_bucket", **_versioned(version)
-                }  # fmt: skip
+            ranks = [int(self._known(url).get("tp_size") or 1) for url in others]
+            # A handle of CUDA IPC can be opened once: every rank reads a pickle of its own.
+            apart = sum(ranks) if flat.is_cuda else 1
+            payloads = iter([base64.b64encode(pickled(flat, places)) for _ in range(apart)] * (sum(ranks) // apart))
+            rest = json.dumps({"load_format": "flattened_bucket", **_versioned(version)})[1:].encode()
+            # Put together by hand: an encoder would look at every byte.
+            bodies = {
+                url: b'{"serialized_named_tensors":["' + b'","'.join(islice(payloads, count)) + b'"],' + rest
+                for url, count in zip(others, ranks, strict=True)
+            }
             self._all(path, bodies.__getitem__, urls=others)
 
     def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:
