@@ -34,6 +34,18 @@ def nothing() -> None:
     return None
 
 
+def policy_over_ranks(folder: Path) -> Any:
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.policies.fsdp.policy import FsdpPolicy
+    from slimectl.policies.optimizer import OptimizerOptions
+
+    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3), max_tokens_per_pack=12)
+
+
+def sums(weights: Any) -> dict[str, float]:
+    return {name: tensor.double().sum().item() for name, tensor in weights}
+
+
 class Engine:
     """Knows where it is."""
 

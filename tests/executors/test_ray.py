@@ -10,18 +10,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.algorithms.losses import SftLoss
 from slimectl.errors import BackendError, DiedError, SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.policies.group import GroupPolicy
+from slimectl.types import Row
 
 ray = pytest.importorskip("ray")
 
-from ray_cases import Diary, nothing  # noqa: E402
+from ray_cases import Diary, nothing, policy_over_ranks, sums  # noqa: E402
 
 from slimectl.executors.ray import RayExecutor, cluster  # noqa: E402
 
@@ -49,6 +53,19 @@ def test_an_ended_host_is_closed_first(executor: RayExecutor, tmp_path: Path):
     executor.host(partial(Diary, tmp_path / "closed"), name="closing")
     executor.host(Diary, name="closing")
     assert (tmp_path / "closed").exists()
+
+
+def test_a_policy_over_ranks_is_the_same_here_and_there(executor: RayExecutor, model_dir: Callable[..., Path]):
+    """To the last digit."""
+    build = partial(policy_over_ranks, model_dir("qwen3"))
+    found = []
+    for where in (executor, LocalExecutor()):
+        policy = GroupPolicy(where, build, ranks=2)
+        rows = [Row([5, 6, 7, 8, 9, i], 3, [1.0] * 3, group=i) for i in range(4)]
+        steps = [policy.forward_backward(rows, SftLoss()) | policy.optim_step() for _ in range(2)]
+        found.append((policy.log_probs(rows), steps, policy.hand_weights(sums)))
+        policy.close()
+    assert found[0] == found[1]
 
 
 def test_more_engines_than_were_placed_are_refused(executor: RayExecutor):

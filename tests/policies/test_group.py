@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, 
 from slimectl.errors import BackendError, CheckpointError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.group import GroupPolicy
+from slimectl.ports import NamedTensors
 
 ModelDir = Callable[..., Path]
 ROUNDING = 1e-6
@@ -85,6 +87,29 @@ def test_leaving_the_weights_early_leaves_the_ranks_usable(two: GroupPolicy):
     assert len(two.log_probs(random_rows())) == 9
 
 
+def test_weights_are_handed_over_on_rank_0_and_what_is_made_of_them_comes_back(two: GroupPolicy):
+    names = [name for name, _ in two.weights()]
+    assert two.hand_weights(names_and_rank) == (names, 0)
+    assert two.hand_weights(first_name) == names[0]
+    assert len(two.log_probs(random_rows())) == 9
+
+
+def test_a_failure_to_take_the_weights_is_raised_here_and_the_ranks_go_on(two: GroupPolicy):
+    with pytest.raises(BackendError, match="cannot take"):
+        two.hand_weights(refuse_second)
+    assert len(two.log_probs(random_rows())) == 9
+
+
+def test_threads_take_turns(two: GroupPolicy):
+    expected, stream = two.log_probs(random_rows()), two.weights()
+    first = next(stream)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(two.log_probs, random_rows()) for _ in range(4)]
+        names = [name for name, _ in stream]
+        assert [found.result(timeout=60) for found in waiting] == [expected] * 4
+    assert first[0] not in names
+
+
 def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: GroupPolicy):
     with pytest.raises(ZeroDivisionError, match="a loss that fails") as caught:
         two.forward_backward(random_rows(), Failing())
@@ -117,6 +142,7 @@ from pathlib import Path
 from policy_cases import new_policy
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.group import GroupPolicy
+from slimectl.ports import NamedTensors
 group = GroupPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)
 print(*[process.pid for process in group._ranks._processes], flush=True)
 time.sleep(60)
@@ -132,6 +158,20 @@ time.sleep(60)
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def names_and_rank(weights: NamedTensors) -> tuple[list[str], int]:
+    return [name for name, _ in weights], torch.distributed.get_rank()
+
+
+def first_name(weights: NamedTensors) -> str:
+    return next(iter(weights))[0]
+
+
+def refuse_second(weights: NamedTensors) -> None:
+    for i, (name, _) in enumerate(weights):
+        if i == 1:
+            raise BackendError(f"cannot take {name}")
 
 
 def is_alive(pid: int) -> bool:
