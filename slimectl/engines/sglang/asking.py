@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,9 @@ async def ask(session: aiohttp.ClientSession, url: str, path: str, body: Json, *
         async with session.request(method, url + path, data=data, headers=headers) as response:
             text = await response.text()
     except aiohttp.ClientConnectorError as error:
-        raise BackendError(f"engine at {url} is not there: {error.strerror or error.os_error}; see its log") from error
+        code = error.errno or 0
+        reason = os.strerror(code) if code > 0 else str(error.os_error)  # no address has none
+        raise BackendError(f"engine at {url} is not there: {reason}; has it died? see its log") from error
     except (aiohttp.ClientError, OSError) as error:
         reason = str(error) or type(error).__name__
         raise BackendError(f"engine at {url} went away in {path} ({reason}): it has died; see its log") from error
