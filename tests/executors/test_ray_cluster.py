@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,9 @@ def cluster() -> Iterator[Any]:
     for _ in range(2):
         made.add_node(**MACHINE)
     yield made
+    session = made.head_node.get_session_dir_path()
     made.shutdown()
+    shutil.rmtree(session, ignore_errors=True)
     del os.environ[UNWATCHED]
 
 
