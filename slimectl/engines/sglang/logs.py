@@ -8,7 +8,10 @@ from pathlib import Path
 
 TAIL_BYTES = 256 * 1024
 
-MEMORY = re.compile(r"out of memory|OutOfMemory|Not enough memory|MemoryError|bad_alloc|can't allocate memory", re.I)
+MEMORY = re.compile(
+    r"out of memory|OutOfMemory|not enough memory|MemoryError|bad_alloc|can(no|')t allocate memory|leave no GPU memory",
+    re.I,
+)
 ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:[\w.]*\.)?\w*(?:Error|Exception)\b.*:\s*\S")
 NOISE = re.compile(r"warn|^\s*$|^\s*(File |\^|~)", re.I)
 
@@ -35,6 +38,10 @@ def cause(text: str) -> str:
         if found is not None:
             return _short(found)
     return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "it wrote nothing"))
+
+
+def names_error(line: str) -> bool:
+    return ERROR.search(line) is not None
 
 
 def _short(line: str) -> str:

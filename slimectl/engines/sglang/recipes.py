@@ -18,15 +18,16 @@ UNPUSHED = "unpushed"
 SLACK = 8
 """Tokens that SGLang 0.5.21 keeps of a context for itself; the client sees to the real bound."""
 
-ON_CPU: dict[str, Any] = {
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_overlap_schedule": True,
-    "sleep_on_idle": True,  # an idle server would burn a core
-    "max_total_tokens": 20000,  # the cache's share of memory is reckoned from a GPU's
-    "enable_deterministic_inference": True,  # sampling_seed has no effect without; costs nothing here
+ON_CPU = {
+    "attention_backend": "--attention-backend=torch_native",
+    "sampling_backend": "--sampling-backend=pytorch",
+    "grammar_backend": "--grammar-backend=none",
+    "disable_overlap_schedule": "--disable-overlap-schedule",
+    "sleep_on_idle": "--sleep-on-idle",  # an idle server would burn a core
+    "max_total_tokens": "--max-total-tokens=20000",  # the cache's share of memory is reckoned from a GPU's
+    "enable_deterministic_inference": "--enable-deterministic-inference",  # else sampling_seed has no effect
 }
+"""Flags by the field that they set: where `args` has it, theirs is taken."""
 
 
 def sglang_server(
@@ -54,21 +55,25 @@ def sglang_server(
     `args` that it does not take.
     """
     chosen = interpreter(python)
-    given = {**(ON_CPU if device == "cpu" else {}), **(args or {})}
+    given = dict(args or {})
     written = [
         f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
         f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         *([f"--context-length={max_context + SLACK}"] if max_context else []),
         *([f"--disaggregation-mode={role}"] if role else []),
         *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
+        *([flag for field, flag in ON_CPU.items() if field not in given] if device == "cpu" else []),
         *flags(given, chosen),
     ]  # fmt: skip
     surroundings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SLACK
     if device == "cpu":
         surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if tensor_parallel > 1:  # SGLang asks for a NUMA node a rank, unless it is told cores; without sgl-kernel, any
+            surroundings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
     return ServerProcess(
         partial(_inside, chosen, "launch.py", written),
         name=name, log=log, env=surroundings | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
+        own_tmp=True,  # SGLang puts sockets there and never removes them
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slimectl.engines.sglang.inside.leftovers import kill_group, members, segments
-from slimectl.engines.sglang.logs import cause, tail
+from slimectl.engines.sglang.inside.leftovers import OWN_TMP, kill_group, members, segments
+from slimectl.engines.sglang.logs import cause, names_error, tail
 from slimectl.engines.sglang.wire import get
 from slimectl.errors import BackendError
 
@@ -31,7 +31,8 @@ class ServerProcess:
 
     Until `start` it is a recipe that can be pickled; its interface is methods alone, so that an executor can host it.
     The child has a session of its own (Ctrl-C is the parent's), leaves when this process dies (the command sees to
-    that: it is told by SLIMECTL_PARENT), and writes to `log`. `host` None means this machine's own address.
+    that: it is told by SLIMECTL_PARENT), and writes to `log`. `host` None means this machine's own address; `own_tmp`
+    gives the child a temporary folder of its own, which goes with it.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class ServerProcess:
         host: str | None = "127.0.0.1",
         port: int | None = None,
         ready: str = "/health",
+        own_tmp: bool = False,
         start_timeout_s: float = 600.0,
     ) -> None:
         self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
         self._host, self._wanted_port, self._ready = host, port, ready
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
         self._segments: set[Path] = set()
@@ -65,7 +67,6 @@ class ServerProcess:
             port = free_port(host, self._wanted_port if attempt == 0 else None)
             process = self._spawn(host, port)
             if self._answers(process, f"http://{host}:{port}", begun + self._start_timeout_s):
-                self._segments = segments(members(process.pid))
                 return f"http://{host}:{port}"
             words = self._last_words()
             self.stop(again=True)
@@ -75,7 +76,9 @@ class ServerProcess:
         code = process.returncode
         late = time.monotonic() - begun >= self._start_timeout_s
         what = (
-            f"did not answer within {self._start_timeout_s:.0f} s" if late else f"died while starting ({_exit(code)})"
+            f"did not answer within {self._start_timeout_s:.0f} s"
+            if late
+            else f"died while starting ({_fate(code, words)})"
         )
         raise BackendError(f"{self._name} {what}: {words}; its log: {self._log}")
 
@@ -93,7 +96,8 @@ class ServerProcess:
     def death(self) -> str:
         """Why it died, in the words of its exit code and its log."""
         code = self._process.poll() if self._process is not None else None
-        return f"{_exit(code)}: {self._last_words()}"
+        words = self._last_words()
+        return f"{_fate(code, words)}: {words}"
 
     def stop(self, *, again: bool = False) -> None:
         """End the server and all its children; nothing happens if there is none. `again`: a start is under way."""
@@ -113,9 +117,9 @@ class ServerProcess:
 
     def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="slimectl-server-")
-        # Sockets of SGLang's processes lie in the temporary folder, and a killed server leaves them there.
-        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "TMPDIR": self._scratch} | self._env
+        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid())} | self._env
+        if self._own_tmp:
+            self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
         command = list(self._command(host, port))
         with self._log.open("ab") as log:
             self._log_start = log.tell()
@@ -130,7 +134,9 @@ class ServerProcess:
     def _answers(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
         """Whether it came to be ready: False if it died, or was stopped, or the time is over."""
         while process.poll() is None and self._wanted and time.monotonic() < deadline:
-            if self._is_ready(url) and process.poll() is None:
+            ready = self._is_ready(url) and process.poll() is None
+            self._segments |= segments(members(process.pid))  # those of a server that dies cannot be asked for later
+            if ready:
                 return True
             time.sleep(POLL_S)
         return False
@@ -169,7 +175,10 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _exit(code: int | None) -> str:
+def _fate(code: int | None, words: str) -> str:
+    """What an exit code means; SGLang kills itself too, after it has said why."""
     if code is None:
         return "it runs but does not answer"
-    return "killed; out of memory?" if code == -signal.SIGKILL else f"exit code {code}"
+    if code != -signal.SIGKILL:
+        return f"exit code {code}"
+    return "killed" if names_error(words) else "killed; out of memory?"

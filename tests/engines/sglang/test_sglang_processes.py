@@ -182,23 +182,26 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
                     "http.server.test(http.server.SimpleHTTPRequestHandler, bind=sys.argv[1], port=int(sys.argv[2]))")
             return [sys.executable, "-c", code, host, str(port)]
 
-        made = ServerProcess(command, name="child", log=Path({str(tmp_path / "log")!r}), ready="/")
+        made = ServerProcess(command, name="child", log=Path({str(tmp_path / "log")!r}), ready="/", own_tmp=True)
         thread = threading.Thread(target=made.start)
         thread.start()
         thread.join()
-        print(made.pid(), flush=True)
+        print(made.pid(), made._scratch, flush=True)
         time.sleep(1000)
         """)
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    pid, folder = parent.stdout.readline().split()
+    child = int(pid)
     time.sleep(1.0)
     assert not gone(child)
+    assert Path(folder).is_dir()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     assert soon(lambda: gone(child), within_s=5)
+    assert not Path(folder).exists()
 
 
 def inside() -> Path:

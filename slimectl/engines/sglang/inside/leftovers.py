@@ -12,6 +12,9 @@ from pathlib import Path
 FORGOTTEN = "/dev/shm/sglang_loads_"
 """SGLang 0.5.21 never removes these; they have random names."""
 
+OWN_TMP = "slimectl-server-"
+"""How the name of a temporary folder begins that is one server's alone."""
+
 TRACKER = b"multiprocessing.resource_tracker"
 GRACE_S = 5.0
 
@@ -37,14 +40,19 @@ def segments(pids: Iterable[int]) -> set[Path]:
     return found
 
 
-def kill_group(group: int, *, but: int | None = None) -> None:
-    """Kill a group, but first all except the trackers, which clean up after those that are gone."""
+def kill_members(group: int, *, but: int | None = None) -> None:
+    """Kill a group without the trackers of shared memory, which clean up and leave after the others."""
     for pid in members(group):
         with contextlib.suppress(OSError):
             if pid != but and TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(group: int) -> None:
+    """Kill a group; returns when all of it is gone."""
+    kill_members(group)
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and set(members(group)) - {but}:
+    while time.monotonic() < deadline and members(group):
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)

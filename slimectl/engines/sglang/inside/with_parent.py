@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from leftovers import kill_group, members, segments
+from leftovers import OWN_TMP, kill_members, members, segments
 
 PARENT = "SLIMECTL_PARENT"
 """Environment variable: the process id of whoever started this one; absent: stay."""
@@ -46,7 +48,10 @@ def _watch() -> None:
     parent = int(os.environ[PARENT])
     while os.getppid() == parent:
         time.sleep(INTERVAL_S)
-    forgotten = segments(members(os.getpgrp()))
-    for segment in forgotten:
+    folder = os.environ.get("TMPDIR", "")
+    if Path(folder).name.startswith(OWN_TMP):
+        shutil.rmtree(folder, ignore_errors=True)
+    for segment in segments(members(os.getpgrp())):
         segment.unlink(missing_ok=True)
-    kill_group(os.getpgrp(), but=os.getpid())
+    kill_members(os.getpgrp(), but=os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
