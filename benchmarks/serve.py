@@ -3,8 +3,8 @@
     python benchmarks/serve.py --model DIR [--dtype bfloat16] [--rounds 5] [--cases 1,8,32]
 
 A case is that many requests at once: prompts of 64 tokens, answers of 64, temperature 1, with log-probabilities.
-`serve` runs in a process of its own; `whole` are answers in one piece, `stream` are streamed token by token, only what
-is new (as a trainer's client asks). Rounds of the three alternate, so that a machine that slows down slows all; printed
+`serve` runs in a process of its own; answers come whole, or streamed in chunks of 8 tokens or 1, only what is new (as
+a trainer's client asks). Rounds of the four alternate, so that a machine that slows down slows all; printed
 are medians of tokens a second of wall time, the medians of the ratios to the neighbouring round in process, and the
 same for tokens a CPU-second of the process that has the engine.
 """
@@ -48,10 +48,10 @@ async def in_process(engine: EmbeddedEngine, prompts: Work) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-async def over_http(url: str, prompts: Work, *, stream: bool) -> list[list[int]]:
+async def over_http(url: str, prompts: Work, *, stream: int) -> list[list[int]]:
     async def asked(session: aiohttp.ClientSession, i: int, prompt: list[int]) -> list[int]:
-        params = {"max_new_tokens": LENGTH, "ignore_eos": True, "sampling_seed": i}
-        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": stream}
+        params = {"max_new_tokens": LENGTH, "ignore_eos": True, "sampling_seed": i, "stream_interval": max(1, stream)}
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": stream > 0}
         async with session.post("/generate", json=body) as response:
             response.raise_for_status()
             if not stream:
@@ -101,14 +101,15 @@ def main() -> None:
         assert server.stderr is not None
         url = server.stderr.readline().split(": ")[0]
         print(f"{options.model.name}, {options.dtype}; tokens a second of wall time, of the engine's CPU time (ratios)")
-        print(f"{'case':>5} {'in process':>16} {'serve, whole':>30} {'serve, stream':>30}")
+        print(f"{'case':>5} {'in process':>16} {'serve: whole':>30} {'streamed by 8':>30} {'by 1':>30}")
         for case in map(int, options.cases.split(",")):
             draw = random.Random(0)
             prompts = [[draw.randrange(config.vocab_size) for _ in range(LENGTH)] for _ in range(case)]
             ways = {
                 "in process": (lambda p=prompts: in_process(engine, p), os.getpid()),
-                "whole": (lambda p=prompts: over_http(url, p, stream=False), server.pid),
-                "stream": (lambda p=prompts: over_http(url, p, stream=True), server.pid),
+                "whole": (lambda p=prompts: over_http(url, p, stream=0), server.pid),
+                "by 8": (lambda p=prompts: over_http(url, p, stream=8), server.pid),
+                "by 1": (lambda p=prompts: over_http(url, p, stream=1), server.pid),
             }
             found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for repeat in range(options.rounds + 1):
@@ -116,7 +117,7 @@ def main() -> None:
                     rates = timed(run, pid)
                     if repeat:  # the first warms up
                         found[way].append(rates)
-            print(f"{case:5} {told(found, 'in process')} {told(found, 'whole')} {told(found, 'stream')}", flush=True)
+            print(f"{case:5}", *(told(found, way) for way in ways), flush=True)
     finally:
         server.terminate()
         server.wait()

@@ -28,6 +28,9 @@ def serve(
     incremental: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream from /generate only what is new")
     ] = False,
+    stream_interval: Annotated[
+        int, typer.Option("--stream-interval", help="Tokens between two chunks of a stream", min=1)
+    ] = 1,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="End when the process that started this ends")
     ] = False,
@@ -59,7 +62,13 @@ def serve(
             say(f"{url}: waiting for weights" if wait_for_weights else f"{url}: serving {folder}")
 
         number, clean = serving.serve(
-            found.settings, folder, at, load=not wait_for_weights, incremental=incremental, ready=ready
+            found.settings,
+            folder,
+            at,
+            load=not wait_for_weights,
+            ready=ready,
+            interval=stream_interval,
+            incremental=incremental,
         )
     interrupted = number == signal.SIGINT
     if not clean:

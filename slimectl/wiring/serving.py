@@ -20,12 +20,19 @@ def listening(host: str, port: int) -> socket:
 
 
 def serve(
-    settings: Settings, folder: Path, at: socket, *, load: bool, incremental: bool, ready: Callable[[], None]
+    settings: Settings,
+    folder: Path,
+    at: socket,
+    *,
+    load: bool,
+    ready: Callable[[], None],
+    interval: int = 1,
+    incremental: bool = False,
 ) -> tuple[int, bool]:
     """Serve a model directory until a signal comes: (which, whether no thread is left behind)."""
     from slimectl.checkpoints.hf import HFCheckpoint
     from slimectl.engines.serve.server import serve as serving
-    from slimectl.engines.serve.service import Served
+    from slimectl.engines.serve.service import Served, Streaming
     from slimectl.weights.complete import read_config
 
     text = tokenizer(folder)
@@ -39,4 +46,5 @@ def serve(
         version=version_of(folder),
     )
     made = engine(settings, folder, text, load=False)
-    return asyncio.run(serving(made, served, at, load=load, incremental=incremental, ready=ready))
+    streaming = Streaming(interval=interval, incremental=incremental)
+    return asyncio.run(serving(made, served, at, load=load, streaming=streaming, ready=ready))

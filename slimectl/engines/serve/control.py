@@ -61,7 +61,8 @@ async def server_info(request: web.Request) -> web.Response:
             "dtype": service.served.dtype,
             "context_length": engine.max_context,
             "max_running_requests": service.served.max_running,
-            "incremental_streaming_output": service.incremental,
+            "stream_interval": service.streaming.interval,
+            "incremental_streaming_output": service.streaming.incremental,
             "startup_time": service.born,
             "internal_states": [_load(service)],
         }

@@ -27,14 +27,14 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service.check_ready()
     fields.refuse_beyond(UNSUPPORTED)
     prompts, many = await _prompts(fields, service)
-    asked = list(zip(prompts, _wishes(fields, len(prompts)), strict=True))
+    asked = list(zip(prompts, _wishes(fields, len(prompts), service.streaming.interval), strict=True))
     if sum(wish.n for _, wish in asked) > MOST_ANSWERS:
         raise Refused(f"{sum(wish.n for _, wish in asked)} answers at once, and {MOST_ANSWERS} are the most")
     rid, rids = _rids(fields, len(prompts), many)
     form = Form(
         log_probs=fields.flag("return_logprob"),
         with_text=fields.flag("return_text_in_logprobs"),
-        incremental=fields.flag("incremental_streaming_output", service.incremental),
+        incremental=fields.flag("incremental_streaming_output", service.streaming.incremental),
         listed=many or asked[0][1].n > 1,
         token_text=service.desk.token_text,
         version=service.thread.engine.weight_version,
@@ -76,15 +76,17 @@ async def _prompts(fields: Fields, service: Service) -> tuple[list[list[int]], b
     return encoded, many
 
 
-def _wishes(fields: Fields, count: int) -> list[Wish]:
+def _wishes(fields: Fields, count: int, interval: int) -> list[Wish]:
     """One for all, or one for each prompt."""
     given = fields.raw("sampling_params")
     if not isinstance(given, list):
-        return [from_sglang(Fields(fields.object("sampling_params"), at="sampling_params."))] * count
+        params = Fields(fields.object("sampling_params"), at="sampling_params.")
+        return [from_sglang(params, interval=interval)] * count
     each = fields.objects("sampling_params") or []
     if len(each) != count:
         raise fields.refuse("sampling_params", f"are {len(each)} for {count} prompts")
-    return [from_sglang(Fields(params, at=f"sampling_params[{i}].")) for i, params in enumerate(each)]
+    listed = [Fields(params, at=f"sampling_params[{i}].") for i, params in enumerate(each)]
+    return [from_sglang(params, interval=interval) for params in listed]
 
 
 def _rids(fields: Fields, count: int, many: bool) -> tuple[str, list[str]]:

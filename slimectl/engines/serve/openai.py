@@ -41,7 +41,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompts = [await service.encoded(text) for text in fields.texts("prompt", most=MOST_ANSWERS)]
     if not prompts:
         raise Refused("prompt: is missing", field="prompt")
-    wish = from_openai(fields, default_max=DEFAULT_COMPLETION)
+    wish = from_openai(fields, default_max=DEFAULT_COMPLETION, interval=service.streaming.interval)
     form = _form(COMPLETION, fields, service, wish, log_probs=log_probs)
     return await _answered(request, service, fields, prompts, wish, form)
 
@@ -63,7 +63,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
         template_kwargs=fields.object("chat_template_kwargs"),
     )
     tokens = await apart(rendered) if len(str(messages)) > LONG else rendered()
-    wish = from_openai(fields, default_max=service.thread.engine.max_context)
+    longest = service.thread.engine.max_context
+    wish = from_openai(fields, default_max=longest, interval=service.streaming.interval)
     form = _form(CHAT, fields, service, wish, log_probs=fields.flag("logprobs"))
     return await _answered(request, service, fields, [tokens], wish, form)
 

@@ -47,8 +47,8 @@ class Wish:
         return self.params if i == 0 or seed is None else replace(self.params, seed=seed + i)
 
 
-def from_sglang(fields: Fields) -> Wish:
-    """The `sampling_params` of /generate."""
+def from_sglang(fields: Fields, *, interval: int = 1) -> Wish:
+    """The `sampling_params` of /generate; `interval` where they name none."""
     fields.check_names(KNOWN)
     fields.refuse_beyond(UNSUPPORTED)
     params = SamplingParams(
@@ -57,10 +57,10 @@ def from_sglang(fields: Fields) -> Wish:
         seed=fields.seed("sampling_seed"),
         **_shared(fields),
     )
-    return _checked(fields, params)
+    return _checked(fields, params, interval)
 
 
-def from_openai(fields: Fields, *, default_max: int) -> Wish:
+def from_openai(fields: Fields, *, default_max: int, interval: int = 1) -> Wish:
     """The parameters of a completion, with the extras that SGLang takes there, too."""
     fields.refuse_beyond(UNSUPPORTED)
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
@@ -70,7 +70,7 @@ def from_openai(fields: Fields, *, default_max: int) -> Wish:
         seed=fields.seed("seed"),
         **_shared(fields),
     )
-    return _checked(fields, params)
+    return _checked(fields, params, interval)
 
 
 def _shared(fields: Fields) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _checked(fields: Fields, params: SamplingParams) -> Wish:
+def _checked(fields: Fields, params: SamplingParams, interval: int) -> Wish:
     if params.min_tokens > params.max_tokens:
         raise fields.refuse("min_new_tokens", f"{params.min_tokens} is more than max_new_tokens, {params.max_tokens}")
     return Wish(
@@ -100,5 +100,5 @@ def _checked(fields: Fields, params: SamplingParams) -> Wish:
         n=fields.whole("n", 1, low=1, high=MOST_ANSWERS),
         keep_special=not fields.flag("skip_special_tokens", True),
         keep_stop=fields.flag("no_stop_trim"),
-        interval=fields.whole("stream_interval", 1, low=1),
+        interval=fields.whole("stream_interval", interval, low=1),
     )

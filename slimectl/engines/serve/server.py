@@ -17,7 +17,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.serve import control, generate, openai, weights
 from slimectl.engines.serve.answers import Desk
 from slimectl.engines.serve.refusals import explained
-from slimectl.engines.serve.service import SERVICE, Served, Service
+from slimectl.engines.serve.service import SERVICE, Served, Service, Streaming
 from slimectl.engines.serve.thread import EngineThread
 from slimectl.errors import BackendError, SettingsError
 
@@ -82,11 +82,11 @@ def _free_port(host: str) -> int:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine: EmbeddedEngine, served: Served, listening: socket.socket, *, incremental: bool = False
+    engine: EmbeddedEngine, served: Served, listening: socket.socket, *, streaming: Streaming = Streaming()
 ) -> AsyncIterator[Service]:
     """A server that answers within the block."""
     thread = EngineThread(engine)
-    service = Service(served, thread, Desk(thread, served.tokenizer), incremental=incremental)
+    service = Service(served, thread, Desk(thread, served.tokenizer), streaming=streaming)
     app = web.Application(client_max_size=LONGEST_BODY, middlewares=[explained])
     app[SERVICE] = service
     for path, (handler, methods) in ROUTES.items():
@@ -110,7 +110,7 @@ async def serve(
     listening: socket.socket,
     *,
     load: bool,
-    incremental: bool,
+    streaming: Streaming,
     ready: Callable[[], None],
 ) -> tuple[int, bool]:
     """Answer until SIGINT or SIGTERM comes: (which of them, whether no thread was left behind).
@@ -121,7 +121,7 @@ async def serve(
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
-    async with running(engine, served, listening, incremental=incremental) as service:
+    async with running(engine, served, listening, streaming=streaming) as service:
         if load:
             loading: asyncio.Future[None] = asyncio.ensure_future(
                 service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))

@@ -39,6 +39,16 @@ class Served:
     """Weight version of the folder."""
 
 
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How streams are cut where a request does not say."""
+
+    interval: int = 1
+    """Tokens between two chunks."""
+    incremental: bool = False
+    """Whether a chunk of /generate tells only what is new."""
+
+
 @dataclass(slots=True)
 class Service:
     served: Served
@@ -50,8 +60,7 @@ class Service:
     """Held while weights come: one after another."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Process groups that weights are broadcast in, by name."""
-    incremental: bool = False
-    """Whether a stream of /generate tells only what is new, unless a request says."""
+    streaming: Streaming = Streaming()
     clean: bool = True
     """Whether no thread was left behind at the end."""
     born: float = field(default_factory=time.time)
@@ -105,9 +114,10 @@ class EventStream:
         return self._response
 
 
+COMPACT = json.JSONEncoder(separators=(",", ":"))
 STREAMED = (Refused, SlimectlError)
 """What may go wrong once a stream has begun."""
 
 
 def dumped(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return COMPACT.encode(value)

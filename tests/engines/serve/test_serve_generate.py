@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.serve.service import Streaming
 from slimectl.types import Completion, SamplingParams
 
 PROMPT = list(b"once upon a time")
@@ -95,13 +96,17 @@ def test_a_stream_adds_up_to_the_whole(incremental: bool, server: Any, events: C
         assert own[-1]["meta_info"]["completion_tokens"] == 40
 
 
-def test_fewer_chunks_are_sent_if_fewer_are_asked_for(server: Any, events: Callable[..., Any]) -> None:
-    params = {"max_new_tokens": 40, "ignore_eos": True, "stream_interval": 10}
+@pytest.mark.parametrize("by", ["request", "server"])
+def test_fewer_chunks_are_sent_if_fewer_are_asked_for(by: str, server: Any, events: Callable[..., Any]) -> None:
+    params = {"max_new_tokens": 40, "ignore_eos": True} | ({"stream_interval": 10} if by == "request" else {})
 
     async def streamed(session: aiohttp.ClientSession) -> int:
         return len([1 async for _ in events(session, "/generate", {"input_ids": PROMPT, "sampling_params": params})])
 
-    assert server.run(streamed) <= 5
+    server.service.streaming = Streaming(interval=10 if by == "server" else 1)
+    assert 1 < server.run(streamed) <= 5
+    server.service.streaming = Streaming()
+    assert server.run(streamed) > 5 or by == "request"
 
 
 def test_stop_strings_and_stop_tokens_are_named_and_strings_are_cut(server: Any, events: Callable[..., Any]) -> None:
