@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -58,23 +58,21 @@ class Job:
         else:
             self.folder.start(settings_toml, force=force)
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
-        with ExitStack() as closing:
+        with ExitStack() as ending:
             self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
-            closing.callback(self.executor.close)
-            closing.callback(lambda: [tracker.close() for tracker in self.journal.trackers])
-            model = self._prepared()
-            side = SamplingSide(self.settings, model, executor=self.executor, folder=self.folder.path)
-            closing.callback(side.close)
-            finished = self._persistently(partial(self._loop, self._warmed_up(model, side), side))
+            ending.callback(self.executor.close)
+            finished = self._persistently(self._prepared())
         if finished:
             manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
         return finished
 
-    def _persistently(self, loop: Callable[[], bool]) -> bool:
-        """Go on from the last checkpoint when a process that trains has died, run.max_restarts times."""
+    def _persistently(self, model: Path) -> bool:
+        """Go on from the last checkpoint when what trains or samples has died, run.max_restarts times."""
         for left in range(self.settings.run.max_restarts, -1, -1):
             try:
-                return loop()
+                side = SamplingSide(self.settings, model, executor=self.executor, folder=self.folder.path)
+                with closing(side):
+                    return self._loop(self._warmed_up(model, side), side)
             except DiedError as error:
                 if not left:
                     raise
@@ -165,14 +163,14 @@ class Job:
 
     def _loop(self, model: Path, side: SamplingSide) -> bool:
         settings, total = self.settings, self.settings.run.num_rollout
-        with ExitStack() as closing:
+        with ExitStack() as ending:
             policy = wiring.policy(
                 settings, model, total_steps=wiring.total_steps(settings), executor=self.executor
             )  # fmt: skip
-            closing.callback(policy.close)
+            ending.callback(policy.close)
             reference = wiring.reference(settings, model, executor=self.executor)
             if reference is not None:
-                closing.callback(reference.close)
+                ending.callback(reference.close)
             self.state = self.journal.restore(policy, say)
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
@@ -182,8 +180,10 @@ class Job:
             self.journal.trackers = wiring.trackers(
                 settings, self.folder.path, resumed_at=self.state.step or None, done=self.state.rollout_id
             )
+            for tracker in self.journal.trackers:
+                ending.callback(tracker.close)
             sync = side.sync(policy)
-            closing.callback(sync.close)
+            ending.callback(sync.close)
             if self.state.rollout_id == 0 and not settings.eval.skip_before_train:
                 self._evaluate(side, sync, policy.weight_version)
             reports = run(
@@ -195,7 +195,7 @@ class Job:
                 reference=reference,
                 state=self.state,
             )
-            closing.callback(reports.close)
+            ending.callback(reports.close)
             return self._follow(reports, policy, side, sync)
 
     def _follow(self, reports: Iterator[StepReport], policy: Policy, side: SamplingSide, sync: VersionedSync) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -127,7 +127,8 @@ class VersionedSync:
                     raise  # they all live: it was not that
 
     def close(self) -> None:
-        self._transport.close()
+        with suppress(BackendError):  # a policy that has died took its end of the transport along
+            self._transport.close()
 
 
 class SamplingSide:

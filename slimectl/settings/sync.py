@@ -17,7 +17,7 @@ class SyncSettings(Section):
     transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
     """in_process for an engine in the trainer's process; to servers: disk (a checkpoint they read), tensor (shared
     memory or CUDA IPC, same machine), distributed (broadcast by gloo or nccl), delta (changed bytes over disk). auto:
-    in_process, else tensor on one machine, else distributed."""
+    in_process; tensor on one machine, except to SGLang on a CPU, which takes tensors as text; else distributed."""
 
     update_weights_interval: PositiveInt = 1
     """Rounds between two pushes; above 1 answers are staler."""
@@ -40,9 +40,9 @@ class SyncSettings(Section):
     check_weight_update_equal: bool = False
     """After every push compare checksums of every tensor on both sides."""
 
-    pause_mode: Literal["retract", "in_place", "abort"] = "in_place"
-    """What happens to answers in flight while weights change: go on with the keys and values they have (in_place),
-    computed anew (retract), or ended (abort)."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to answers in flight while weights change: their keys and values are computed anew (retract), they
+    go on with those they have (in_place; SGLang then may give old ones to new answers too), or end (abort)."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 600
     """How long a push may take."""

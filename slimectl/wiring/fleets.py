@@ -164,7 +164,7 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
         yield engine(settings, model, text)
         return
     with ExitStack() as closing:
-        executor = executor_of(settings)
+        executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = fleet(settings, model, executor=executor, folder=folder, waiting=False)

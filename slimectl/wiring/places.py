@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,8 @@ def executor(settings: Settings, *, logs: Path | None = None, trains: bool = Tru
         check_executor(settings)
         from slimectl.executors.ray import RayExecutor
 
-        return RayExecutor(settings.cluster.ray_address, placement=placement(settings) if trains else None, logs=logs)
+        places = placement(settings) if trains else replace(placement(settings), actor_nodes=0)
+        return RayExecutor(settings.cluster.ray_address, placement=places if places.bundles else None, logs=logs)
     from slimectl.executors.local import LocalExecutor
 
     return LocalExecutor(logs=logs)

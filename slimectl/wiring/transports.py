@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from slimectl.ports import NamedTensors, Policy, WeightReceiver, WeightWorkers
 from slimectl.settings import Settings
 from slimectl.types import Metrics
+from slimectl.wiring.models import device
 
 if TYPE_CHECKING:
     from slimectl.engines.sglang.control import HttpWorkers
@@ -61,7 +62,8 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
     name = given.transport
     if name == "auto":
         here = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        name = "tensor" if here and settings.cluster.actor_num_nodes == 1 else "distributed"
+        shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
+        name = "tensor" if here and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
     made: Any
     if name == "tensor":
         made = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -110,6 +112,40 @@ def test_restarts_are_bounded(workshop: Workshop):
     assert process.wait(timeout=60) == 4
     last = words(workshop).splitlines()[-1]
     assert "all 0 restarts are used (engine.max_restarts)" in last
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster: a head on which nothing is placed, and two machines with room for two ranks each."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")  # how full this machine is, is not what is tested
+    store = {"object_store_memory": 80_000_000}
+    head = {"num_cpus": 0, "include_dashboard": False, **store}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, **store)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_a_lost_machine_is_survived(workshop: Workshop, machines: Any):
+    two = ["-s", "cluster.actor_num_gpus_per_node=2", "-s", "run.num_rollout=16"]
+    workshop.slimectl("run", *ROUNDS, *two, "--name", "undisturbed")
+    process = started(workshop, *ROUNDS, *two, "--name", "shot-at", "--ray-address", machines.address)
+    until(lambda: rounds_done(workshop, "shot-at") >= 5, process=process, limit_s=120)
+    machines.remove_node(machine_of_the_ranks(machines), allow_graceful=False)
+    assert process.wait(timeout=240) == 0, words(workshop)
+    assert "going on from the last checkpoint (3 restarts left)" in words(workshop)
+    alike(workshop.metrics("undisturbed"), workshop.metrics("shot-at"))
+
+
+def machine_of_the_ranks(machines: Any) -> Any:
+    """The one below whose raylet two actors hold a rank each."""
+    for machine in machines.worker_nodes:
+        raylet = psutil.Process(machine.all_processes["raylet"][0].process.pid)
+        if sum("RankActor" in " ".join(child.cmdline()) for child in raylet.children(recursive=True)) >= 2:
+            return machine
+    raise AssertionError("no machine has two ranks")
 
 
 @pytest.mark.parametrize("how", ["interrupt twice", "kill"])

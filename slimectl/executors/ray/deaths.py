@@ -48,6 +48,16 @@ def is_alive(node: str) -> bool:
     return False
 
 
+def wait_for_news(limit_s: float) -> None:
+    """Return when Ray knows of every lost machine, `limit_s` at most: until then it would place actors there."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        known = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if all(map(is_alive, known)):
+            return
+        time.sleep(0.5)
+
+
 def tail_at(log: Path | None, where: Whereabouts) -> str:
     """The last lines of a log, here or on the machine where it was written."""
     if log is None:

@@ -18,7 +18,7 @@ from slimectl.executors.driving import GRACE_S
 from slimectl.executors.local import map_here
 from slimectl.executors.rank import Serve
 from slimectl.executors.ray.cluster import connect, disconnect
-from slimectl.executors.ray.deaths import kill
+from slimectl.executors.ray.deaths import kill, wait_for_news
 from slimectl.executors.ray.hosts import THREADS, Host, HostActor, Proxy, hosted_call
 from slimectl.executors.ray.library import ray
 from slimectl.executors.ray.places import WAIT_S, Places
@@ -137,6 +137,7 @@ class RayExecutor:
                 closing.callback(self._end_host, name)
 
     def _hosted(self, build: Callable[[], Any], name: str, surroundings: Surroundings, place: dict[str, Any]) -> Host:
+        wait_for_news(WAIT_S)
         made = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(HostActor)
         actor = made.options(num_cpus=0, max_restarts=0, **place).remote(name)
         log = None if self._logs is None else self._logs / f"{name}.log"

@@ -133,7 +133,8 @@ class Host:
         streaming = control.items.options(num_returns="streaming")
         coming = streaming.remote(key, method, *_packed(arguments, options))
         try:
-            control.allow.remote(key, ahead)
+            if ahead:
+                control.allow.remote(key, ahead)
             while True:
                 control.allow.remote(key, 1)
                 try:
