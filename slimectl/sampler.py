@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slimectl.engines.fleet import Fleet
+    from slimectl.engines.sglang.control import HttpWorkers
 
 
 class Sampler:
@@ -101,11 +102,18 @@ class Sampler:
 class VersionedSync:
     """Pushes a policy's weights to the engines, restarted ones included, and knows which version they have."""
 
-    def __init__(self, transport: wiring.Transport, policy: Policy, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self,
+        transport: wiring.Transport,
+        policy: Policy,
+        *,
+        workers: HttpWorkers | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
         self.version: str | None = None
         self._transport = transport
         self._policy = policy
-        self._fleet = fleet
+        self._workers, self._fleet = workers, fleet
 
     def push(self) -> Metrics:
         """Every engine has the policy's weights when this returns; one that died over it is restarted first.
@@ -125,6 +133,17 @@ class VersionedSync:
                 self._fleet.settle()
                 if self._fleet.restarts == restarts:
                     raise  # they all live: it was not that
+
+    def sleep(self) -> None:
+        """Servers give back their memory; an engine beside the sampler keeps its own."""
+        if self._workers is not None:
+            self._workers.sleep()
+
+    def wake(self) -> None:
+        """They take it again, without weights of any use."""
+        if self._workers is not None:
+            self._workers.wake()
+            self.version = None
 
     def close(self) -> None:
         with suppress(BackendError):  # a policy that has died took its end of the transport along
@@ -160,7 +179,7 @@ class SamplingSide:
             self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, Sampler):  # it lives here, and can say at once that a server failed it
                 self.sampler.engine.troubled = self._fleet.look
-        return VersionedSync(transport, policy, self._fleet)
+        return VersionedSync(transport, policy, workers=self._workers, fleet=self._fleet)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None

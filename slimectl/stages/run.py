@@ -24,6 +24,14 @@ class WeightSync(Protocol):
         """What it took, by name: "bytes" and whatever else there is to say."""
         ...
 
+    def sleep(self) -> None:
+        """The engines give back their memory: the trainer needs it, and nothing will be asked of them."""
+        ...
+
+    def wake(self) -> None:
+        """They take it again; their weights come with the next push."""
+        ...
+
 
 def sampled_rounds(
     prompts: Iterable[Prompt],
@@ -77,12 +85,15 @@ def run(
     `settings.run.ahead`, before: the weights of its answers are at most that many versions old, for a step a round.
     """
     perf: dict[int, Metrics] = {}
+    shared = settings.cluster.colocate
 
     def arriving() -> Iterator[list[Sample]]:
         coming = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
         asked = clock()
         for made in coming:
             waited = clock() - asked
+            if shared:
+                sync.sleep()
             samples = made.samples if reference is None else list(referenced(made.samples, reference))
             perf[id(samples[0])] = {
                 "perf/rollout_time": made.seconds,
@@ -98,7 +109,9 @@ def run(
         if report.samples:
             report.perf |= perf.pop(id(report.samples[0]), {})
         if report.ends_round:
-            if report.rollout_id % settings.sync.update_weights_interval == 0:
+            if shared:
+                sync.wake()
+            if shared or report.rollout_id % settings.sync.update_weights_interval == 0:
                 report.perf |= _pushed(sync, clock)
             total, begun = clock() - begun, clock()
             report.perf["perf/total_time"] = total

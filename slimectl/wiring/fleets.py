@@ -95,7 +95,8 @@ def _server(settings: Settings, model: Path, *, log: Path, waiting: bool) -> Ser
         model.absolute(),
         python=settings.sglang.python,
         tensor_parallel=settings.cluster.rollout_num_gpus_per_engine,
-        args=settings.sglang.args,
+        # Only then does SGLang give back memory while the trainer has its turn.
+        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
         weight_version=UNPUSHED if waiting else version_of(model),
         **shared,
     )

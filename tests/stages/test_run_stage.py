@@ -118,10 +118,25 @@ class Pushes:
         self.policy, self.engine = policy, engine
         self.versions: list[str] = []
 
+    def sleep(self) -> None:
+        self.versions.append("sleep")
+
+    def wake(self) -> None:
+        self.versions.append("wake")
+
     def push(self) -> Metrics:
         self.engine.version = self.policy.weight_version
         self.versions.append(self.engine.version)
         return {"bytes": 8.0}
+
+
+def test_engines_that_share_gpus_sleep_while_training_and_get_weights_when_they_wake():
+    engine, policy = Echo(), Counting()
+    sync = Pushes(policy, engine)
+    given = settings(num_rollout=2)
+    given = given.model_copy(update={"cluster": given.cluster.model_copy(update={"colocate": True})})
+    list(run(lambda: made(engine, "ssss"), policy, sync, given, executor=LocalExecutor()))
+    assert sync.versions == ["0", "sleep", "wake", "1", "sleep", "wake", "2"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])

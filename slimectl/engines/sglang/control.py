@@ -118,6 +118,15 @@ class HttpWorkers:
                     raise answer.error()
             self._opened = True
 
+    def sleep(self) -> None:
+        """Give back the memory of cache and weights; what is in flight ends first."""
+        self._all("/pause_generation", {"mode": "abort"})
+        self._all("/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        """Take it again; the weights come with a push, which also goes on."""
+        self._all("/resume_memory_occupation", {})
+
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def load_disk(self, folder: Path, *, version: str) -> None:
