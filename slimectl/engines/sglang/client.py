@@ -139,6 +139,10 @@ class SglangEngine:
             workers.end()
         self._lost_weights = False
 
+    def _trouble(self, url: str) -> None:
+        if self.troubled is not None:
+            self.troubled(url)
+
     # From here on: in the background's loop.
 
     async def _complete(self, flight: Flight) -> Completion:
@@ -165,5 +169,5 @@ class SglangEngine:
             balance = Balance(self._urls, **self._balance_options)
             if self._failure is not None:
                 balance.fail(self._failure)
-            self._dispatch = Dispatch(balance, troubled=self.troubled, **self._timeouts)
+            self._dispatch = Dispatch(balance, troubled=self._trouble, **self._timeouts)
         return self._dispatch

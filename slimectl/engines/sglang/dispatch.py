@@ -36,7 +36,7 @@ class Dispatch:
         *,
         request_timeout_s: float,
         connect_timeout_s: float,
-        troubled: Callable[[str], None] | None,
+        troubled: Callable[[str], None],
     ) -> None:
         self.balance = balance
         self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
@@ -102,8 +102,7 @@ class Dispatch:
             failure = await self._tried(url, flight)
             if failure is None:
                 return
-            if self._troubled is not None:
-                await asyncio.to_thread(self._troubled, url)
+            await asyncio.to_thread(self._troubled, url)
             if flight.tokens:
                 tries, silent_s = 0, 0.0
             tries += 1

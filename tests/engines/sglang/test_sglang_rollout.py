@@ -172,7 +172,7 @@ def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path, mode
 
 
 def test_two_ranks_answer_as_one_and_leave_no_shared_memory(tmp_path: Path, model_dir: ModelDir):
-    server = serving.sglang(model_dir(), tmp_path, tensor_parallel=2)
+    server = serving.sglang(model_dir(), tmp_path, tensor_parallel=2, max_context=None)
     engine = serving.client([server.start()], model_dir())
     memory = shared_memory(server)
     assert memory
