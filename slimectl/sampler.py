@@ -155,12 +155,14 @@ class SamplingSide:
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
         self._settings, self._model, self._folder = settings, model, folder
-        self._fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
-        urls = list(settings.engine.url)
-        addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
-        self._workers = wiring.workers(settings, workers) if workers else None
+        self._companions, told = wiring.companions(settings, model, executor=executor, folder=folder)
+        self._fleet: Fleet | None = None
         try:
-            build = partial(Sampler, settings, model, addresses=addresses, workers=workers)
+            self._fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
+            urls = list(settings.engine.url)
+            addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
+            self._workers = wiring.workers(settings, workers) if workers else None
+            build = partial(Sampler, told, model, addresses=addresses, workers=workers)
             self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else wiring.engine_gpus(settings))
         except BaseException:
             self.close()
@@ -187,5 +189,6 @@ class SamplingSide:
         self.sampler.set_urls(addresses, workers)
 
     def close(self) -> None:
-        if self._fleet is not None:
-            self._fleet.close()
+        """End the servers that were started here."""
+        for fleet in [*self._companions, *([self._fleet] if self._fleet is not None else [])]:
+            fleet.close()

@@ -41,6 +41,8 @@ class Settings(Section):
     @property
     def num_engines(self) -> int:
         """Engines to start."""
+        if self.sglang.groups:
+            return sum(int(group.get("num_engines", 1)) for group in self.sglang.groups)
         gpus, each = self.cluster.rollout_num_gpus, self.cluster.rollout_num_gpus_per_engine
         return self.engine.num_engines if gpus is None else gpus // each
 
@@ -135,8 +137,10 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         yield f"cluster.colocate and run.ahead: {settings.run.ahead} exclude each other: the GPUs are shared in turns"
     if cluster.colocate and sync.transport == "delta":
         yield "cluster.colocate and sync.transport: delta exclude each other; use tensor on shared GPUs"
-    if settings.sglang.groups and (settings.sglang.prefill_num_servers or settings.num_engines > 1):
+    if settings.sglang.groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
         yield "sglang.groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine itself"
+    if engine.kind != "sglang" and (settings.sglang.groups or settings.sglang.prefill_num_servers):
+        yield 'sglang.groups and sglang.prefill_num_servers are for SGLang; set engine.kind = "sglang"'
     if cluster.executor == "ray" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
 

@@ -1,7 +1,7 @@
 """Settings to parts: the only package that knows adapters by name; each is imported when it is asked for."""
 
 from slimectl.wiring.engines import engine
-from slimectl.wiring.fleets import check_engine, client, engine_gpus, engines, fleet
+from slimectl.wiring.fleets import check_engine, client, companions, engine_gpus, engines, fleet
 from slimectl.wiring.models import (
     convert,
     device,
@@ -24,6 +24,7 @@ __all__ = [
     "check_executor",
     "check_policy",
     "client",
+    "companions",
     "convert",
     "device",
     "engine",

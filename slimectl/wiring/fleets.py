@@ -19,6 +19,7 @@ from slimectl.wiring.places import executor as executor_of
 if TYPE_CHECKING:
     from slimectl.engines.fleet import Fleet
     from slimectl.engines.sglang.client import SglangEngine
+    from slimectl.engines.sglang.groups import ServerSpec
     from slimectl.engines.sglang.servers import ServerProcess
     from slimectl.ports import Engine, Executor
 
@@ -38,7 +39,9 @@ def check_engine(settings: Settings) -> None:
     from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
 
     if settings.engine.kind == "sglang":
-        flags(settings.sglang.args, interpreter(settings.sglang.python))
+        python = interpreter(settings.sglang.python)
+        for spec in _specs(settings, Path("model")):
+            flags(spec.args, python)
     if _router_policy(settings) is not None:
         router_interpreter(settings.sglang.python)
 
@@ -54,16 +57,17 @@ def fleet(settings: Settings, model: Path, *, executor: Executor, folder: Path, 
     from slimectl.engines.fleet import Fleet
 
     given, logs = settings.engine, folder / "logs"
-    gpus = engine_gpus(settings)
+    specs = [spec for spec in _specs(settings, model) if spec.gets_weights]
 
     def make(i: int) -> Any:
-        recipe = partial(_server, settings, model, log=logs / f"engine-{i}.log", waiting=waiting)
-        return executor.host(recipe, name=f"engine-{i}", gpus=gpus)
+        recipe = partial(_server, settings, specs[i], log=logs / f"{specs[i].name}.log", waiting=waiting)
+        return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
 
     made = Fleet(
         make,
-        settings.num_engines,
+        len(specs),
         router=_router(settings, logs),
+        kinds=[spec.router_kind() for spec in specs],
         interval_s=given.health_check_interval,
         timeout_s=given.health_check_timeout,
         first_wait_s=given.health_check_first_wait,
@@ -74,7 +78,54 @@ def fleet(settings: Settings, model: Path, *, executor: Executor, folder: Path, 
     return made
 
 
-def _server(settings: Settings, model: Path, *, log: Path, waiting: bool) -> ServerProcess:
+def companions(settings: Settings, model: Path, *, executor: Executor, folder: Path) -> tuple[list[Fleet], Settings]:
+    """The servers of other models (a judge, a teacher), which keep their weights, and settings that tell hooks where
+    they are: every group of sglang.groups has the list `url`.
+    """
+    from slimectl.engines.fleet import Fleet
+
+    started: list[Fleet] = []
+    groups = [dict(group) for group in settings.sglang.groups]
+    every = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
+    for group in groups:
+        specs = [spec for name, spec in every.items() if name.rpartition("-")[0] == group.get("name", "engine")]
+        if not specs:
+            continue
+
+        def make(i: int, specs: list[ServerSpec] = specs) -> Any:
+            log = folder / "logs" / f"{specs[i].name}.log"
+            recipe = partial(_server, settings, specs[i], log=log, waiting=False)
+            return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
+
+        started.append(Fleet(make, len(specs), max_restarts=settings.engine.max_restarts))
+        try:
+            started[-1].start()
+        except BaseException:
+            for fleet in started:
+                fleet.close()
+            raise
+        group["url"] = started[-1].urls
+    sglang = settings.sglang.model_copy(update={"groups": groups})
+    return started, settings.model_copy(update={"sglang": sglang})
+
+
+def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
+    """Every server that the settings ask for."""
+    from slimectl.engines.sglang.groups import groups_of
+
+    sglang = settings.engine.kind == "sglang"
+    return groups_of(
+        model,
+        num_engines=settings.num_engines,
+        gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
+        prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
+        groups=settings.sglang.groups if sglang else (),
+        # Only with it SGLang gives back memory while the trainer has its turn.
+        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
+    )
+
+
+def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """One server, not yet started; made where it will run."""
     from slimectl.engines.sglang.recipes import UNPUSHED, serve_server, sglang_server
 
@@ -89,15 +140,13 @@ def _server(settings: Settings, model: Path, *, log: Path, waiting: bool) -> Ser
     }
     if given.kind == "embedded":
         return serve_server(
-            model.absolute(), max_running=given.max_running_requests, wait_for_weights=waiting, **shared
+            spec.model.absolute(), max_running=given.max_running_requests, wait_for_weights=waiting, **shared
         )  # fmt: skip
     return sglang_server(
-        model.absolute(),
+        spec.model.absolute(),
         python=settings.sglang.python,
-        tensor_parallel=settings.cluster.rollout_num_gpus_per_engine,
-        # Only then does SGLang give back memory while the trainer has its turn.
-        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
-        weight_version=UNPUSHED if waiting else version_of(model),
+        weight_version=UNPUSHED if waiting else version_of(spec.model),
+        **spec.options(),
         **shared,
     )
 
@@ -106,7 +155,8 @@ def _router_policy(settings: Settings) -> str | None:
     """sglang-router's policy; None where requests are spread by the client."""
     chosen = settings.engine.router
     if chosen == "auto":
-        chosen = "cache_aware" if settings.engine.kind == "sglang" and settings.num_engines > 1 else "none"
+        specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
+        chosen = "cache_aware" if settings.engine.kind == "sglang" and len(specs) > 1 else "none"
     return None if chosen == "none" else chosen
 
 
@@ -120,7 +170,11 @@ def _router(settings: Settings, logs: Path) -> Any:
     timeout_s = settings.engine.request_timeout_s
     return Router(
         router_server(
-            policy, log=logs / "router.log", python=settings.sglang.python, request_timeout_s=timeout_s
+            policy,
+            log=logs / "router.log",
+            python=settings.sglang.python,
+            disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
+            request_timeout_s=timeout_s,
         )
     )  # fmt: skip
 
