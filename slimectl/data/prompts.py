@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_label, a_mapping, shown
+from slimectl.data.mixing import check_weights, mixed, shuffled_order
 from slimectl.data.sources import open_table
 from slimectl.data.tables import Row, Table
 from slimectl.errors import RecordError, SettingsError
@@ -37,6 +37,8 @@ def open_prompts(
     metadata_key: str = "metadata",
     tool_key: str = "tools",
     shuffle_seed: int | None = None,
+    weights: Sequence[float] | None = None,
+    mix_seed: int = 0,
     epochs: int | None = 1,
     start: int = 0,
 ) -> Iterator[Prompt]:
@@ -47,12 +49,38 @@ def open_prompts(
     `shuffle_seed` each epoch has an order of its own, and only positions are held in memory. The prompt at occurrence
     `i` is the same wherever the reading starts.
 
+    With `weights`, one a source, each prompt comes from a source drawn by weight and `mix_seed`, every source going
+    through its own rows again and again; an epoch is then as many prompts as all have together.
+
     Raises SettingsError for a source that is not there, RecordError for a row that is not a prompt.
     """
     keys = Keys(input_key, label_key, metadata_key, tool_key)
-    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None)
-    ordered = _in_order(table, epochs, start) if shuffle_seed is None else _shuffled(table, epochs, start, shuffle_seed)
+    if weights:
+        check_weights(weights, sources)
+        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start)
+    else:
+        table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None)
+        ordered = _rows(table, epochs, shuffle_seed, start)
     return (_prompt(row, index, keys) for index, row in enumerate(ordered, start=start))
+
+
+def _mixed(
+    sources: Sequence[str],
+    weights: Sequence[float],
+    mix_seed: int,
+    shuffle_seed: int | None,
+    epochs: int | None,
+    start: int,
+) -> Iterator[Row]:
+    tables = [open_table([source], replay=True) for source in sources]
+    seeds = [None if shuffle_seed is None else f"{shuffle_seed}:{i}" for i in range(len(tables))]
+    readers = [partial(_rows, table, None, seed) for table, seed in zip(tables, seeds, strict=True)]
+    total = None if epochs is None else epochs * sum(map(_size, tables))
+    return mixed(readers, weights, seed=mix_seed, start=start, total=total)
+
+
+def _rows(table: Table, epochs: int | None, seed: int | str | None, start: int) -> Iterator[Row]:
+    return _in_order(table, epochs, start) if seed is None else _shuffled(table, epochs, start, seed)
 
 
 def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
@@ -66,13 +94,11 @@ def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
         skipped = 0
 
 
-def _shuffled(table: Table, epochs: int | None, start: int, seed: int) -> Iterator[Row]:
+def _shuffled(table: Table, epochs: int | None, start: int, seed: int | str) -> Iterator[Row]:
     size = _size(table)
     first, skipped = divmod(start, size)
     for epoch in count(first) if epochs is None else range(first, epochs):
-        order = array("Q", range(size))
-        random.Random(f"{seed}:{epoch}").shuffle(order)
-        for i in order[skipped:]:
+        for i in shuffled_order(size, seed, epoch)[skipped:]:
             yield table[i]
         skipped = 0
 

@@ -17,6 +17,9 @@ class RolloutSettings(Section):
     data: Texts = []
     """Prompt sources: files, globs, path@[a:b] slices, -, reasoning_gym:TASK?key=value, module:function?key=value."""
 
+    data_weights: list[Annotated[float, Field(gt=0)]] = []
+    """Mix the sources of `data`: how often a prompt comes from each, in proportion; one after another where empty."""
+
     input_key: str = "prompt"
     """Key of the prompt in a row: a string, or a chat list of {role, content}."""
 

@@ -36,6 +36,8 @@ def prompts(
         metadata_key=given.metadata_key,
         tool_key=given.tool_key,
         shuffle_seed=given.seed if given.shuffle and shuffle else None,
+        weights=given.data_weights if sources == list(given.data) else None,
+        mix_seed=given.seed,
         epochs=epochs,
         start=start,
     )
