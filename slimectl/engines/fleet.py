@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from slimectl.engines.members import Front, Member, Server, healthy, last_words, lives, say, stopped
+from slimectl.engines.members import Front, Member, Server, has_weights, healthy, last_words, lives, say, stopped
 from slimectl.errors import BackendError
 
 Announce = Callable[[Sequence[str], Sequence[str]], None]
@@ -84,7 +84,7 @@ class Fleet:
                 member.url, member.up = start.result(), True
             if self._router is not None:
                 self._router_url = begun[-1].result()
-                self._add_all()
+                self._route()
         except BaseException:
             self.close()  # which ends what is still starting
             raise
@@ -119,6 +119,8 @@ class Fleet:
         """While weights change: who loads is not taken to hang, and no repair brings weights at the same time."""
         with self._weights:
             yield
+            with self._changing:
+                self._route()
 
     def close(self) -> None:
         """End the servers and the watch over them."""
@@ -163,7 +165,7 @@ class Fleet:
             well = asyncio.run(healthy([member for _, member in up], timeout_s=self._timeout_s))
             lost = [found for found, fine in zip(up, well, strict=True) if not fine]
             for _, member in lost:
-                member.up = False
+                member.up = member.routed = False
             if lost:
                 self._tell()
             self._repairs = [thread for thread in self._repairs if thread.is_alive()]
@@ -187,6 +189,7 @@ class Fleet:
 
     def _restarted(self, i: int, member: Member) -> None:
         begun = time.monotonic()
+        member.up = member.routed = False
         why = last_words(member.server)
         with self._changing:
             if self.restarts >= self._max_restarts:
@@ -210,9 +213,8 @@ class Fleet:
             if self.restore is not None:
                 self.restore(member.url)
             with self._changing:
-                if self._router is not None:
-                    self._router.add(member.url, **member.kind)
                 member.up = True
+                self._route()
                 self._tell()
         say(f"engine {i} is back at {member.url} after {time.monotonic() - begun:.0f} s")
 
@@ -221,16 +223,19 @@ class Fleet:
         say(f"sglang-router died ({last_words(self._router)}); starting it again")
         try:
             self._router_url = self._router.start()
-            self._add_all()
+            for member in self._members:
+                member.routed = False
+            self._route()
         except BackendError as error:
             self._give_up(error)
         self._tell()
 
-    def _add_all(self) -> None:
-        assert self._router is not None
+    def _route(self) -> None:
+        """Put behind the router who is not: it takes nobody who still waits for weights."""
         for member in self._members:
-            if member.up:
+            if self._router is not None and member.up and not member.routed and has_weights(member):
                 self._router.add(member.url, **member.kind)
+                member.routed = True
 
     def _give_up(self, error: BackendError) -> None:
         self._failure = error

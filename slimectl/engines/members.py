@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from slimectl.engines.sglang.wire import get
 from slimectl.errors import BackendError
 
+ANSWER_S = 30.0
 RETRY_S = 0.5
 """Between two questions to a server that has not answered well, until its time is over."""
 
@@ -47,10 +48,18 @@ class Member:
     up: bool = False
     """Whether requests may go there: it answers, and has the current weights."""
 
+    routed: bool = False
+    """Whether the router knows it."""
+
 
 async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
     """Whether each lives and answers /health with 200 within its time."""
     return await asyncio.gather(*(_healthy(member, timeout_s) for member in members))
+
+
+def has_weights(member: Member) -> bool:
+    """Raises BackendError if it does not answer."""
+    return asyncio.run(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
 
 
 async def _healthy(member: Member, timeout_s: float) -> bool:

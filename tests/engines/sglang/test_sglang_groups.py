@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 
 from slimectl.engines.sglang.groups import groups_of
+from slimectl.engines.sglang.recipes import sglang_server
 from slimectl.errors import SettingsError
 
 MODEL = Path("models/policy")
@@ -37,6 +40,14 @@ def test_prefill_stands_apart_from_decode_with_ports_to_meet_at():
     assert specs[2].options() == {
         "name": "decode-0", "tensor_parallel": 4, "role": "decode", "bootstrap_port": None, "args": {}
     }  # fmt: skip
+
+
+def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
+    spec = made(num_engines=2, prefill_num_servers=1)[0]
+    options = spec.options() | {"tensor_parallel": 1, "args": {}}
+    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.sglang_python(), **options)
+    command = server._command("127.0.0.1", 30000)
+    assert {"--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=8998", "--port=30000"} <= set(command)
 
 
 def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import serving
 
+from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.fleet import Fleet
 from slimectl.engines.sglang.client import SglangEngine
+from slimectl.engines.sglang.control import HttpWorkers
 from slimectl.engines.sglang.recipes import router_server
 from slimectl.engines.sglang.router import Router
 from slimectl.engines.sglang.wire import get
@@ -24,16 +26,28 @@ PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]
 
 
 class Routed:
+    """Two workers without weights of their own; they get in behind the router with the first push."""
+
     def __init__(self, folder: Path, logs: Path) -> None:
-        self.servers = [serving.serve(folder, logs / str(i)) for i in range(2)]
+        self.folder = folder
+        self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
         self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.sglang_python()))
         self.engine: SglangEngine = serving.client([], folder)
         self.fleet = Fleet(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
-            failed=self.engine.fail,
+            failed=self.engine.fail, restore=lambda url: self.push([url]),
         )  # fmt: skip
         self.engine.troubled = self.fleet.look
         self.fleet.start()
+        assert self.behind() == []
+        with self.fleet.pause_watch():
+            self.push(self.fleet.urls)
+
+    def push(self, urls: list[str]) -> None:
+        workers = HttpWorkers(urls)
+        workers.begin(mode="in_place")
+        workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="1")
+        workers.end()
 
     async def ask(self, max_tokens: int) -> list[Completion]:
         def params(seed: int) -> SamplingParams:
