@@ -7,14 +7,22 @@ from typing import Annotated
 
 import typer
 
+from slimectl.cli.options import Model
 from slimectl.errors import SettingsError
 
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A run's folder, a samples file, or anything with a manifest")],
     rows: Annotated[int, typer.Option("--rows", help="Samples to print of a file")] = 3,
+    mask: Annotated[
+        bool, typer.Option("--mask", help="Show which tokens are taught: green, or in [[ ]] without colours")
+    ] = False,
+    model: Model = None,
 ) -> None:
     """Say what a run, a samples file or a model directory is and where it came from.
+
+    With --mask, a samples file (or chats to imitate) is shown token by token: what the model is taught, and what it
+    only reads. The model is the one that the file's manifest names, or --model.
 
     Example:
 
@@ -22,6 +30,11 @@ def inspect(
     """
     if not path.exists():
         raise SettingsError(f"{path}: no such file or folder")
+    if mask:
+        from slimectl.cli.masks import at_masks
+
+        at_masks(path, rows, model)
+        return
     from slimectl.cli import looking
 
     if (path / "run.toml").exists():

@@ -1,0 +1,54 @@
+"""`slimectl inspect --mask`: what is taught, what is only read."""
+
+from __future__ import annotations
+
+import json
+
+from workshop import Workshop
+
+SAMPLE = {
+    "index": 4,
+    "prompt": "1+1=",
+    "tokens": list(b"1+1=add(1,1) gives 2 so 2"),
+    "response_length": 21,
+    "response": "add(1,1) gives 2 so 2",
+    "loss_mask": [1] * 8 + [0] * 8 + [1] * 5,
+    "rollout_log_probs": [-1.0] * 8 + [0.0] * 8 + [-1.0] * 5,
+    "status": "completed",
+}
+
+
+def test_what_a_tool_wrote_is_told_apart(workshop: Workshop):
+    (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    out = workshop.slimectl("inspect", "s.jsonl", "--mask", "--model", str(workshop.model)).decode()
+    assert out.splitlines()[1:] == [
+        "--- sample 4: 4 + 21 tokens, 13 taught",
+        "1+1=[[add(1,1)]](( gives 2))[[ so 2]]",
+    ]
+
+
+def test_colours_can_be_asked_for(workshop: Workshop, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    out = workshop.slimectl("inspect", "s.jsonl", "--mask", "--model", str(workshop.model)).decode()
+    assert "\x1b[30;42madd(1,1)\x1b[0m\x1b[33m gives 2\x1b[0m" in out
+
+
+def test_a_chat_to_imitate_shows_what_its_template_makes_of_it(workshop: Workshop):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    (workshop.folder / "chats.jsonl").write_text(json.dumps({"prompt": chat}) + "\n")
+    out = workshop.slimectl("inspect", "chats.jsonl", "--mask", "--model", str(workshop.model)).decode()
+    assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]" in out
+
+
+def test_samples_of_an_unknown_model_ask_for_it(workshop: Workshop):
+    (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    workshop.slimectl("inspect", "s.jsonl", "--mask", code=2)
+    assert workshop.stderr == "slimectl: s.jsonl: no manifest says whose tokens these are; add --model DIR\n"
+
+
+def test_the_manifest_of_a_rollout_names_the_model(workshop: Workshop):
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "s.jsonl", "-n", "1")
+    out = workshop.slimectl("inspect", "s.jsonl", "--mask", "--rows", "2").decode()
+    assert out.count("--- sample") == 2
+    assert "12 taught" in out
