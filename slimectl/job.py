@@ -87,6 +87,7 @@ class Job:
         wiring.check_executor(settings)
         wiring.check_policy(settings)
         wiring.check_engine(settings)
+        wiring.check_trackers(settings)
         held_out = [[source] for source in settings.eval.data.values()]
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
             if sources and "-" not in sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ def _train() -> list[Metric]:
         "train_rollout_k3": ("nat", "k3 estimate of the same"),
         "tis": ("", "Mean truncated importance weight"),
         "tis_clipfrac": ("", "Share of tokens whose importance weight was truncated"),
+        "tis_max": ("", "Largest importance weight before truncation"),
+        "tis_masked": ("", "Share of tokens that importance sampling or rejection left out"),
+        "opd_reverse_kl": ("nat", "Mean log-probability less the teacher's, of sampled tokens"),
+        "pair_accuracy": ("", "Share of pairs whose better answer has the larger reward"),
+        "reward_margin": ("", "Mean reward of better answers less that of worse ones, by the model that learns"),
+        "chosen_reward": ("", "Mean reward of better answers; for dpo the one that policy and reference imply"),
+        "rejected_reward": ("", "The same of worse answers"),
+        "critic-loss": ("", "What the critic minimises"),
+        "critic-value_loss": ("", "Squared error of its values, clipped"),
+        "critic-value_clipfrac": ("", "Share of tokens whose value was clipped"),
+        "critic-grad_norm": ("", "The critic's gradient norm before clipping"),
+        "critic-lr": ("", "The critic's learning rate"),
+        "critic-explained_variance": ("", "1 - var(returns - values) / var(returns), with values before the round"),
         "opsm_clipfrac": ("", "Share of tokens in bad sequences that the policy has left, whose loss was zeroed"),
         "grad_norm": ("", "Global gradient norm before clipping"),
         "lr": ("", "Learning rate of the step"),
@@ -56,6 +70,8 @@ def _rollout() -> list[Metric]:
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
+        "values": ("", "Mean value that the critic gave to sampled tokens"),
+        "returns": ("", "Mean return of sampled tokens, which the critic learns"),
         "samples_per_second": ("1/s", "Samples a second of generation and grading"),
         "step": ("rounds", "The axis of rollout metrics"),
     }
@@ -101,5 +117,16 @@ def _warmup() -> list[Metric]:
 CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup())
 
 
+AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", "warmup": "warmup/step"}
+"""The axes of names that the catalogue has not, by their first part; all others stand on train/step."""
+
+
 def known(name: str) -> bool:
     return any(metric.matches(name) for metric in CATALOGUE)
+
+
+@cache
+def axis_of(name: str) -> str:
+    """The metric along which `name` is drawn."""
+    listed = next((metric.axis for metric in CATALOGUE if metric.matches(name)), None)
+    return listed or AXES.get(name.partition("/")[0], "train/step")

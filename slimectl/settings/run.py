@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from slimectl.settings.base import Section, Texts
 
 PositiveInt = Annotated[int, Field(ge=1)]
-TrackerName = Literal["stdout", "jsonl", "tensorboard"]
+TrackerName = Literal["stdout", "jsonl", "tensorboard", "wandb", "swanlab"]
+SECRETS = ("key", "token", "password", "secret")
+"""Words in an argument's name that make it a secret."""
 
 
 class RunSettings(Section):
@@ -82,16 +85,68 @@ class WarmupSettings(Section):
 
 
 class TrackSettings(Section):
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Where metrics go besides metrics.jsonl, which is always written.
+
+    Keys are taken from the environment (WANDB_API_KEY, SWANLAB_API_KEY) and never written down.
+    """
 
     with_: Annotated[list[TrackerName], Field(alias="with")] = ["stdout"]
-    """Trackers: stdout, tensorboard, jsonl."""
+    """Trackers: stdout, tensorboard, wandb, swanlab, jsonl."""
 
     kwargs: dict[str, dict[str, Any]] = {}
-    """Arguments for a tracker's own constructor, by its name."""
+    """Arguments for a tracker's own constructor (wandb.init, swanlab.init, SummaryWriter), by its name."""
+
+    naming: Literal["slime", "roll", "both"] = "slime"
+    """Whose names trackers get; metrics.jsonl has slime's. `slimectl metrics` lists both."""
+
+    project: str = "slimectl"
+    """Project at wandb and SwanLab."""
+
+    entity: str | None = None
+    """Team or user whose project it is (workspace at SwanLab)."""
+
+    group: str | None = None
+    """Runs of one group are shown together."""
+
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Whether wandb and SwanLab send what they get; as their environment variables say (WANDB_MODE) where not given."""
+
+    dir: str | None = None
+    """Folder where they write; the run's own where not given."""
+
+    host: str | None = None
+    """Address of a wandb server of one's own."""
+
+    run_id: str | None = None
+    """Id under which they know the run; drawn once and kept in the run's folder where not given, so that a resumed run
+    goes on in the same curves."""
+
+    random_suffix: bool = True
+    """Put six random characters behind the run's name there: a name is used more than once."""
 
     always_use_train_step: bool = False
     """Put every metric on the axis of train steps."""
 
     plot: bool = True
     """Draw the reward curve at the end."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _hold_no_secret(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What stands here is written to run.toml and manifests."""
+        for tracker, given in kwargs.items():
+            for name in secret_names(given):
+                raise PydanticCustomError(
+                    "secret",
+                    "{tracker}.{name} does not belong in settings, which are written down; set {variable} in the "
+                    "environment",
+                    {"tracker": tracker, "name": name, "variable": f"{tracker.upper()}_API_KEY"},
+                )
+        return kwargs
+
+
+def secret_names(arguments: dict[str, Any]) -> list[str]:
+    """The names in `arguments`, and in tables within, under which people pass keys."""
+    own = [name for name in arguments if name.lower().rpartition("_")[2] in SECRETS]
+    within = [name for value in arguments.values() if isinstance(value, dict) for name in secret_names(value)]
+    return own + within

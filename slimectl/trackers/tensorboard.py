@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import MissingExtraError
+from slimectl.metrics import axis_of
+from slimectl.trackers.guarded import starting
 
 
 class TensorboardTracker:
     """Scalars under `log_dir` (TENSORBOARD_DIR in the environment goes before it).
 
-    Each metric stands on its own axis: `rollout/*` on `rollout/step`, `eval/*` on `eval/step`, the others on the train
-    step; `one_axis` puts all on the train step.
+    Each metric stands on its own axis: `rollout/*` and `perf/*` on `rollout/step`, `eval/*` on `eval/step`, the others
+    on the train step; `one_axis` puts all on the train step. Where a line of metrics does not say where its axis
+    stands, it stands where it did last.
     """
 
     def __init__(self, log_dir: Path, *, one_axis: bool = False, purge_step: int | None = None, **kwargs: Any) -> None:
@@ -24,13 +27,17 @@ class TensorboardTracker:
             raise MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with") from error
         folder = os.environ.get("TENSORBOARD_DIR") or str(log_dir)
         self._one_axis = one_axis
-        # purge_step hides what a resumed run is about to write again.
-        self._writer = SummaryWriter(log_dir=folder, purge_step=purge_step, **kwargs)  # type: ignore[no-untyped-call]
+        self._axes: dict[str, float] = {}
+        with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
+            # purge_step hides what a resumed run is about to write again.
+            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge_step, **kwargs})  # type: ignore[no-untyped-call]
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._axes |= {name: value for name, value in metrics.items() if name.endswith("/step")}
+        self._axes["train/step"] = step
         for name, value in metrics.items():
-            axis = metrics.get(f"{name.partition('/')[0]}/step", step)
-            self._writer.add_scalar(name, value, global_step=step if self._one_axis else int(axis))  # type: ignore[no-untyped-call]
+            at = step if self._one_axis else self._axes.get(axis_of(name), step)
+            self._writer.add_scalar(name, value, global_step=int(at))  # type: ignore[no-untyped-call]
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

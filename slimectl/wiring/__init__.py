@@ -14,7 +14,7 @@ from slimectl.wiring.models import (
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, frozen, layout, policy, reference, total_steps
 from slimectl.wiring.sources import agent, prompts, reward, training_samples
-from slimectl.wiring.trackers import trackers
+from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_engine",
     "check_executor",
     "check_policy",
+    "check_trackers",
     "client",
     "companions",
     "convert",
@@ -34,6 +35,7 @@ __all__ = [
     "fleet",
     "frozen",
     "graders",
+    "identity",
     "in_process",
     "is_gguf",
     "layout",

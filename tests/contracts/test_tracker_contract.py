@@ -8,14 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
+from tracked import Seen, swanlab_seen, wandb_rows
 
 from slimectl.ports import Tracker
+from slimectl.trackers.identity import Identity
 from slimectl.trackers.jsonl import JsonlTracker
 from slimectl.trackers.stdout import StdoutTracker
+from slimectl.trackers.swanlab import SwanlabTracker
 from slimectl.trackers.tensorboard import TensorboardTracker
-
-Seen = dict[str, list[tuple[int, float]]]
-"""Of every metric, its points (step, value)."""
+from slimectl.trackers.wandb import WandbTracker
 
 TRACKED = {
     1: {"train/lr": 0.5, "rollout/raw_reward": 0.25, "train/grad_norm": 2.0},
@@ -85,7 +86,40 @@ class Stdout:
         return found
 
 
-@pytest.fixture(params=[Jsonl, Tensorboard, Stdout], ids=lambda kind: kind.__name__.lower())
+OFFLINE = Identity(run_id="run12345", name="a", mode="offline")
+
+
+class Wandb:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, resumed_at: int | None = None) -> Tracker:
+        return WandbTracker(self.folder, OFFLINE)
+
+    def seen(self) -> Seen:
+        found: Seen = {}
+        for row in wandb_rows(self.folder):
+            for name in row.keys() & EXPECTED.keys():
+                found.setdefault(name, []).append((int(row["train/step"]), row[name]))
+        return found
+
+
+class Swanlab:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "swanlab"
+
+    def open(self, resumed_at: int | None = None) -> Tracker:
+        return SwanlabTracker(self.folder, OFFLINE)
+
+    def seen(self) -> Seen:
+        return {name: points for name, points in swanlab_seen(self.folder).items() if name in EXPECTED}
+
+
+BUFFERED = (Wandb, Swanlab)
+"""Those libraries write to disk when they like, at the latest when they are closed."""
+
+
+@pytest.fixture(params=[Jsonl, Tensorboard, Stdout, Wandb, Swanlab], ids=lambda kind: kind.__name__.lower())
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jsonl:
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     return request.param(tmp_path)
@@ -105,6 +139,8 @@ def test_every_number_is_found_under_its_name_and_step(place: Jsonl):
 
 
 def test_a_step_is_there_before_the_tracker_is_closed(place: Jsonl):
+    if isinstance(place, BUFFERED):
+        pytest.skip("the library has a buffer of its own")
     tracker = place.open()
     tracker.log(TRACKED[1], step=1)
     seen = place.seen()

@@ -1,0 +1,83 @@
+"""Metrics for SwanLab, by its own library."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import MissingExtraError
+from slimectl.metrics import axis_of
+from slimectl.trackers.guarded import starting
+from slimectl.trackers.identity import Identity
+
+WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
+
+
+class SwanlabTracker:
+    """One SwanLab experiment, in `folder`; each metric on its own axis, or all on the train step (`one_axis`).
+
+    `kwargs` goes before everything else to `swanlab.init`. Raises MissingExtraError without the library, BackendError
+    if it cannot start.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, *, one_axis: bool = False, **kwargs: Any) -> None:
+        try:
+            import swanlab
+        except ImportError as error:
+            raise MissingExtraError("swanlab", extra="swanlab", wanted_by="track.with") from error
+        self._one_axis = one_axis
+        self._defined: set[str] = set()
+        asked = {
+            "project": identity.project,
+            "workspace": identity.entity,
+            "group": identity.group,
+            "name": identity.name,
+            "id": identity.run_id,
+            "mode": identity.mode,
+            "log_dir": str(folder),
+            "config": identity.config,
+            "resume": "allow",
+            "reinit": True,
+        }
+        with starting("swanlab", way_out=WAY_OUT), _beside_the_run():
+            # The console is the user's: nothing of it is recorded.
+            given = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **asked, **kwargs}  # type: ignore[arg-type]
+            self._run = swanlab.init(**given)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if not metrics:
+            return
+        for name in metrics.keys() - self._defined:
+            axis = "train/step" if self._one_axis else axis_of(name)
+            # SwanLab keeps one value for each place on an axis of one's own: not for what each step of a round has.
+            if axis in metrics and axis != name and not name.startswith("perf/"):
+                self._run.define_metric(name, x_axis=axis)
+            self._defined.add(name)
+        self._run.log({"train/step": step, **metrics}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+@contextmanager
+def _beside_the_run() -> Iterator[None]:
+    """Let SwanLab say its words on stderr, and keep what it would take over: Ctrl-C and the last word on errors.
+
+    SwanLab 0.10 ends its experiment at the first Ctrl-C; a run finishes its round first and reports it.
+    """
+    hook = sys.excepthook
+    ours = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.excepthook = hook
+        if ours:
+            signal.signal(signal.SIGINT, handler)

@@ -1,0 +1,60 @@
+"""Metrics for Weights & Biases, by its own library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import MissingExtraError
+from slimectl.metrics import axis_of
+from slimectl.trackers.guarded import starting
+from slimectl.trackers.identity import Identity
+
+WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
+
+
+class WandbTracker:
+    """One wandb run, in `folder`; each metric on its own axis by define_metric, or all on `train/step` (`one_axis`).
+
+    `kwargs` goes before everything else to `wandb.init`. Raises MissingExtraError without the library, BackendError
+    if it cannot start.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, *, one_axis: bool = False, **kwargs: Any) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("wandb", extra="wandb", wanted_by="track.with") from error
+        self._one_axis = one_axis
+        self._defined: set[str] = set()
+        # The console is the user's: nothing of it is recorded, nothing is printed on it.
+        own = {"console": "off", "silent": True, **({"base_url": identity.host} if identity.host else {})}
+        settings = {**own, **kwargs.pop("settings", {})}
+        asked = {
+            "project": identity.project,
+            "entity": identity.entity,
+            "group": identity.group,
+            "name": identity.name,
+            "id": identity.run_id,
+            "mode": identity.mode,
+            "dir": str(folder),
+            "config": identity.config,
+            "resume": "allow",
+            "reinit": "create_new",
+        }
+        with starting("wandb", way_out=WAY_OUT):
+            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly write to /tmp instead
+            self._run = wandb.init(**{**asked, **kwargs}, settings=settings)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if not metrics:
+            return
+        for name in metrics.keys() - self._defined:
+            axis = "train/step" if self._one_axis else axis_of(name)
+            self._run.define_metric(name, step_metric=axis if axis != name else None)
+            self._defined.add(name)
+        self._run.log({"train/step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,74 @@
+"""Reading back what wandb and SwanLab wrote on disk: both keep protobuf records in LevelDB's log format."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Seen = dict[str, list[tuple[int, float]]]
+"""Of every metric, its points (step, value)."""
+
+BLOCK, HEADER, FULL_OR_LAST = 32768, 7, (1, 4)
+
+
+def raw_records(file: Path) -> Iterator[bytes]:
+    """The records of a log: seven bytes of the library's own, then blocks of chunks (crc32, length, kind), padded."""
+    data, at, record = file.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in FULL_OR_LAST:
+            yield record
+            record = b""
+
+
+def wandb_records(folder: Path, timeout_s: float = 10.0) -> list[Any]:
+    """Every record of every finished wandb run in `folder`, oldest first.
+
+    wandb 0.31 returns from finish() a moment before its service has written an offline run down.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        runs = [
+            [Record.FromString(raw) for raw in raw_records(file)]
+            for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+        ]
+        if all(any(record.HasField("exit") for record in records) for records in runs):
+            return [record for records in runs for record in records]
+        assert time.monotonic() < deadline, f"{folder}: a run was not finished"
+        time.sleep(0.02)
+
+
+def wandb_rows(folder: Path) -> list[dict[str, float]]:
+    """Every line that was logged."""
+    histories = [record.history for record in wandb_records(folder) if record.HasField("history")]
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+        for history in histories
+    ]
+
+
+def swanlab_records(folder: Path) -> list[Any]:
+    """Every record of every SwanLab run in `folder`, oldest first."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    return [Record.FromString(raw) for file in sorted(folder.glob("run-*/*.swanlab")) for raw in raw_records(file)]
+
+
+def swanlab_seen(folder: Path) -> Seen:
+    """Every scalar by its name."""
+    found: Seen = {}
+    for record in swanlab_records(folder):
+        if record.HasField("scalar"):
+            found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+    return found

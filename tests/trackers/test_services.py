@@ -1,0 +1,163 @@
+"""What wandb and SwanLab are told of a run, read back from what they wrote."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracked import swanlab_records, swanlab_seen, wandb_records, wandb_rows
+
+from slimectl import wiring
+from slimectl.errors import BackendError, MissingExtraError, SettingsError
+from slimectl.settings.layers import from_assignments, resolve
+from slimectl.trackers.identity import Identity
+from slimectl.trackers.swanlab import SwanlabTracker
+from slimectl.trackers.wandb import WandbTracker
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("SWANLAB_API_KEY", KEY)
+
+
+def settings(*assignments: str) -> Any:
+    return resolve([from_assignments(["run.name=a", "track.mode=offline", *assignments])]).settings
+
+
+def track(folder: Path, *assignments: str, rounds: tuple[int, ...] = (1, 2)) -> None:
+    """Four optimizer steps a round, tracked."""
+    [tracker] = wiring.trackers(settings(*assignments), folder)
+    for number in rounds:
+        tracker.log({"train/lr": 0.5, "rollout/raw_reward": 0.25, "rollout/step": float(number)}, step=4 * number)
+    tracker.log({"eval/small_accuracy": 0.75, "eval/step": float(rounds[-1])}, step=4 * rounds[-1])
+    tracker.close()
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_wandb_gets_project_group_name_and_the_settings_and_never_a_key(tmp_path: Path):
+    track(tmp_path, "track.with=['wandb']", "track.project=maths", "track.group=ablation", "track.entity=team")
+    [run] = [record.run for record in wandb_records(tmp_path) if record.HasField("run")]
+    assert (run.project, run.run_group, run.entity) == ("maths", "ablation", "team")
+    assert run.display_name == f"a-{run.run_id[:6]}"
+    assert len(run.run_id) == 8
+    assert '"lr"' in next(item.value_json for item in run.config.update if item.key == "train")
+    assert KEY.encode() not in everything_in(tmp_path)
+
+
+def test_wandb_draws_each_metric_along_its_own_axis(tmp_path: Path):
+    track(tmp_path, "track.with=['wandb']")
+    axes = {r.metric.name: r.metric.step_metric for r in wandb_records(tmp_path) if r.HasField("metric")}
+    assert axes["rollout/raw_reward"] == "rollout/step"
+    assert axes["train/lr"] == "train/step"
+    assert axes["eval/small_accuracy"] == "eval/step"
+    points = [(row["rollout/step"], row["rollout/raw_reward"]) for row in wandb_rows(tmp_path) if "train/lr" in row]
+    assert points == [(1, 0.25), (2, 0.25)]
+
+
+def test_all_metrics_may_stand_on_the_train_step(tmp_path: Path):
+    track(tmp_path, "track.with=['wandb']", "track.always_use_train_step=true")
+    axes = {r.metric.name: r.metric.step_metric for r in wandb_records(tmp_path) if r.HasField("metric")}
+    assert set(axes.values()) == {"train/step"}
+
+
+def test_a_resumed_run_has_the_same_id_and_another_run_another(tmp_path: Path):
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+    ids = [wiring.identity(settings(), folder).run_id for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b")]
+    assert ids[0] == ids[1] != ids[2]
+    given = wiring.identity(settings("track.run_id=mine", "track.random_suffix=false"), tmp_path / "a")
+    assert (given.run_id, given.name) == ("mine", "a")
+
+
+def test_swanlab_gets_project_name_axes_and_never_a_key(tmp_path: Path):
+    track(tmp_path, "track.with=['swanlab']", "track.project=maths", "track.group=ablation")
+    records = swanlab_records(tmp_path / "swanlab")
+    [start] = [record.start for record in records if record.HasField("start")]
+    assert (start.project, start.group) == ("maths", "ablation")
+    assert start.name == f"a-{start.id[:6]}"
+    seen = swanlab_seen(tmp_path / "swanlab")
+    assert seen["rollout/raw_reward"] == [(4, 0.25), (8, 0.25)]
+    assert seen["rollout/step"] == [(4, 1.0), (8, 2.0)]
+    assert seen["eval/small_accuracy"] == [(8, 0.75)]
+    assert KEY.encode() not in everything_in(tmp_path)
+
+
+def test_swanlab_leaves_ctrl_c_to_the_run_and_stdout_to_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    hook = sys.excepthook
+    try:
+        tracker = SwanlabTracker(tmp_path, Identity(run_id="abcdefgh", mode="offline"))
+        os.kill(os.getpid(), signal.SIGINT)
+        tracker.log({"train/lr": 0.5}, step=1)
+        tracker.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert asked == [1]
+    assert sys.excepthook is hook
+    assert swanlab_seen(tmp_path)["train/lr"] == [(1, 0.5)]
+    assert capfd.readouterr().out == ""
+
+
+def test_arguments_of_the_users_go_to_the_library(tmp_path: Path):
+    track(tmp_path, "track.with=['wandb']", 'track.kwargs.wandb={notes = "on a laptop", tags = ["small"]}')
+    [run] = [record.run for record in wandb_records(tmp_path) if record.HasField("run")]
+    assert (run.notes, list(run.tags)) == ("on a laptop", ["small"])
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_path: Path):
+    (tmp_path / "track.json").write_text('{"run_id": "abcdefgh"}')
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    with pytest.raises(BackendError, match=f"{name} cannot start: .*; set {name.upper()}_API_KEY"):
+        wiring.trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
+
+
+def test_an_argument_that_the_library_does_not_take_is_a_wrong_setting(tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"track\.kwargs\.wandb: .*notez"):
+        wiring.trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given", ['track.kwargs.wandb={api_key = "k"}', 'track.kwargs.wandb={settings = {api_key = "very-secret"}}']
+)
+def test_a_key_among_the_settings_is_refused_and_not_repeated(given: str):
+    with pytest.raises(SettingsError, match=r"track\.kwargs: wandb\.api_key does not belong.*WANDB_API_KEY") as refused:
+        settings(given)
+    assert "very-secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", [WandbTracker, SwanlabTracker])
+def test_a_missing_library_names_its_extra(
+    kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name in ("wandb", "swanlab"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"pip install 'slimectl\[(wandb|swanlab)\]'"):
+        kind(tmp_path, Identity(run_id="abcdefgh", mode="offline"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules["slimectl.wiring.trackers"], "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"track\.with needs wandb"):
+        wiring.check_trackers(settings("track.with=['stdout', 'wandb']"))
