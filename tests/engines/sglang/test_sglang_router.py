@@ -80,7 +80,9 @@ def test_answers_through_the_router_are_those_of_a_worker(routed: Routed):
     directly = asyncio.run(routed.ask(20))
     routed.engine.set_urls(routed.fleet.addresses, routed.fleet.urls)
     assert tokens(through) == tokens(directly)
-    assert [answer.log_probs for answer in through] == [pytest.approx(answer.log_probs) for answer in directly]
+    assert [answer.log_probs for answer in through] == [
+        pytest.approx(answer.log_probs, abs=1e-4) for answer in directly
+    ]
     assert {len(answer.log_probs) for answer in through} == {20}
 
 
