@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-FORGOTTEN = "/dev/shm/sglang_loads_"
-"""SGLang 0.5.21 never removes these; they have random names."""
+FORGOTTEN = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
+"""SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
 
 OWN_TMP = "slimectl-server-"
 """How the name of a temporary folder begins that is one server's alone."""
@@ -36,7 +36,7 @@ def segments(pids: Iterable[int]) -> set[Path]:
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line.split()[5]) for line in lines if FORGOTTEN in line}
+            found |= {Path(line.split()[5]) for line in lines if any(name in line for name in FORGOTTEN)}
     return found
 
 
