@@ -15,6 +15,8 @@ from slimectl.errors import BackendError
 
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 
+LOOK_S = 1.0
+"""Between two looks at whether the processes live; whether they answer is asked every `interval_s`."""
 
 LEAVE_S = 10.0
 """How long the threads of a fleet get to see that it is closed."""
@@ -148,11 +150,19 @@ class Fleet:
 
     def _monitored(self) -> None:
         self._closing.wait(self._first_wait_s)
+        asked = time.monotonic()
         while not self._closing.is_set():
-            self._look_now.wait(self._interval_s)
+            told = self._look_now.wait(min(self._interval_s, LOOK_S))
             self._look_now.clear()
-            if not self._closing.is_set() and self._failure is None:
-                self._examine()
+            due = told or time.monotonic() - asked >= self._interval_s
+            if self._closing.is_set() or self._failure is not None or not (due or self._one_is_dead()):
+                continue
+            self._examine()
+            asked = time.monotonic()
+
+    def _one_is_dead(self) -> bool:
+        """Whether a process is gone: seen at once, where one that hangs takes a question."""
+        return not all(lives(member.server) for member in self._members if member.up)
 
     def _examine(self) -> None:
         """Find those that died or hang, withdraw them, and begin their repair."""
