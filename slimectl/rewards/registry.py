@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import SettingsError
 from slimectl.rewards.code import Code
@@ -17,16 +18,21 @@ from slimectl.rewards.exact import Exact
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
 from slimectl.rewards.f1 import F1
 from slimectl.rewards.gpqa import Gpqa
+from slimectl.rewards.judge import Judge
 from slimectl.rewards.length import LengthPenalty, Overlong
 from slimectl.rewards.math import Math
 from slimectl.rewards.numeric import Numeric
 from slimectl.rewards.random import Random
 from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.rewards.regex import Regex
+from slimectl.rewards.remote_rm import RemoteRm
 from slimectl.rewards.repetition import Repetition
 from slimectl.rewards.verdict import Verdict, Verifier, nothing
 from slimectl.rewards.weighted import Part, WeightedSum
 from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.rewards.asking import Asker
 
 BOXED = "boxed_"
 READ_BOXES = ("math", "deepscaler", "dapo")
@@ -44,13 +50,34 @@ class Boxed(Verifier):
         low, high = self.inner.bounds
         return min(0.0, low), max(0.0, high)
 
+    @property
+    def waits(self) -> bool:
+        return self.inner.waits
+
+    @property
+    def patience_s(self) -> float:
+        return self.inner.patience_s
+
     def explain(self, sample: Sample) -> Verdict:
         boxed = find_boxed(sample.response)
         if boxed is None:
-            empty = self.inner.explain(replace(sample, response="")).reward
-            return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
-        inner = self.inner.explain(replace(sample, response=boxed.text))
+            return self._without(sample)
+        return self.inner.explain(replace(sample, response=boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
+
+    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
+        return [await self._asked(sample, asker) for sample in samples]
+
+    async def _asked(self, sample: Sample, asker: Asker) -> Verdict:
+        boxed = find_boxed(sample.response)
+        if boxed is None:
+            return self._without(sample)
+        (inner,) = await self.inner.asked([replace(sample, response=boxed.text)], asker)
         return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
+
+    def _without(self, sample: Sample) -> Verdict:
+        """No box: 0.0, or of a verifier that gives dicts the dict of an empty response."""
+        empty = 0.0 if self.inner.waits else self.inner.explain(replace(sample, response="")).reward
+        return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
 
     def extract(self, sample: Sample) -> str | None:
         boxed = last_boxed(sample.response)
@@ -65,6 +92,7 @@ TYPES: dict[str, type[Verifier]] = {
     "exact": Exact,
     "f1": F1,
     "gpqa": Gpqa,
+    "judge": Judge,
     "length_penalty": LengthPenalty,
     "math": Math,
     "numeric": Numeric,
@@ -72,6 +100,7 @@ TYPES: dict[str, type[Verifier]] = {
     "random": Random,
     "reasoning_gym": ReasoningGym,
     "regex": Regex,
+    "remote_rm": RemoteRm,
     "repetition": Repetition,
 }
 
@@ -141,12 +170,19 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
         if get_origin(kinds[option]) is Literal:
             if value not in (allowed := get_args(kinds[option])):
                 raise SettingsError(f"{where}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
-        elif not isinstance(value, kinds[option] if kinds[option] is not float else float | int):
+        elif not isinstance(value, _accepted(kinds[option])):
             raise SettingsError(f"{where}: {value!r} is of the wrong kind ({kinds[option]} expected)")
     for field in fields(given):
-        if field.name not in options and field.default is MISSING:
+        if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
+
+
+def _accepted(kind: Any) -> Any:
+    """What a value of that kind may be an instance of."""
+    if kind is float:
+        return float | int
+    return dict if get_origin(kind) is dict else kind
 
 
 def _hint(given: str, known: list[str]) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.rewards.asking import Asker
 
 SHOWN = 60
 """Characters of a text that an explanation quotes."""
@@ -69,6 +73,46 @@ class Verifier(ABC):
 
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
         return self.explain(sample).reward
+
+    @property
+    def waits(self) -> bool:
+        """Whether grading is mostly waiting for somebody else: then many are asked for at once, by `asked`."""
+        return False
+
+    @property
+    def together(self) -> int:
+        """How many samples one question may be about."""
+        return 1
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether one question may be about all siblings."""
+        return False
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that the waiting for one sample may take."""
+        return 0.0
+
+    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
+        """What `explain` says of each."""
+        return [self.explain(sample) for sample in samples]
+
+
+class Remote(Verifier):
+    """Grades by asking a server. Raises BackendError where that fails, whatever a model wrote."""
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+    @abstractmethod
+    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]: ...
+
+    def explain(self, sample: Sample) -> Verdict:
+        from slimectl.rewards.asking import finished
+
+        return finished(lambda asker: self.asked([sample], asker))[0]
 
 
 def shown(text: str) -> str:

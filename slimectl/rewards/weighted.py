@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slimectl.errors import HookError
 from slimectl.rewards.verdict import Verdict, Verifier
 from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.rewards.asking import Asker
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,11 @@ class Part:
     key: str = "score"
 
     def number(self, reward: float | dict[str, Any]) -> float:
-        return float(reward[self.key] if isinstance(reward, dict) else reward)
+        """Raises HookError for a dict without `key`: what a server sends is checked nowhere else."""
+        try:
+            return float(reward[self.key] if isinstance(reward, dict) else reward)
+        except (KeyError, TypeError, ValueError):
+            raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}") from None
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,22 @@ class WeightedSum(Verifier):
         ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in self.parts]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
+    @property
+    def waits(self) -> bool:
+        return any(part.verifier.waits for part in self.parts)
+
+    @property
+    def patience_s(self) -> float:
+        return sum(part.verifier.patience_s for part in self.parts)
+
     def explain(self, sample: Sample) -> Verdict:
-        verdicts = [part.verifier.explain(sample) for part in self.parts]
+        return self._summed([part.verifier.explain(sample) for part in self.parts])
+
+    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
+        by_part = await asyncio.gather(*(part.verifier.asked(samples, asker) for part in self.parts))
+        return [self._summed(verdicts) for verdicts in zip(*by_part, strict=True)]
+
+    def _summed(self, verdicts: Sequence[Verdict]) -> Verdict:
         numbers = [part.number(verdict.reward) for part, verdict in zip(self.parts, verdicts, strict=True)]
         total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
         names = [part.name for part in self.parts]

@@ -29,7 +29,20 @@ class ScoreSettings(Section):
     number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
-    """Your own reward function, by path; it goes before rm_type."""
+    """Your own reward function, by path; it goes before rm_type. One that asks for `samples` rather than `sample` gets
+    a list and returns a list."""
+
+    group_rm: bool = False
+    """Hand all siblings of a prompt to the reward function in one call (or to remote_rm in one request)."""
+
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Samples at most in one call of a function that takes `samples`; without effect on groups."""
+
+    rm_url: str | None = None
+    """Where remote_rm is, and the server of judge (…/v1), unless their options have a `url`."""
+
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    """Rewards that are waited for at once: of servers, and of async functions."""
 
     reward_key: str | None = None
     """Which number of a dict reward is trained on."""
@@ -38,7 +51,8 @@ class ScoreSettings(Section):
     """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds one sample may take; past it the sample gets reward 0 and metadata.reward_error."""
+    """Seconds one call may take (of a verifier: one sample) in a worker process; past it the reward is 0, with
+    metadata.reward_error. Servers have time limits of their own, among their options."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Worker processes; 0 grades in this process, without the time limit. Where not given: one for each core, at most

@@ -13,6 +13,7 @@ from slimectl.errors import HookError
 from slimectl.ports import Executor
 from slimectl.rewards import Verdict
 from slimectl.settings.score import ScoreSettings
+from slimectl.stages.grader import Calls, as_calls
 from slimectl.stages.score import reward_number
 from slimectl.types import Sample
 
@@ -49,13 +50,15 @@ class Tried:
 class Twice:
     """Calls a reward twice; travels to worker processes."""
 
-    reward: Callable[[Sample], Any]
+    reward: Calls
 
-    def __call__(self, sample: Sample) -> tuple[Any, Any, float]:
-        first = self.reward(sample)
+    def __call__(self, samples: list[Sample]) -> list[tuple[Any, Any, float]]:
+        """Both rewards of every sample of one call, and its share of the seconds."""
+        first = self.reward.many(samples)
         started = time.perf_counter()
-        second = self.reward(sample)
-        return _bare(first), _bare(second), time.perf_counter() - started
+        second = self.reward.many(samples)
+        seconds = (time.perf_counter() - started) / len(samples)
+        return [(_bare(one), _bare(other), seconds) for one, other in zip(first, second, strict=True)]
 
 
 def check_reward(
@@ -71,8 +74,10 @@ def check_reward(
     Graded in worker processes, at least one, so that the time limit holds for functions that hang, too.
     """
     workers, limit = max(1, settings.processes), settings.timeout_s
-    results = executor.map(Twice(reward), samples, workers=workers, timeout_s=2 * limit)
-    pairs = list(zip(samples, results, strict=True))
+    grader = as_calls(reward)
+    calls = list(grader.calls(samples))
+    results = executor.map(Twice(grader), calls, workers=workers, timeout_s=2 * (limit + grader.patience_s))
+    pairs = [pair for call, result in zip(calls, results, strict=True) for pair in _paired(call, result)]
     late = [sample for sample, result in pairs if isinstance(result, TimeoutError)]
     tried = [_tried(*pair, settings) for pair in pairs if not isinstance(pair[1], TimeoutError)]
     ran = [one for one in tried if not one.error]
@@ -89,6 +94,13 @@ def check_reward(
     yield _counted("determinism", changed, "the same reward twice")
     yield _time(ran, late, limit, workers)
     yield _variance(numbers)
+
+
+def _paired(call: list[Sample], result: Any) -> list[tuple[Sample, Any]]:
+    """Each sample with what came of it; what went wrong with a call went wrong with all of its samples."""
+    return [
+        (sample, result) if isinstance(result, BaseException) else (sample, result[i]) for i, sample in enumerate(call)
+    ]
 
 
 def _tried(sample: Sample, result: Any, settings: ScoreSettings) -> Tried:

@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from graders import grading, says
 from hostile import EXPLOSIVE, LABELS, responses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.executors.local import LocalExecutor
 from slimectl.rewards import Verifier, known_types, verifier, weighted
+from slimectl.settings import Settings
+from slimectl.stages.score import Grader, score
 from slimectl.types import Sample
 
 COUNT = int(os.environ.get("SLIMECTL_HOSTILE", "1000"))
@@ -35,7 +38,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "overlong": {"limit": 100, "buffer": 50},
     "regex": {"pattern": r"Answer:\s*(.*)"},
 }
-APART = ("code", "random", "reasoning_gym")
+APART = ("code", "judge", "random", "reasoning_gym", "remote_rm")
 NAMES = [prefix + name for name in known_types() if name not in APART for prefix in ("", "boxed_")]
 VERIFIERS: dict[str, Verifier] = {
     **{name: verifier(name, **OPTIONS.get(name.removeprefix("boxed_"), {})) for name in NAMES},
@@ -134,6 +137,20 @@ def test_no_hostile_response_breaks_a_reasoning_task(executor: LocalExecutor):
     pairs = list(responses(COUNT // 10, seed=2))
     results = list(executor.map(grade_tasks, pairs, workers=2, timeout_s=STUCK_S))
     assert [result for result in results if not isinstance(result, float)] == []
+
+
+def test_no_hostile_response_or_reply_breaks_the_judge():
+    given = {"rm_type": "judge", "explain": True, "concurrency": 16}
+    pairs = [*responses(COUNT // 2, seed=4), *((f"Score: {text}", "5") for text in EXPLOSIVE)]
+    with grading(lambda body: says(body["messages"][0]["content"].rpartition("|")[2])) as server:
+        options = {"template": "{prompt}{label}|{response}", "unread": 0.5}
+        chosen = Settings.model_validate({"score": {**given, "rm_url": server.url, "rm_options": options}})
+        judge = Grader(chosen)
+        samples = [sample_of(*pair) for pair in pairs]
+        for sample in score(samples, judge, chosen.score, executor=LocalExecutor()):
+            assert isinstance(sample.reward, float)
+            assert 0.0 <= sample.reward <= 1.0
+            assert "\n" not in sample.metadata["explanation"]["why"]
 
 
 def grade_code(pair: tuple[str, str]) -> float:

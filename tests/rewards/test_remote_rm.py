@@ -1,0 +1,183 @@
+"""Rewards of a server: what is posted, what is tried again, and what stops the work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from aiohttp import web
+from graders import grading
+
+from slimectl.errors import BackendError, SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.rewards import asking, verifier, weighted
+from slimectl.rewards.asking import Asker
+from slimectl.settings import Settings
+from slimectl.stages.score import Grader, score
+from slimectl.types import Sample
+
+SAMPLE = Sample(index=3, prompt="1+1=", response="2", label="2")
+
+
+def graded(url: str, samples: list[Sample], **given: object) -> list[object]:
+    settings = Settings.model_validate({"score": {"rm_type": "remote_rm", "rm_url": url, **given}})
+    return [one.reward for one in score(samples, Grader(settings), settings.score, executor=LocalExecutor())]
+
+
+@pytest.mark.parametrize("answer", [0.5, -3, True, {"score": 1.0, "why": "good"}, {}])
+def test_the_answer_is_the_reward_as_it_is(answer):
+    with grading(lambda body: web.json_response(answer)) as server:
+        assert verifier("remote_rm", url=f"{server.url}/rm")(SAMPLE) == answer
+    assert server.bodies == [{"path": "/rm", "body": {"prompt": "1+1=", "response": "2", "label": "2"}}]
+
+
+def test_half_a_surrogate_pair_and_a_chat_arrive_as_they_are():
+    chat = [{"role": "user", "content": "é"}]
+    with grading(lambda body: web.json_response(float(len(body["response"])))) as server:
+        assert verifier("remote_rm", url=server.url)(Sample(prompt=chat, response="\ud800\x00é", label=None)) == 3.0
+    assert server.bodies[0]["body"] == {"prompt": chat, "response": "\ud800\x00é", "label": None}
+
+
+def test_many_are_asked_at_once_and_answered_in_order():
+    async def slowly(body):
+        await asyncio.sleep(0.02 * (int(body["response"]) % 3))
+        return web.json_response(float(body["response"]))
+
+    samples = [Sample(index=i, response=str(i)) for i in range(100)]
+    with grading(slowly) as server:
+        started = time.perf_counter()
+        assert graded(server.url, samples, concurrency=25) == [float(i) for i in range(100)]
+        assert time.perf_counter() - started < 1.9  # one by one: 100 x 0.02 s
+    assert 10 < server.most <= 25
+    assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [({"rm_options": {"batch_size": 4}}, [4, 4, 2]), ({"group_rm": True}, [2, 2, 2, 2, 2]), ({}, [1] * 10)],
+)
+def test_lists_go_out_and_come_back(given, sizes):
+    def answer(body):
+        bodies = body if isinstance(body, list) else [body]
+        rewards = [float(one["response"]) for one in bodies]
+        return web.json_response(rewards if isinstance(body, list) else rewards[0])
+
+    samples = [Sample(index=i, group_index=i // 2, response=str(i)) for i in range(10)]
+    with grading(answer) as server:
+        assert graded(server.url, samples, concurrency=1, **given) == [float(i) for i in range(10)]
+    assert [len(one["body"]) if isinstance(one["body"], list) else 1 for one in server.bodies] == sizes
+
+
+def test_it_is_a_part_of_a_sum():
+    with grading(lambda body: web.json_response({"help": 0.5})) as server:
+        parts = [{"type": "exact"}, {"type": "remote_rm", "url": server.url, "key": "help", "weight": 2.0}]
+        assert weighted(parts)(SAMPLE) == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
+        settings = Settings.model_validate({"score": {"rm": parts}})
+        (scored,) = score([SAMPLE], Grader(settings), settings.score, executor=LocalExecutor())
+        assert scored.reward == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
+
+
+def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
+    answers = [web.Response(status=503, text="busy"), web.Response(status=429, headers={"Retry-After": "0"}),
+               web.json_response(1.0)]  # fmt: skip
+    with grading(lambda body: answers.pop(0)) as server:
+        assert verifier("remote_rm", url=server.url)(SAMPLE) == 1.0
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "message"),
+    [
+        (web.Response(status=503, text="too  busy\n"), 2, r"answered 503: too busy \(2 tries, 0 s\)"),
+        (web.json_response({"error": {"message": "no model"}}, status=400), 1, r"answered 400: no model \(1 try"),
+        (web.Response(status=302, headers={"Location": "/"}), 1, "answered 302: nothing"),
+        (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
+        (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
+        (web.Response(text="NaN"), 1, "answered 'nan' for sample 3; a number or an object is expected"),
+        (web.Response(text="null"), 1, "answered 'None' for sample 3"),
+        (web.Response(text="[1.0]"), 1, r"answered '\[1\.0\]' for sample 3"),
+        (web.Response(body=b"1" * 20_000_000), 1, "the answer is longer than 16 MiB"),
+    ],
+)
+def test_what_is_no_reward_stops_the_work(monkeypatch: pytest.MonkeyPatch, answer, asked, message):
+    monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
+
+    def fresh(body):
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+    with grading(fresh) as server, pytest.raises(BackendError, match=message):
+        graded(server.url, [SAMPLE], rm_options={"tries": 2})
+    assert len(server.bodies) == asked
+
+
+def test_a_list_of_the_wrong_length_names_the_samples():
+    with (
+        grading(lambda body: web.json_response([1.0])) as server,
+        pytest.raises(BackendError, match=r"answered 1 rewards for 2 samples \(5 to 6\)"),
+    ):
+        graded(server.url, [Sample(index=5), Sample(index=6)], group_rm=True)
+
+
+def test_a_server_that_hangs_and_one_that_is_not_there_cost_their_time_and_no_more():
+    async def hang(body):
+        await asyncio.sleep(60)
+
+    started = time.perf_counter()
+    with grading(hang) as server, pytest.raises(BackendError, match=r"no answer; no time left \(1 try, 0 s\)"):
+        verifier("remote_rm", url=server.url, timeout_s=0.3)(SAMPLE)
+    with pytest.raises(BackendError, match=r"is not answering: .*\(2 tries"):
+        verifier("remote_rm", url=server.url, tries=2)(SAMPLE)
+    assert time.perf_counter() - started < 5
+
+
+def test_what_is_under_way_ends_with_the_work():
+    async def hang(body):
+        await asyncio.sleep(60)
+
+    started = time.perf_counter()
+    with grading(hang) as server:
+        settings = Settings.model_validate({"score": {"rm_type": "remote_rm", "rm_url": server.url, "concurrency": 8}})
+
+        def source():
+            yield from (Sample(index=i) for i in range(4))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(score(source(), Grader(settings), settings.score, executor=LocalExecutor()))
+    assert time.perf_counter() - started < 5
+    assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
+
+
+def test_turns_keep_the_rate():
+    with Asker() as asker:
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(asker.turn("u", 50.0) for _ in range(11)))
+
+        started = time.perf_counter()
+        asker.submit(all_of_them()).result()
+        assert 0.19 < time.perf_counter() - started < 1.0  # ten intervals of 0.02 s
+
+
+def test_from_a_thread_that_runs_an_event_loop():
+    async def inside() -> object:
+        return verifier("remote_rm", url=server.url)(SAMPLE)
+
+    with grading(lambda body: web.json_response(2.0)) as server:
+        assert asyncio.run(inside()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"rm_options\.url: missing, and remote_rm needs it"),
+        ({"url": "localhost:8000"}, r"'localhost:8000' is no address; write http://HOST:PORT/PATH"),
+        ({"url": "http://x", "tries": 0}, "above 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_runs(options, message):
+    with pytest.raises(SettingsError, match=message):
+        verifier("remote_rm", **options)
