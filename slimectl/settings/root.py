@@ -141,6 +141,11 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         yield "sglang.groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine itself"
     if engine.kind != "sglang" and (settings.sglang.groups or settings.sglang.prefill_num_servers):
         yield 'sglang.groups and sglang.prefill_num_servers are for SGLang; set engine.kind = "sglang"'
+    if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
+        yield (
+            "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "
+            "seed without min-p only; drop one"
+        )
     if cluster.executor == "ray" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
 

@@ -75,6 +75,23 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["rollout.min_new_tokens=300"], ["rollout.min_new_tokens", "rollout.max_response_len"]),
         (["train.min_lr=1"], ["train.min_lr", "train.lr"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
+        (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),
+        (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
+        (
+            ["engine.kind=sglang", "cluster.rollout_num_gpus=3", "cluster.rollout_num_gpus_per_engine=2"],
+            ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2; give 2"],
+        ),
+        (["cluster.rollout_num_gpus_per_engine=2"], ["cluster.rollout_num_gpus_per_engine", "engine.kind"]),
+        (["engine.url=http://a:1", "engine.num_engines=2"], ["engine.url", "engine.num_engines"]),
+        (["engine.num_engines=2", "sync.transport=in_process"], ["sync.transport", "tensor, distributed, disk"]),
+        (["sync.transport=disk"], ["sync.transport", "engine.num_engines"]),
+        (["cluster.colocate=true", "run.ahead=1"], ["cluster.colocate", "run.ahead"]),
+        (["cluster.colocate=true", "engine.num_engines=2", "sync.transport=delta"], ["cluster.colocate", "delta"]),
+        (["cluster.executor=ray", "rollout.data=-"], ["rollout.data", "actor"]),
+        (
+            ["engine.kind=sglang", "sglang.args={enable_deterministic_inference=true}", "rollout.min_p=0.1"],
+            ["min_p", "sglang"],
+        ),
     ],
 )
 def test_contradictions_between_sections_name_both_keys(assignments: list[str], both: list[str]):
