@@ -29,3 +29,12 @@ def test_without_a_model_it_says_what_to_add(workshop: Workshop):
     (workshop.folder / "slimectl.toml").unlink()
     workshop.slimectl("doctor", "--engine", code=2)
     assert "add --model DIR" in workshop.stderr
+
+
+def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
+    strict = ["-s", "run.num_rollout=2", "-s", "run.max_logprob_abs_diff=1e-12"]
+    workshop.slimectl("run", *strict)
+    assert workshop.stderr.count("engine and trainer differ by") == 2
+    workshop.slimectl("run", *strict, "--name", "b", "-s", "run.on_disagreement=stop", code=1)
+    assert "run.max_logprob_abs_diff = 1e-12; `slimectl doctor --engine` looks for the cause" in workshop.stderr
+    assert len([line for line in workshop.metrics("b") if "train/loss" in line["metrics"]]) == 1
