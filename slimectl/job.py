@@ -172,6 +172,11 @@ class Job:
             reference = wiring.reference(settings, model, executor=self.executor)
             if reference is not None:
                 ending.callback(reference.close)
+            teacher = wiring.teacher(settings, model, executor=self.executor)
+            critic = self.journal.critic = wiring.critic(settings, model, executor=self.executor)
+            for part in (teacher, critic):
+                if part is not None:
+                    ending.callback(part.close)
             self.state = self.journal.restore(policy, say)
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
@@ -194,6 +199,8 @@ class Job:
                 settings,
                 executor=self.executor,
                 reference=reference,
+                teacher=teacher,
+                critic=critic,
                 state=self.state,
             )
             ending.callback(reports.close)
@@ -260,8 +267,11 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if not settings.rollout.data:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
-    if isinstance(settings.algorithm, Sft):
-        raise SettingsError("algorithm.name: sft needs no rollouts; use `slimectl train` on demonstrations")
+    if not isinstance(settings.algorithm, PolicyGradient):
+        kind = "demonstrations" if isinstance(settings.algorithm, Sft) else "preferences or scored samples"
+        raise SettingsError(
+            f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
+        )
     compares = isinstance(settings.algorithm, PolicyGradient) and settings.algorithm.baseline != "none"
     if compares and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from slimectl.data.jsonl import write_samples
 from slimectl.data.rundir import RunDir, explained_storage, write_text
-from slimectl.ports import Policy, Tracker
+from slimectl.ports import Critic, Policy, Tracker
 from slimectl.settings import Settings
 from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Row, Sample, StepReport
@@ -27,6 +27,8 @@ class Journal:
         self.folder = folder
         self.settings = settings
         self.trackers: Sequence[Tracker] = ()
+        self.critic: Critic | None = None
+        """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
         """(round, mean reward), for the curve."""
         self.evaluations: list[tuple[int, Metrics]] = []
@@ -76,6 +78,9 @@ class Journal:
         def fill(staged: Path) -> None:
             (staged / "policy").mkdir()
             policy.save(staged / "policy")
+            if self.critic is not None:
+                (staged / "critic").mkdir()
+                self.critic.save(staged / "critic")
             if self.settings.run.keep_samples and samples:
                 self.keep_samples(staged / "samples.jsonl", samples)
             write_text(staged / "state.json", json.dumps(facts) + "\n")
@@ -92,6 +97,8 @@ class Journal:
         folder = self.folder.newest(warn)
         facts = json.loads((folder / "state.json").read_text())
         policy.load(folder / "policy")
+        if self.critic is not None:
+            self.critic.load(folder / "critic")
         self.folder.cut_back(facts["sizes"])
         self.scores = [(number, score) for number, score in facts["scores"]]
         self.evaluations = [(number, metrics) for number, metrics in facts["evaluations"]]

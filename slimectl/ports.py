@@ -41,7 +41,8 @@ class WeightReceiver(Protocol):
 class Loss(Protocol):
     """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
 
-    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up.
+    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
+    name ends in _max is a maximum instead.
     """
 
     @property
@@ -64,6 +65,8 @@ class TokenPack(Protocol):
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
     rollout_logprobs_T: Tensor | None
+    values_T: Tensor | None
+    returns_T: Tensor | None
     row_T: Tensor
     rows: int
 
@@ -103,6 +106,29 @@ class Policy(Protocol):
     def load(self, path: Path) -> None:
         """Take all of it back, bit for bit, whatever number of ranks wrote it. Raises CheckpointError."""
         ...
+
+    def close(self) -> None: ...
+
+
+class Critic(Protocol):
+    """A model with one value per response token, and its optimizer; what it shares with Policy means the same."""
+
+    @property
+    def weight_version(self) -> str: ...
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """The value of the state before every response token, without gradients; R floats a row."""
+        ...
+
+    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+        """As a policy's; the loss finds values, with their gradient, where a policy's finds log-probabilities."""
+        ...
+
+    def optim_step(self) -> Metrics: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
 
     def close(self) -> None: ...
 

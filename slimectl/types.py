@@ -173,7 +173,7 @@ class Row:
     All lists but `tokens` have length R. `weights` are the whole reduction: the loss of a step is the sum over its
     rows and tokens of weight times loss, so no policy ever needs to know a denominator, and the gradient cannot
     depend on ranks, packs or micro-batches. `group` names the prompt: rows of one group whose prompts are equal may
-    share its computation.
+    share its computation. `values` are a critic's at the beginning of the round, `returns` what it learns.
     """
 
     tokens: list[int]
@@ -183,6 +183,8 @@ class Row:
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
     group: int = 0
 
     @property

@@ -39,14 +39,10 @@ def importance_weights(
     Raises ValueError unless 0 <= low < high, and on another level or mode.
     """
     _check_bounds(low, high)
-    if level not in LEVELS or mode not in MODES:
-        raise ValueError(f"level {level!r}, mode {mode!r}; there are {', '.join(LEVELS)} and {', '.join(MODES)}")
+    if mode not in MODES:
+        raise ValueError(f"no mode {mode!r}; there are {', '.join(MODES)}")
     old_T, rollout_T = old_T.detach(), rollout_T.detach()
-    raw_T = ratio(old_T, rollout_T)
-    if level != "token":
-        means_T = row_means(old_T - rollout_T, mask_T, row_T, rows)
-        counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
-        raw_T = ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
+    raw_T = _ratios(old_T, rollout_T, mask_T, row_T, rows, level)
     if mode == "mask":
         weights_T = torch.where((raw_T < low) | (raw_T > high), 0.0, raw_T)
     else:
@@ -55,6 +51,47 @@ def importance_weights(
         vetoed_T = (ratio(old_T, rollout_T) < veto) & mask_T
         weights_T = torch.where(row_means(vetoed_T.to(raw_T.dtype), mask_T, row_T, rows) > 0, 0.0, weights_T)
     return weights_T, (weights_T != raw_T).to(old_T.dtype)
+
+
+def kept_in_bounds(
+    old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str, low: float, high: float
+) -> Tensor:
+    """1.0 where the weight of `level` lies within [low, high], else 0.0; [T], constant.
+
+    Rejection of masked importance sampling: Liu, Li et al. 2025, "When Speed Kills Stability". By "token" each token is
+    kept or not; by "sequence" and "geometric" its whole row.
+
+    Raises ValueError unless 0 <= low < high, and on another level.
+    """
+    _check_bounds(low, high)
+    raw_T = _ratios(old_T.detach(), rollout_T.detach(), mask_T, row_T, rows, level)
+    return ((raw_T >= low) & (raw_T <= high)).to(old_T.dtype)
+
+
+def batch_mean(weights_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str) -> float:
+    """What the weights of a whole step are divided by, to have mean 1: over tokens, or over rows for another level.
+
+    The self-normalised estimate of importance sampling, over tokens and rows that `mask_T` keeps. 1 if the mean is 0.
+    """
+    kept = weights_T[mask_T]
+    if level != "token":
+        # All tokens of a row have its weight: one of each row is left.
+        kept = torch.full((rows,), torch.nan, dtype=kept.dtype).index_put((row_T[mask_T],), kept)
+        kept = kept[~kept.isnan()]
+    mean = float(kept.mean()) if len(kept) else 0.0
+    return mean or 1.0
+
+
+def _ratios(old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, level: str) -> Tensor:
+    """exp(old - rollout) of each token, or of its row; [T]."""
+    if level not in LEVELS:
+        raise ValueError(f"no level {level!r}; there are {', '.join(LEVELS)}")
+    raw_T = ratio(old_T, rollout_T)
+    if level == "token":
+        return raw_T
+    means_T = row_means(old_T - rollout_T, mask_T, row_T, rows)
+    counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
+    return ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
 
 
 def mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 T tokens. A loss is a frozen picklable value, so that it travels to every rank. All that it returns is a sum over the
 pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum to 1 (a
 mean) unless samples were masked whole or the reduction is by a fixed length (see reductions.py): metrics then carry
-that factor too, as the loss does.
+that factor too, as the loss does. A metric whose name ends in _max is a maximum, and packs' are combined so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.corrections import importance_weights, mismatch
+from slimectl.algorithms.corrections import importance_weights, kept_in_bounds, mismatch
 from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, sequence_logprobs
 from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, ppo_clip, ratio, soft_gate
@@ -54,8 +54,10 @@ class PolicyLoss:
     `old_logprobs_T`, the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
 
     Metrics: pg_loss (after the correction), pg_clipfrac, ppo_kl (old - logp), ois (ratio); with a reference kl_loss;
-    with entropy entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied) and
-    those of `mismatch`. The loss itself is the first of the pair and not repeated among them.
+    with entropy entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied),
+    tis_masked (what TIS and rejection zeroed), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the
+    step's mean weight where weights are normalised (corrections.batch_mean). The loss itself is the first of the pair
+    and not repeated among them.
 
     Raises SettingsError if the pack lacks what a coefficient asks for.
     """
@@ -74,6 +76,11 @@ class PolicyLoss:
     tis_level: str = "token"
     tis_mode: str = "clip"
     tis_veto: float | None = None
+    tis_scale: float = 1.0
+    use_rs: bool = False
+    rs_level: str = "geometric"
+    rs_clip: float = 2.0
+    rs_clip_low: float = 0.5
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     use_opsm: bool = False
@@ -97,6 +104,8 @@ class PolicyLoss:
             if self.entropy_coef:
                 loss_T = loss_T - self.entropy_coef * entropy_T
         metrics = {name: (weights_T * value_T.detach()).sum() for name, value_T in values_T.items()}
+        if "tis" in values_T and len(weights_T):
+            metrics["tis_max"] = torch.where(weights_T != 0, values_T["tis"], 0.0).max()
         return (weights_T * loss_T).sum(), metrics
 
     def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,10 +123,11 @@ class PolicyLoss:
         if pack.rollout_logprobs_T is not None:
             values_T |= mismatch(old_T, pack.rollout_logprobs_T)
             correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
-            if self.use_tis:
-                loss_T = loss_T * correction_T
-        elif self.use_tis:
-            raise SettingsError("algorithm.use_tis needs rollout_log_probs, which these samples lack; turn it off")
+            loss_T = loss_T * correction_T
+            values_T["tis_masked"] = (correction_T == 0).to(loss_T.dtype)
+        elif self.use_tis or self.use_rs:
+            name = "use_tis" if self.use_tis else "use_rs"
+            raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
             mask_T = pack.weights_T != 0
             kept_T = off_policy_kept(
@@ -127,18 +137,21 @@ class PolicyLoss:
         return loss_T, values_T
 
     def _correction(self, pack: Pack, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
-        return importance_weights(
-            old_T,
-            rollout_T,
-            pack.weights_T != 0,
-            pack.row_T,
-            pack.rows,
+        """The factor of each token's loss (1 where nothing is asked for), and where TIS would change a weight."""
+        where = (old_T, rollout_T, pack.weights_T != 0, pack.row_T, pack.rows)
+        weights_T, changed_T = importance_weights(
+            *where,
             level=self.tis_level,
             mode=self.tis_mode,
             low=self.tis_clip_low,
             high=self.tis_clip,
             veto=self.tis_veto,
         )
+        factor_T = weights_T * self.tis_scale if self.use_tis else torch.ones_like(weights_T)
+        if self.use_rs:
+            kept_T = kept_in_bounds(*where, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
+            factor_T = factor_T * kept_T
+        return factor_T, changed_T
 
     def _of_kind(self, pack: Pack, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
         """The surrogate of each token before any correction, and where it was clipped."""

@@ -23,18 +23,25 @@ def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
     return returns_T
 
 
-def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
-    """Discounted returns of one answer, [T]; zero where masked.
+def sequence_rewards(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float) -> Tensor:
+    """The reward of every token of one answer, [T]: -kl_coef kl, and `reward` at the last that the mask keeps.
 
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: every token is rewarded with -kl_coef kl, the last one
-    that the mask keeps with `reward` besides. An answer masked whole gives zeros.
+    Ouyang et al. 2022, arXiv:2203.02155, eq. 2, token by token. An answer masked whole gives zeros.
     """
     rewards_T = torch.zeros_like(mask_T) if kl_T is None else -kl_coef * kl_T * mask_T
     kept = mask_T.nonzero()
     if not len(kept):
         return torch.zeros_like(mask_T)
     rewards_T[kept[-1]] += reward
-    return discounted(rewards_T, gamma) * mask_T
+    return rewards_T
+
+
+def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
+    """Discounted returns of one answer, [T]; zero where masked.
+
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`.
+    """
+    return discounted(sequence_rewards(reward, kl_T, mask_T, kl_coef=kl_coef), gamma) * mask_T
 
 
 def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:

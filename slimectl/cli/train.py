@@ -42,7 +42,7 @@ def train(
     force: Force = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Learn from scored samples, or from demonstrations (sft); one report a step on stdout.
+    """Learn from scored samples, demonstrations (sft) or preferences (dpo, reward_model); one report a step on stdout.
 
     Example:
 
@@ -63,6 +63,7 @@ def train(
     from slimectl.cli.records import say, up_to_date
     from slimectl.data.rundir import refuse_existing, write_folder
     from slimectl.journal import load_state
+    from slimectl.stages.teaching import with_log_probs
     from slimectl.stages.train import train as stage
 
     settings = found.settings
@@ -76,21 +77,26 @@ def train(
     tokenizer = wiring.tokenizer(folder)
     stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
     place = wiring.executor(settings)
-    policy = wiring.policy(settings, folder, total_steps=wiring.total_steps(settings), executor=place)
+    learners = wiring.learners(settings, folder, executor=place)
+    policy, critic = learners.policy, learners.critic
     steps = 0
     try:
         state = None
         if load is not None:
             policy.load(folder)
+            if critic is not None and critic is not policy:
+                critic.load(load / "critic")
             state = load_state(load, policy)
-        for report in stage(stream, policy, settings, state=state):
+        for field, model_of in learners.asked.items():
+            stream = with_log_probs(stream, model_of, field)
+        for report in stage(stream, policy, settings, critic=critic, state=state):
             print(json.dumps(report.to_json()), flush=True)
             steps += 1
         if steps == 0:
             raise RecordError(f"{samples}: no samples came; look at what the stage before said")
         if save is not None:
-            write_folder(save, policy.save, about=manifest.signed({"steps": steps}, parents=inputs))
+            write_folder(save, learners.save, about=manifest.signed({"steps": steps}, parents=inputs))
     finally:
-        policy.close()
+        learners.close()
         place.close()
     say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))

@@ -55,6 +55,10 @@ class GroupPolicy:
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
         return self._call("forward_backward", rows, loss)
 
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """ports.Critic's, where the ranks are a critic."""
+        return self._call("values", rows)
+
     def optim_step(self) -> Metrics:
         return self._call("optim_step")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from slimectl.types import Row
 CONSTANTS = {
     "weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
     "ref_log_probs": "ref_logprobs_T", "rollout_log_probs": "rollout_logprobs_T",
+    "values": "values_T", "returns": "returns_T",
 }  # fmt: skip
 
 
@@ -30,6 +32,8 @@ class ResponseTokens:
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    returns_T: Tensor | None = None
 
 
 def present(rows: Sequence[Row]) -> list[str]:
@@ -66,3 +70,15 @@ def response_tokens(
         for name in names
     }
     return ResponseTokens(logprobs_R, entropy_R, row_R, len(members), **columns)
+
+
+def combined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Metrics of packs or ranks as those of all: sums by name, in order, and maxima where a name ends in _max."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in found:
+                found[name] = value
+            else:
+                found[name] = max(found[name], value) if name.endswith("_max") else found[name] + value
+    return found

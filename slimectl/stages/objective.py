@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
-from torch import Tensor
 
-from slimectl.algorithms.advantages import group_advantages
-from slimectl.algorithms.divergences import kl_estimate
+from slimectl.algorithms.corrections import batch_mean, importance_weights
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
+from slimectl.algorithms.preferences import SlopeLoss
 from slimectl.algorithms.reductions import Reduction, token_weights
-from slimectl.algorithms.returns import reinforce_returns, whitened
 from slimectl.algorithms.statistics import count_groups
 from slimectl.errors import RecordError
-from slimectl.ports import Loss
-from slimectl.settings.algorithm import (
-    GroupNormalized,
-    PolicyGradient,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    Sft,
-)
+from slimectl.ports import Critic, Loss
+from slimectl.settings.algorithm import Opd, Pairwise, PolicyGradient, Sft
+from slimectl.stages.advantages import set_advantages
+from slimectl.stages.critic import set_values
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample
 
@@ -31,20 +25,51 @@ LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)}
 """The arguments of the loss; those that an algorithm has as settings are under the same names."""
 
 
-def loss_of(algorithm: PolicyGradient | Sft) -> Loss:
-    """The token loss that the settings ask for."""
+def loss_of(algorithm: PolicyGradient | Pairwise | Sft, rows: Sequence[Row]) -> Loss:
+    """The token loss that the settings ask for, of a step of these rows."""
     if isinstance(algorithm, Sft):
         return SftLoss()
-    return PolicyLoss(surrogate=algorithm.surrogate, **algorithm.model_dump(include=LOSS_SETTINGS))
+    if isinstance(algorithm, Pairwise):
+        return SlopeLoss()
+    loss = PolicyLoss(surrogate=algorithm.surrogate, **algorithm.model_dump(include=LOSS_SETTINGS))
+    if algorithm.use_tis and algorithm.tis_batch_normalize:
+        return replace(loss, tis_scale=1 / _mean_weight(rows, algorithm))
+    return loss
 
 
-def weigh(rows: Sequence[Row], executions: Sequence[int], algorithm: PolicyGradient | Sft) -> None:
-    """Turn the masks in `Row.weights` into the weights of one whole step: its reduction, denominators included."""
+def _mean_weight(rows: Sequence[Row], algorithm: PolicyGradient) -> float:
+    """The mean importance weight of a step, whose rows have both kinds of log-probabilities."""
+    old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
+    rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
+    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
+    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.weights], dtype=torch.long)
+    weights_T, _ = importance_weights(
+        old_T,
+        rollout_T,
+        mask_T,
+        row_T,
+        len(rows),
+        level=algorithm.tis_level,
+        mode=algorithm.tis_mode,
+        low=algorithm.tis_clip_low,
+        high=algorithm.tis_clip,
+        veto=algorithm.tis_veto,
+    )
+    return batch_mean(weights_T, mask_T, row_T, len(rows), level=algorithm.tis_level)
+
+
+def weigh(rows: Sequence[Row], executions: Sequence[int], algorithm: PolicyGradient | Pairwise | Sft) -> None:
+    """Turn the masks in `Row.weights` into the weights of one whole step: its reduction, denominators included.
+
+    A pair's loss is a function of sums over its tokens: each token counts one over the number of pairs.
+    """
     masks = [[int(weight != 0) for weight in row.weights] for row in rows]
-    fixed = algorithm.fixed_length if isinstance(algorithm, PolicyGradient) else None
-    if algorithm.calculate_per_token_loss:
+    if isinstance(algorithm, Pairwise):
+        weights = token_weights(masks, executions, kind="fixed_length", fixed_length=1)
+    elif algorithm.calculate_per_token_loss:
         weights = token_weights(masks, executions, kind="per_token")
     else:
+        fixed = algorithm.fixed_length if isinstance(algorithm, PolicyGradient) else None
         kind: Reduction = "fixed_length" if fixed else "rollout_mean"
         weights = token_weights(masks, executions, kind=kind, fixed_length=fixed)
     for row, weighed in zip(rows, weights, strict=True):
@@ -74,20 +99,19 @@ def policy_rows(
     reward_key: str | None,
     metrics: Metrics,
     log_probs: Callable[[Sequence[Row]], list[list[float]]],
+    critic: Critic | None = None,
 ) -> tuple[list[Sample], list[Row]]:
     """The samples that carry signal, as rows with their advantages; what was dropped and why goes to `metrics`.
 
-    `log_probs` is the policy's pass over rows, asked for only where the reward is charged for divergence. Raises
-    RecordError if a sample lacks a reward, or log-probabilities that a setting needs.
+    `log_probs` is the policy's pass over rows, asked for only where the reward is charged for divergence; ppo needs a
+    `critic`. Raises RecordError if a sample lacks a reward, or log-probabilities that a setting needs.
     """
-    for sample in samples:
-        if sample.reward is None:
-            raise RecordError(f"sample {sample.index}: no reward; run `slimectl score` on these samples first")
-    rewards = {id(sample): reward_number(sample, reward_key) for sample in samples}
+    rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)
-    metrics |= count_groups([[rewards[id(s)] for s in group] for group in groups.values()])
+    if not isinstance(algorithm, Opd):
+        metrics |= count_groups([[rewards[id(s)] for s in group] for group in groups.values()])
     if algorithm.drop_zero_std_groups:
         _drop_without_signal(groups, rewards, metrics)
     kept = [sample for sample in samples if sample.group_index in groups]
@@ -96,66 +120,22 @@ def policy_rows(
     if algorithm.use_rollout_logprobs:
         for row in rows:
             row.old_log_probs = row.rollout_log_probs
-    elif algorithm.kl_coef and rows:
+    elif (algorithm.kl_coef or algorithm.opd_kl_coef) and rows:
         for row, old in zip(rows, log_probs(rows), strict=True):
             row.old_log_probs = old
-    _set_advantages(rows, kept, [rewards[id(sample)] for sample in kept], algorithm)
+    if critic is not None:
+        set_values(rows, critic)
+    set_advantages(rows, kept, [rewards[id(sample)] for sample in kept], algorithm, metrics)
     return kept, rows
 
 
-def _set_advantages(rows: list[Row], samples: list[Sample], rewards: list[float], algorithm: PolicyGradient) -> None:
-    """Write `Row.advantages`: rewards less divergence, compared within groups and spread over tokens."""
-    masks = [_tensor(row.weights) for row in rows]
-    penalties = [_divergence(row, algorithm) for row in rows]
-    if isinstance(algorithm, ReinforcePlusPlus):
-        by_token = [
-            reinforce_returns(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma)
-            for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
-        ]
-    elif isinstance(algorithm, ReinforcePlusPlusBaseline):
-        centred = _compared(samples, rewards, algorithm)
-        by_token = [
-            advantage - algorithm.kl_coef * (torch.zeros_like(mask_T) if kl_T is None else kl_T)
-            for advantage, kl_T, mask_T in zip(centred, penalties, masks, strict=True)
-        ]
-    else:
-        charged = [
-            reward if kl_T is None else reward - algorithm.kl_coef * float((kl_T * mask_T).sum())
-            for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
-        ]
-        compared = _compared(samples, charged, algorithm)
-        by_token = [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(compared, masks, strict=True)]
-    if algorithm.normalize_advantages and by_token:
-        by_token = whitened(by_token, masks)
-    for row, advantages_T in zip(rows, by_token, strict=True):
-        row.advantages = advantages_T.tolist()
-
-
-def _compared(samples: list[Sample], rewards: list[float], algorithm: PolicyGradient) -> list[float]:
-    """The advantage of each sample among its siblings."""
-    assert algorithm.baseline != "none"
-    return group_advantages(
-        rewards,
-        [sample.group_index for sample in samples],
-        [sample.execution for sample in samples],
-        baseline=algorithm.baseline,
-        std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
-        # What the policy wrote, also where it is not trained on: a removed sample still counts in the statistics.
-        lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample in samples],
-    )
-
-
-def _divergence(row: Row, algorithm: PolicyGradient) -> Tensor | None:
-    """The k1 estimate at every token where the reward is charged for it, else None."""
-    if not algorithm.kl_coef:
-        return None
-    assert row.old_log_probs is not None
-    assert row.ref_log_probs is not None
-    return kl_estimate(_tensor(row.old_log_probs), _tensor(row.ref_log_probs), "k1")
-
-
-def _tensor(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _rewards(samples: Sequence[Sample], reward_key: str | None, *, needed: bool) -> dict[int, float]:
+    """The number that each sample was given, by its identity; zeros for lacking ones where none is `needed`."""
+    lacking = [sample for sample in samples if sample.reward is None]
+    if lacking and needed:
+        raise RecordError(f"sample {lacking[0].index}: no reward; run `slimectl score` on these samples first")
+    given = {id(sample) for sample in lacking}
+    return {id(s): 0.0 if id(s) in given else reward_number(s, reward_key) for s in samples}
 
 
 def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
@@ -165,7 +145,9 @@ def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> 
     wanted = {
         "algorithm.kl_coef": (algorithm.kl_coef > 0, "ref_log_probs", reference),
         "algorithm.kl_loss_coef": (algorithm.kl_loss_coef > 0, "ref_log_probs", reference),
+        "algorithm.opd_kl_coef": (algorithm.opd_kl_coef > 0, "teacher_log_probs", "set algorithm.opd_teacher_load"),
         "algorithm.use_tis": (algorithm.use_tis, "rollout_log_probs", sampled),
+        "algorithm.use_rs": (algorithm.use_rs, "rollout_log_probs", sampled),
         "algorithm.use_rollout_logprobs": (algorithm.use_rollout_logprobs, "rollout_log_probs", sampled),
     }
     for setting, (needed, name, way_out) in wanted.items():

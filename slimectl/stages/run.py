@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from slimectl.ports import Agent, Engine, Executor, Policy, RewardFn
+from slimectl.ports import Agent, Critic, Engine, Executor, Policy, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.rollout import rollout, rollout_groups
 from slimectl.stages.score import referenced, score
+from slimectl.stages.teaching import with_log_probs
 from slimectl.stages.train import TrainState, train_rounds
 from slimectl.types import Metrics, Prompt, Round, Sample, StepReport
 
@@ -76,6 +77,8 @@ def run(
     *,
     executor: Executor,
     reference: Policy | None = None,
+    teacher: Policy | None = None,
+    critic: Critic | None = None,
     state: TrainState | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[StepReport]:
@@ -95,6 +98,8 @@ def run(
             if shared:
                 sync.sleep()
             samples = made.samples if reference is None else list(referenced(made.samples, reference))
+            if teacher is not None:
+                samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
             perf[id(samples[0])] = {
                 "perf/rollout_time": made.seconds,
                 "perf/wait_time": waited,
@@ -105,7 +110,7 @@ def run(
 
     sync.push()
     begun = clock()
-    for report in train_rounds(arriving(), policy, settings, state=state):
+    for report in train_rounds(arriving(), policy, settings, critic=critic, state=state):
         if report.samples:
             report.perf |= perf.pop(id(report.samples[0]), {})
         if report.ends_round:

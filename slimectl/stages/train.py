@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from slimectl.algorithms.statistics import rollout_metrics
-from slimectl.ports import Policy
+from slimectl.ports import Critic, Policy
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient
+from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
+from slimectl.stages.critic import critic_step
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
+from slimectl.stages.preferences import paired_rows, set_slopes
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
@@ -29,31 +32,55 @@ class TrainState:
     """Rollouts (by execution) that did not fill a step of train.global_batch_size; the next step begins with them."""
 
 
+@dataclass(frozen=True)
+class Learners:
+    """What a step moves: the policy, and its critic where there is one."""
+
+    policy: Policy
+    critic: Critic | None = None
+
+
 def train(
-    samples: Iterable[Sample], policy: Policy, settings: Settings, *, state: TrainState | None = None
+    samples: Iterable[Sample],
+    policy: Policy,
+    settings: Settings,
+    *,
+    critic: Critic | None = None,
+    state: TrainState | None = None,
 ) -> Iterator[StepReport]:
     """Learn from samples, round by round; one report per optimizer step.
 
     A round is `settings.rollouts_per_round` rollouts: advantages need whole groups. Nothing beyond a round is pulled
     before its steps are done and reported, so a lazy source is sampled on-policy (only where a rollout came as several
     samples, the one after the last is looked at). Samples left over at the end make a last, smaller step. Raises
-    RecordError for samples that this algorithm cannot learn from.
+    RecordError for samples that this algorithm cannot learn from. ppo needs a `critic`; a reward model is one, and
+    stands for the policy too. Where answers are compared in pairs, a round is run.rollout_batch_size groups.
     """
-    yield from train_rounds(_rounds(samples, settings.rollouts_per_round), policy, settings, state=state)
+    if isinstance(settings.algorithm, Pairwise):
+        rounds = _groups(samples, settings.train.global_batch_size or settings.run.rollout_batch_size)
+    else:
+        rounds = _rounds(samples, settings.rollouts_per_round)
+    yield from train_rounds(rounds, policy, settings, critic=critic, state=state)
 
 
 def train_rounds(
-    rounds: Iterable[list[Sample]], policy: Policy, settings: Settings, *, state: TrainState | None = None
+    rounds: Iterable[list[Sample]],
+    policy: Policy,
+    settings: Settings,
+    *,
+    critic: Critic | None = None,
+    state: TrainState | None = None,
 ) -> Iterator[StepReport]:
     """The same, from rounds that are known as such."""
     state = state or TrainState()
+    learners = Learners(policy, critic)
     for samples in rounds:
         state.rollout_id += 1
-        yield from _round(samples, policy, settings, state)
+        yield from _round(samples, learners, settings, state)
     if state.pending:
         rows, state.pending = state.pending, []
         state.step += 1
-        yield _step(rows, policy, settings, state, {}, [])
+        yield _step(rows, learners, settings, state, {}, [])
 
 
 def _rounds(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
@@ -74,37 +101,52 @@ def _rounds(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
         yield batch
 
 
-def _round(samples: list[Sample], policy: Policy, settings: Settings, state: TrainState) -> Iterator[StepReport]:
+def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    """Lists of `size` whole groups, whose samples stand together."""
+    batch: list[list[Sample]] = []
+    for _, group in groupby(samples, key=lambda sample: sample.group_index):
+        batch.append(list(group))
+        if len(batch) == size:
+            yield [sample for members in batch for sample in members]
+            batch = []
+    if batch:
+        yield [sample for members in batch for sample in members]
+
+
+def _round(samples: list[Sample], learners: Learners, settings: Settings, state: TrainState) -> Iterator[StepReport]:
     started = time.perf_counter()
     metrics: Metrics = {}
-    kept, rows = _rows(samples, policy, settings, metrics)
+    made = _rows(samples, learners, settings, metrics)
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
     metrics |= rollout_metrics(samples, rewards)
-    state.pending += zip((sample.execution for sample in kept), rows, strict=True)
+    state.pending += made
     waiting = [row for _, row in state.pending]
     steps = list(_steps(state, settings))
     if isinstance(settings.algorithm, PolicyGradient):
-        _fix_old_log_probs(waiting, policy, moves_on=len(steps) > 1 or bool(state.pending))
+        moves_on = len(steps) > 1 or bool(state.pending) or settings.algorithm.tis_batch_normalize
+        _fix_old_log_probs(waiting, learners.policy, moves_on=moves_on)
     perf = {"perf/data_preprocess_time": time.perf_counter() - started}
     for i, chosen in enumerate(steps or [[]]):
         state.step += 1
-        report = _step(chosen, policy, settings, state, metrics if i == 0 else {}, samples if i == 0 else [])
+        report = _step(chosen, learners, settings, state, metrics if i == 0 else {}, samples if i == 0 else [])
         report.perf |= perf if i == 0 else {}
         report.ends_round = i == max(0, len(steps) - 1)
         yield report
 
 
-def _rows(
-    samples: list[Sample], policy: Policy, settings: Settings, metrics: Metrics
-) -> tuple[list[Sample], list[Row]]:
-    """What of a round is trained on, as rows that lack nothing but the weights of their step."""
+def _rows(samples: list[Sample], learners: Learners, settings: Settings, metrics: Metrics) -> list[tuple[int, Row]]:
+    """What of a round is trained on, as rows that lack nothing but the weights of their step, each with its rollout."""
+    policy, algorithm, key = learners.policy, settings.algorithm, settings.score.reward_key
     kept = _fresh(samples, int(policy.weight_version), settings.run.max_staleness, metrics)
-    algorithm = settings.algorithm
-    if not isinstance(algorithm, PolicyGradient):
-        return kept, sft_rows(kept)
-    require_groups(samples, algorithm)
-    key = settings.score.reward_key
-    return policy_rows(kept, algorithm, reward_key=key, metrics=metrics, log_probs=policy.log_probs)
+    if isinstance(algorithm, Pairwise):
+        return paired_rows(kept, algorithm, reward_key=key, metrics=metrics)
+    rows = sft_rows(kept)
+    if isinstance(algorithm, PolicyGradient):
+        require_groups(samples, algorithm)
+        kept, rows = policy_rows(
+            kept, algorithm, reward_key=key, metrics=metrics, log_probs=policy.log_probs, critic=learners.critic
+        )
+    return list(zip((sample.execution for sample in kept), rows, strict=True))
 
 
 def _fix_old_log_probs(rows: list[Row], policy: Policy, *, moves_on: bool) -> None:
@@ -161,7 +203,7 @@ def _steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, Ro
 
 def _step(
     chosen: list[tuple[int, Row]],
-    policy: Policy,
+    learners: Learners,
     settings: Settings,
     state: TrainState,
     metrics: Metrics,
@@ -174,8 +216,7 @@ def _step(
     if rows:
         executions = [execution for execution, _ in chosen]
         weigh(rows, executions, settings.algorithm)
-        summed = policy.forward_backward(rows, loss_of(settings.algorithm)) | policy.optim_step()
-        metrics |= {f"train/{name}": value for name, value in summed.items()}
+        metrics |= _learnt(rows, learners, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
@@ -185,4 +226,20 @@ def _step(
     seconds = time.perf_counter() - started
     tokens = sum(len(row.tokens) for row in rows)
     perf = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}
-    return StepReport(state.step, state.rollout_id, policy.weight_version, metrics, samples, perf)
+    return StepReport(state.step, state.rollout_id, learners.policy.weight_version, metrics, samples, perf)
+
+
+def _learnt(rows: list[Row], learners: Learners, settings: Settings, state: TrainState) -> Metrics:
+    """One update of everything that learns from weighed rows; what it reports."""
+    policy, critic, algorithm = learners.policy, learners.critic, settings.algorithm
+    preferred: Metrics = {}
+    if isinstance(algorithm, Pairwise):
+        preferred = set_slopes(rows, algorithm, policy, critic)
+    metrics: Metrics = {}
+    if isinstance(algorithm, Ppo):
+        assert critic is not None
+        metrics = critic_step(rows, critic, algorithm)
+        if state.step <= algorithm.num_critic_only_steps:
+            return metrics
+    summed = policy.forward_backward(rows, loss_of(algorithm, rows)) | policy.optim_step()
+    return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

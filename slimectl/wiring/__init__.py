@@ -2,6 +2,7 @@
 
 from slimectl.wiring.engines import engine
 from slimectl.wiring.fleets import check_engine, client, companions, engine_gpus, engines, fleet
+from slimectl.wiring.learners import learners
 from slimectl.wiring.models import (
     convert,
     device,
@@ -12,7 +13,7 @@ from slimectl.wiring.models import (
     tokenizer,
 )
 from slimectl.wiring.places import check_executor, executor, graders, placement
-from slimectl.wiring.policies import check_policy, frozen, layout, policy, reference, total_steps
+from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, reference, teacher, total_steps
 from slimectl.wiring.sources import agent, prompts, reward, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
@@ -27,6 +28,7 @@ __all__ = [
     "client",
     "companions",
     "convert",
+    "critic",
     "device",
     "engine",
     "engine_gpus",
@@ -39,6 +41,7 @@ __all__ = [
     "in_process",
     "is_gguf",
     "layout",
+    "learners",
     "model_folder",
     "new_model",
     "placement",
@@ -47,6 +50,7 @@ __all__ = [
     "reference",
     "reward",
     "source_of",
+    "teacher",
     "to_servers",
     "tokenizer",
     "total_steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,12 +12,12 @@ from slimectl import cards
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient
-from slimectl.wiring.models import device, is_gguf, model_folder
+from slimectl.settings.algorithm import Dpo, PolicyGradient, Ppo, RewardModel
+from slimectl.wiring.models import device, is_gguf, model_folder, tokenizer
 
 if TYPE_CHECKING:
     from slimectl.policies.optimizer import OptimizerOptions
-    from slimectl.ports import Executor, Policy
+    from slimectl.ports import Critic, Executor, Policy
 
 
 def policy(
@@ -32,11 +33,38 @@ def policy(
 
     The ranks live where `executor` puts them; on this machine where none is given.
     """
-    build = partial(_build_policy, settings, folder, total_steps, lr, trains)
-    if settings.cluster.ranks == 1 and settings.cluster.executor == "local":
+    made = _over_ranks(settings, partial(_build, settings, folder, total_steps, lr, trains, False), executor)
+    if settings.uses_servers and not _has_ranks(settings):
         from slimectl.policies.exclusive import ExclusivePolicy
 
-        return ExclusivePolicy(build()) if settings.uses_servers else build()
+        return ExclusivePolicy(made)
+    return made
+
+
+def critic(
+    settings: Settings, start: Path, *, total_steps: int | None = None, executor: Executor | None = None
+) -> Critic | None:
+    """What learns values, where the algorithm has it: ppo's critic, or a reward model, which learns as [train] says.
+
+    It begins as the model at `start`, or as algorithm.critic_load.
+    """
+    algorithm, lr = settings.algorithm, None
+    if isinstance(algorithm, Ppo):
+        lr = algorithm.critic_lr
+        start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
+    elif not isinstance(algorithm, RewardModel):
+        return None
+    return _over_ranks(settings, partial(_build, settings, start, total_steps, lr, True, True), executor)
+
+
+def _has_ranks(settings: Settings) -> bool:
+    return settings.cluster.ranks > 1 or settings.cluster.executor != "local"
+
+
+def _over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor | None) -> Any:
+    """What `build` makes: in this process, or on every rank."""
+    if not _has_ranks(settings):
+        return build()
     from slimectl.executors.local import LocalExecutor
     from slimectl.policies.group import GroupPolicy
 
@@ -65,14 +93,15 @@ def check_policy(settings: Settings) -> None:
         raise SettingsError(problem)
 
 
-def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool) -> Policy:
-    """What every rank builds for itself."""
+def _build(
+    settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool, values: bool
+) -> Any:
+    """What every rank builds for itself: a policy, or with `values` a critic."""
     from slimectl.checkpoints.hf import HFCheckpoint
 
     train, megatron = settings.train, settings.megatron
     shared: dict[str, Any] = {
         "optimizer": _optimizer(settings, total_steps, lr),
-        "temperature": settings.rollout.temperature,
         "max_tokens_per_pack": train.max_tokens_per_gpu,
         "dtype": train.dtype,
         "freeze": train.freeze_params_name_list,
@@ -81,10 +110,13 @@ def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr:
         "device": device(train.device),
         "seed": settings.run.seed,
     }
+    if not values:
+        shared["temperature"] = settings.rollout.temperature
     if train.policy == "fsdp":
         from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.value import FsdpCritic
 
-        return FsdpPolicy(
+        return (FsdpCritic if values else FsdpPolicy)(
             folder,
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
@@ -93,9 +125,10 @@ def _build_policy(settings: Settings, folder: Path, total_steps: int | None, lr:
         )
     from slimectl.policies.megatron.config import Recompute
     from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.value import MegatronCritic
 
     granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
-    return MegatronPolicy(
+    return (MegatronCritic if values else MegatronPolicy)(
         folder,
         HFCheckpoint(),
         layout=layout(settings),
@@ -153,8 +186,25 @@ def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
     """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
     algorithm = settings.algorithm
-    if not isinstance(algorithm, PolicyGradient) or (algorithm.kl_loss_coef == 0 and algorithm.kl_coef == 0):
+    measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
+    if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
         return None
     path = algorithm.ref_load
     folder = model_folder(path, setting="algorithm.ref_load") if path else start
+    return frozen(settings, folder, executor=executor)
+
+
+def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
+    """The frozen teacher of on-policy distillation, of the vocabulary of the model at `start`.
+
+    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary.
+    """
+    algorithm = settings.algorithm
+    if not isinstance(algorithm, PolicyGradient) or not algorithm.opd_kl_coef:
+        return None
+    folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
+    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
+        raise SettingsError(
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
+        )
     return frozen(settings, folder, executor=executor)

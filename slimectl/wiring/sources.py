@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.errors import SettingsError
 from slimectl.hooks import Args, Hook
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Sft
+from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
@@ -46,9 +46,18 @@ def prompts(
 def training_samples(
     settings: Settings, path: str, text: Any, *, on_error: str, report: Callable[[str], None]
 ) -> Iterator[Sample]:
-    """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers."""
+    """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
+
+    For what learns from pairs also plain preferences: prompts with answers `chosen` and `rejected`.
+    """
     from slimectl.data.jsonl import read_samples
 
+    if isinstance(settings.algorithm, Pairwise) and path != "-" and not _has_tokens(Path(path)):
+        from slimectl.stages.preferences import preferred
+
+        keyed = [settings.rollout.model_copy(update={"label_key": key}) for key in ("chosen", "rejected")]
+        chosen, rejected = (prompts(settings.model_copy(update={"rollout": given}), [path]) for given in keyed)
+        return preferred(chosen, rejected, text, settings.rollout)
     if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(Path(path)):
         from slimectl.stages.rollout import demonstrations
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slimectl.algorithms.corrections import importance_weights, mismatch
+from slimectl.algorithms.corrections import batch_mean, importance_weights, kept_in_bounds, mismatch
 
 OLD_T = torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64).log()  # weights 3, 1 and 1/4 against an engine at 0
 ROLLOUT_T = torch.zeros(3, dtype=torch.float64)
@@ -76,5 +76,33 @@ def test_importance_weights_by_level_mode_and_veto(given, made, changed):
 
 
 def test_an_unknown_level_or_mode_is_refused():
-    with pytest.raises(ValueError, match="level 'word', mode 'clip'; there are"):
+    with pytest.raises(ValueError, match="no level 'word'; there are"):
         weights(level="word")
+    with pytest.raises(ValueError, match="no mode 'cut'; there are"):
+        weights(mode="cut")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"level": "token", "low": 0.5, "high": 2.0}, [0, 1, 0, 1]),
+        ({"level": "sequence", "low": 0.5, "high": 2.5}, [1, 1, 0, 0]),  # products 4 / 2 and 1e-5
+        ({"level": "geometric", "low": 0.5, "high": 1.2}, [0, 0, 0, 0]),  # roots 1.41 and 0.003
+        ({"level": "geometric", "low": 0.001, "high": 1.5}, [1, 1, 1, 1]),
+    ],
+)
+def test_rejection_keeps_tokens_or_rows_within_bounds(given, kept):
+    rollout_T = -torch.tensor([4.0, 0.5, 100.0, 1e-5, 1.0], dtype=torch.float64).log()
+    mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
+    kept_T = kept_in_bounds(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
+    assert kept_T[mask_T].tolist() == kept
+    assert not kept_T.requires_grad
+
+
+def test_the_mean_weight_is_over_tokens_or_over_rows():
+    weights_T = torch.tensor([4.0, 0.5, 9.0, 1.0, 0.5])
+    mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
+    assert batch_mean(weights_T, mask_T, row_T, 2, level="token") == pytest.approx(6 / 4)
+    by_row_T = torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0])
+    assert batch_mean(by_row_T, mask_T, row_T, 2, level="sequence") == pytest.approx(3 / 2)
+    assert batch_mean(torch.zeros(5), mask_T, row_T, 2, level="token") == 1.0

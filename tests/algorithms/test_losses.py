@@ -193,12 +193,30 @@ def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens
     first_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
     value, metrics = loss(whole)
     value.backward()
-    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
+    largest = metrics.pop("tis_max").item()
+    total, sums, maxima = 0.0, dict.fromkeys(metrics, 0.0), []
     for keep_T in (first_T, ~first_T):
         part, part_metrics = loss(parted.part(keep_T))
         part.backward()
         total += part.item()
+        maxima += [part_metrics["tis_max"].item()] if "tis_max" in part_metrics else []
         sums = {name: sums[name] + part_metrics[name].item() for name in sums}
     assert total == pytest.approx(value.item(), abs=1e-9)
     assert sums == pytest.approx(numbers(metrics), abs=1e-9)
+    assert max(maxima) == largest
     assert parted.logprobs_T.grad.tolist() == pytest.approx(whole.logprobs_T.grad.tolist(), abs=1e-9)
+
+
+def test_rejected_tokens_have_no_loss_and_weights_are_scaled():
+    # Ratios exp(old - rollout) are 4, 1 and 1/4, each token a row of its own.
+    rollout_T = -tensor(4.0, 1.0, 0.25).log()
+    rejecting = PolicyLoss(use_rs=True, rs_level="token", rs_clip_low=0.5, rs_clip=2.0)
+    _, metrics = rejecting(pack(rollout_logprobs_T=rollout_T))
+    assert metrics["pg_loss"].item() == pytest.approx(-1 * 0.25)  # the second alone: ratio 1, advantage 1
+    assert metrics["tis_masked"].item() == pytest.approx(0.25 + 0.5)
+    assert metrics["tis_max"].item() == pytest.approx(4.0)
+    _, plain = PolicyLoss(use_tis=True)(pack(rollout_logprobs_T=rollout_T))
+    _, halved = PolicyLoss(use_tis=True, tis_scale=0.5)(pack(rollout_logprobs_T=rollout_T))
+    assert halved["pg_loss"].item() == pytest.approx(plain["pg_loss"].item() / 2)
+    with pytest.raises(SettingsError, match=r"algorithm\.use_rs needs rollout_log_probs"):
+        rejecting(pack())

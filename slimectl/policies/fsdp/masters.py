@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,21 @@ class Masters:
     a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward.
     """
 
-    def __init__(self, model: PackedModel, *, dtype: str, device: torch.device, mesh: Any | None) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        *,
+        dtype: str,
+        device: torch.device,
+        mesh: Any | None,
+        added: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`added`: parameters that a checkpoint may lack, and what they begin as."""
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         self.mesh = mesh
-        self.names = ParameterNames(model.hf)
+        self.added = added or {}
+        self.names = ParameterNames(model.hf, optional=self.added)
         self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
         if mesh is not None:
             _shard(model, mesh, DTYPES[dtype])
@@ -46,6 +57,8 @@ class Masters:
         """Float32 gradients of bfloat16 copies, their memory kept from step to step."""
         self.in_checkpoint: list[tuple[str, str]] = []
         """(checkpoint name, parameter name), in checkpoint order."""
+        for name, tensor in self.added.items():
+            self.put(tensor, self.tensors[name])
 
     def read(self, checkpoint: CheckpointFormat, path: Path) -> None:
         """Fill the masters from a directory. Raises CheckpointError."""
@@ -53,7 +66,8 @@ class Masters:
         for name, parameter, tensor in self.names.matched(checkpoint.read(path), path, self.shapes):
             self.put(tensor, self.tensors[parameter])
             order.append((name, parameter))
-        self.in_checkpoint = order
+        found = {parameter for _, parameter in order}
+        self.in_checkpoint = order + [(name, name) for name in self.added if name not in found]
         self.publish()
 
     def put(self, full: Tensor, local: Tensor) -> None:

@@ -6,7 +6,7 @@ T input tokens · R response tokens · H hidden width.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,23 @@ class PackedModel(nn.Module):
     One forward, because under FSDP2 the embedding and the head, tied or not, are gathered for the root's forward only.
     """
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, *, temperature: float = 1.0) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.temperature = hf, temperature
 
-    def forward(self, layout: PackLayout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [R] of the pack's response tokens, and their entropies if asked for."""
+    def hidden(self, layout: PackLayout) -> Tensor:
+        """Hidden states [R, H] that predict the pack's response tokens."""
         hidden_1TH = self.hf.base_model(
             input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
         ).last_hidden_state
-        hidden_RH = hidden_1TH[0].index_select(0, layout.sources_R)
+        return hidden_1TH[0].index_select(0, layout.sources_R)
+
+    def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [R] of the pack's response tokens, and their entropies if asked for."""
         weight_VH = self.hf.get_output_embeddings().weight
-        return linear_log_probs(hidden_RH, weight_VH, layout.targets_R, temperature=temperature, entropy=entropy)
+        return linear_log_probs(
+            self.hidden(layout), weight_VH, layout.targets_R, temperature=self.temperature, entropy=entropy
+        )
 
 
 @contextmanager
@@ -106,7 +111,9 @@ def decoder_layers(hf: nn.Module) -> nn.ModuleList:
 class ParameterNames:
     """Checkpoint names and the parameters behind them; tied parameters answer to several names."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, *, optional: Collection[str] = ()) -> None:
+        """`optional`: parameters that a checkpoint may lack."""
+        self.optional = optional
         self.of_parameter: dict[str, str] = {}
         """Every name, aliases too, to the first name of its parameter."""
         first: dict[int, str] = {}
@@ -136,6 +143,6 @@ class ParameterNames:
                 )
             seen.add(self.of_parameter[name])
             yield name, self.of_parameter[name], tensor
-        missing = [name for name in self.of_parameter.values() if name not in seen]
+        missing = [name for name in self.of_parameter.values() if name not in seen and name not in self.optional]
         if missing:
             raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")

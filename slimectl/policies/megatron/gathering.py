@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slimectl.policies.tokens import combined
 from slimectl.types import Metrics
 
 
@@ -21,15 +22,8 @@ def per_row(kept: Sequence[dict[int, list[float]]], rows: int) -> list[list[floa
 
 def totals(kept: Sequence[dict[str, Tensor]]) -> Metrics:
     """Sums by name over micro-batches and ranks, in order: the same on every rank to the last digit."""
-    sums: dict[str, Any] = {}
-    for part in kept:
-        for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
-    found: Metrics = {"loss": 0.0}
-    for part in _from_all_ranks({name: value.item() for name, value in sums.items()}):
-        for name, value in part.items():
-            found[name] = found.get(name, 0.0) + value
-    return found
+    sums = combined(kept)
+    return {"loss": 0.0} | combined(_from_all_ranks({name: value.item() for name, value in sums.items()}))
 
 
 def _from_all_ranks(part: dict[Any, Any]) -> list[dict[Any, Any]]:

@@ -1,0 +1,85 @@
+"""What a critic learns, and how well it knows.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import SettingsError
+
+
+class ValuePack(Protocol):
+    """What the value loss reads of ports.TokenPack; the critic's values stand where log-probabilities do."""
+
+    @property
+    def logprobs_T(self) -> Tensor: ...
+    @property
+    def weights_T(self) -> Tensor: ...
+    @property
+    def values_T(self) -> Tensor | None: ...
+    @property
+    def returns_T(self) -> Tensor | None: ...
+
+
+def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambd: float) -> Tensor:
+    """GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; [T], [T] to [T].
+
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. After the last token value and advantage are 0: an answer ends.
+    The returns that a critic learns are A + V.
+    """
+    advantages_T = torch.empty_like(rewards_T)
+    advantage = value_after = rewards_T.new_zeros(())
+    for t in range(len(rewards_T) - 1, -1, -1):
+        advantage = rewards_T[t] + gamma * value_after - values_T[t] + gamma * lambd * advantage
+        advantages_T[t], value_after = advantage, values_T[t]
+    return advantages_T
+
+
+def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger; each [T].
+
+    PPO's value clipping, as in the authors' code (Schulman et al. 2017, arXiv:1707.06347; github.com/openai/baselines).
+    """
+    free_T = (values_T - returns_T).square()
+    held_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+    return torch.maximum(free_T, held_T), (held_T > free_T).to(values_T.dtype)
+
+
+def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
+    """1 - var(R - V) / var(R) over all tokens that the masks keep: 1 knows all, 0 no more than the mean; 0 if R is one.
+
+    Each of the sequences is of [T], a tensor for every answer.
+    """
+    kept = [mask_T != 0 for mask_T in masks]
+    returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, kept, strict=True)])
+    values_K = torch.cat([value_T[mask_T] for value_T, mask_T in zip(values, kept, strict=True)])
+    variance = float(returns_K.var(correction=0)) if len(returns_K) else 0.0
+    return 1.0 - float((returns_K - values_K).var(correction=0)) / variance if variance else 0.0
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The weighted sum of `clipped_value_loss`; metrics value_loss and value_clipfrac.
+
+    Raises SettingsError if the pack has no values and returns to learn from.
+    """
+
+    value_clip: float = 0.2
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def __call__(self, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+        if pack.values_T is None or pack.returns_T is None:
+            raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
+        loss_T, clipped_T = clipped_value_loss(pack.logprobs_T, pack.values_T, pack.returns_T, clip=self.value_clip)
+        loss = (pack.weights_T * loss_T).sum()
+        return loss, {"value_loss": loss.detach(), "value_clipfrac": (pack.weights_T * clipped_T).sum()}

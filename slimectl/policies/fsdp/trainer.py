@@ -1,0 +1,223 @@
+"""A Hugging Face model with its optimizer, in one process or one rank of many: packs through it, updates, weights.
+
+R response tokens of a pack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slimectl.algorithms.packing import Pack, planned
+from slimectl.errors import CheckpointError
+from slimectl.policies.freezing import trained
+from slimectl.policies.fsdp.layout import PackLayout, laid_out
+from slimectl.policies.fsdp.masters import DTYPES, Masters
+from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
+from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
+from slimectl.policies.optimizer import OptimizerOptions, lr_at
+from slimectl.policies.state import (
+    MOMENTS,
+    OPTIMIZER,
+    copy_companions,
+    moment_shapes,
+    read_tensors,
+    read_trainer,
+    write_float32,
+    write_trainer,
+)
+from slimectl.policies.tokens import combined, present, response_tokens
+from slimectl.ports import CheckpointFormat, Loss, NamedTensors
+from slimectl.types import Metrics, Row
+
+
+class FsdpTrainer:
+    """Everything of a policy but what is computed from the hidden states.
+
+    `dtype` is what forward and backward compute in; masters, gradients and optimizer are float32. Where a process group
+    of several ranks exists, every rank builds one and makes the same calls. `trains` False: only log-probabilities are
+    asked for, so nothing is held for gradients.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        checkpoint: CheckpointFormat,
+        *,
+        optimizer: OptimizerOptions,
+        max_tokens_per_pack: int = 4096,
+        dtype: str = "float32",
+        gradient_checkpointing: bool = False,
+        share_prompts: bool = True,
+        freeze: Sequence[str] = (),
+        train_only: Sequence[str] = (),
+        trains: bool = True,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
+        self.max_tokens, self.share_prompts = max_tokens_per_pack, share_prompts
+        self.device, self.seed, self.step = torch.device(device), seed, 0
+        grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        mesh = dist.init_device_mesh(self.device.type, (self.ranks,)) if grouped else None
+        hf = empty_model(self.model_dir)
+        # Training mode turns dropout on, but also recomputation; a policy gradient wants no dropout.
+        hf.train(gradient_checkpointing)
+        if gradient_checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        added = self._add(hf)
+        self.model = self._packed(hf)
+        names = trained((name for name, _ in hf.named_parameters()), freeze=freeze, train_only=train_only)
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(trains and name in (names | set(added)) - self._untrained(hf))
+        self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
+        self.compute_dtype = DTYPES.get(dtype, torch.float32)
+        self.masters.read(checkpoint, self.model_dir)
+        dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
+        self.optimizer = adamw(list(self.masters.trained.values()), dims, optimizer)
+
+    @property
+    def weight_version(self) -> str:
+        return str(self.step)
+
+    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
+        """Give the model what a kind of trainer has besides it: whole tensors to begin with, by parameter name."""
+        return {}
+
+    def _packed(self, hf: nn.Module) -> PackedModel:
+        return PackedModel(hf)
+
+    def _untrained(self, hf: nn.Module) -> set[str]:
+        """Parameters that a kind of trainer has no use for."""
+        return set()
+
+    def of_rows(self, rows: Sequence[Row]) -> list[list[float]]:
+        """What the model says of every response token, without gradients, on every rank; R floats a row."""
+        found: dict[int, list[float]] = {}
+        with torch.no_grad():
+            for pack in self._share(rows):
+                layout, values_R, _ = self._forward(rows, pack, entropy=False)
+                values = iter(values_R.tolist())
+                for i in layout.rows:
+                    found[i] = [next(values) for _ in range(rows[i].response_length)]
+        for part in self._from_all_ranks(found):
+            found |= part
+        return [found[i] for i in range(len(rows))]
+
+    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+        sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        names = present(rows)
+        for pack in self._share(rows):
+            layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
+            if pack:
+                tokens = response_tokens(
+                    rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
+                )
+                value, metrics = loss(tokens)
+            else:
+                value, metrics = values_R.sum(), {}
+            value.backward()
+            self.masters.collect()
+            found = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
+            sums = combined([sums, found])
+        return combined(self._from_all_ranks({name: value.item() for name, value in sums.items()}))
+
+    def optim_step(self) -> Metrics:
+        """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""
+        gradients = self.masters.gradients()
+        squares = squared_norm(gradients).to(self.device)
+        if self.ranks > 1:
+            dist.all_reduce(squares)
+        norm, lr = squares.sqrt().item(), lr_at(self.step, self.options)
+        if norm < float("inf"):
+            clip(gradients, norm, self.options.clip_grad)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.masters.publish()
+        self.masters.drop_gradients()
+        self.step += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.masters.in_checkpoint:
+            yield name, self.masters.full(parameter, self.masters.tensors[parameter])
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        return to(self.weights())
+
+    def save(self, path: Path) -> None:
+        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""
+        updates = self._updates()
+        if self.rank == 0:
+            self.checkpoint.write(path, self.weights())
+            write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
+            _, first = next(iter(self.checkpoint.read(path)))
+            copy_companions(self.model_dir, path, first.dtype)
+            options = dataclasses.asdict(self.options)
+            write_trainer(path, step=self.step, updates=updates, seed=self.seed, optimizer=options)
+        else:
+            for _ in self.weights():
+                pass
+            for _ in self._moments():
+                pass
+        if self.ranks > 1:
+            dist.barrier()
+
+    def load(self, path: Path) -> None:
+        state = read_trainer(path)
+        self.masters.read(self.checkpoint, path)
+        updates = float(state.get("updates", state["step"]))
+        for name, full in read_tensors(path / OPTIMIZER, self._moment_shapes()):
+            moment, _, parameter = name.partition(".")
+            master = self.masters.tensors[parameter]
+            slots = self.optimizer.state[master]
+            slots.setdefault(moment, torch.zeros_like(master))
+            self.masters.put(full, slots[moment])
+            slots["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
+        self.step = int(state["step"])
+        self.masters.drop_gradients()
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+    def _share(self, rows: Sequence[Row]) -> list[Pack]:
+        return planned(rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts)[self.rank]
+
+    def _forward(self, rows: Sequence[Row], pack: Pack, *, entropy: bool) -> tuple[PackLayout, Tensor, Tensor | None]:
+        layout = laid_out(rows, pack, dtype=self.compute_dtype, device=self.device)
+        values_R, entropy_R = self.model(layout, entropy=entropy)
+        if layout.attention_calls != len(decoder_layers(self.model.hf)):
+            raise CheckpointError(
+                f"{self.model_dir}: {layout.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
+                " packed attention; this architecture mixes tokens in another way: train it with the megatron backend"
+            )
+        return layout, values_R, entropy_R
+
+    def _from_all_ranks(self, part: dict) -> list[dict]:
+        if self.ranks == 1:
+            return [part]
+        parts: list[dict] = [{} for _ in range(self.ranks)]
+        dist.all_gather_object(parts, part)
+        return parts
+
+    def _updates(self) -> int:
+        """Updates that the optimizer has made: steps, less those left out."""
+        slots = [self.optimizer.state[master] for master in self.masters.trained.values()]
+        return int(slots[0]["step"]) if slots and slots[0] else 0
+
+    def _moment_shapes(self) -> dict[str, torch.Size]:
+        return moment_shapes({name: self.masters.shapes[name] for name in self.masters.trained})
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        for name, master in self.masters.trained.items():
+            for moment in MOMENTS:
+                local = self.optimizer.state[master].get(moment)
+                yield f"{moment}.{name}", self.masters.full(name, torch.zeros_like(master) if local is None else local)

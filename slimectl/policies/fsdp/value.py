@@ -1,0 +1,50 @@
+"""A critic: the same model with one value per response token instead of a distribution.
+
+R response tokens · H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slimectl.policies.fsdp.layout import PackLayout
+from slimectl.policies.fsdp.model import PackedModel
+from slimectl.policies.fsdp.trainer import FsdpTrainer
+from slimectl.types import Row
+
+HEAD = "score"
+"""Where transformers' sequence classifiers keep their head, [outputs, H]."""
+
+
+class PackedValues(PackedModel):
+    """The root module: values [R] of the states before the pack's response tokens."""
+
+    def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        hidden_RH = self.hidden(layout)
+        return (hidden_RH.float() @ self.hf.get_submodule(HEAD).weight.float().t())[:, 0], None
+
+
+class FsdpCritic(FsdpTrainer):
+    """ports.Critic: values on the backbone of `model_dir`, trained whole; `options` are FsdpTrainer's.
+
+    The head begins at zero unless the checkpoint has one. What is saved holds it as `score.weight`.
+    """
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        return self.of_rows(rows)
+
+    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
+        width = hf.get_output_embeddings().weight.shape[1]
+        hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
+        return {f"{HEAD}.weight": torch.zeros(1, width)}
+
+    def _packed(self, hf: nn.Module) -> PackedModel:
+        return PackedValues(hf)
+
+    def _untrained(self, hf: nn.Module) -> set[str]:
+        """The head of the language model, unless it is the embedding too."""
+        head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
+        return {name for name, parameter in hf.named_parameters() if parameter is head and head is not embedding}

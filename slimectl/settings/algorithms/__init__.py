@@ -1,0 +1,1 @@
+"""One settings class per algorithm; settings.algorithm names them all."""

@@ -1,0 +1,120 @@
+"""Rewards of a round to the advantages of its rows, as an algorithm asks for.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slimectl.algorithms.advantages import group_advantages
+from slimectl.algorithms.divergences import kl_estimate
+from slimectl.algorithms.returns import reinforce_returns, sequence_rewards, whitened
+from slimectl.algorithms.values import generalized_advantages
+from slimectl.settings.algorithm import (
+    GroupNormalized,
+    Opd,
+    PolicyGradient,
+    Ppo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
+from slimectl.types import Metrics, Row, Sample
+
+
+def set_advantages(
+    rows: list[Row], samples: list[Sample], rewards: list[float], algorithm: PolicyGradient, metrics: Metrics
+) -> None:
+    """Write `Row.advantages` (and `Row.returns` with a critic); the distance from a teacher goes to `metrics`.
+
+    Rows have the log-probabilities, and the values, that the algorithm needs.
+    """
+    masks = [_tensor(row.weights) for row in rows]
+    by_token = _estimated(rows, samples, rewards, masks, algorithm)
+    if algorithm.opd_kl_coef and rows:
+        distances = [_from_teacher(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        by_token = [a_T - algorithm.opd_kl_coef * d_T for a_T, d_T in zip(by_token, distances, strict=True)]
+        kept = torch.cat([d_T[mask_T != 0] for d_T, mask_T in zip(distances, masks, strict=True)])
+        metrics["train/opd_reverse_kl"] = float(kept.mean()) if len(kept) else 0.0
+    if algorithm.normalize_advantages and by_token:
+        by_token = whitened(by_token, masks)
+    for row, advantages_T in zip(rows, by_token, strict=True):
+        row.advantages = advantages_T.tolist()
+
+
+def _estimated(
+    rows: list[Row], samples: list[Sample], rewards: list[float], masks: list[Tensor], algorithm: PolicyGradient
+) -> list[Tensor]:
+    """Rewards less divergence, compared with siblings, a critic or nothing, for every token."""
+    penalties = [_divergence(row, algorithm) for row in rows]
+    if isinstance(algorithm, Opd):
+        return [torch.zeros_like(mask_T) for mask_T in masks]
+    if isinstance(algorithm, Ppo):
+        return [
+            _with_critic(row, reward, kl_T, mask_T, algorithm)
+            for row, reward, kl_T, mask_T in zip(rows, rewards, penalties, masks, strict=True)
+        ]
+    if isinstance(algorithm, ReinforcePlusPlus):
+        return [
+            reinforce_returns(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma)
+            for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
+        ]
+    if isinstance(algorithm, ReinforcePlusPlusBaseline):
+        centred = _compared(samples, rewards, algorithm)
+        return [
+            advantage - algorithm.kl_coef * (torch.zeros_like(mask_T) if kl_T is None else kl_T)
+            for advantage, kl_T, mask_T in zip(centred, penalties, masks, strict=True)
+        ]
+    charged = [
+        reward if kl_T is None else reward - algorithm.kl_coef * float((kl_T * mask_T).sum())
+        for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
+    ]
+    compared = _compared(samples, charged, algorithm)
+    return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(compared, masks, strict=True)]
+
+
+def _with_critic(row: Row, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo) -> Tensor:
+    """The advantages of one answer; its returns are written down."""
+    assert row.values is not None
+    values_T = _tensor(row.values)
+    rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef)
+    advantages_T = generalized_advantages(rewards_T, values_T, gamma=algorithm.gamma, lambd=algorithm.lambd)
+    row.returns = (advantages_T + values_T).tolist()
+    return advantages_T
+
+
+def _compared(samples: list[Sample], rewards: list[float], algorithm: PolicyGradient) -> list[float]:
+    """The advantage of each sample among its siblings."""
+    assert algorithm.baseline != "none"
+    return group_advantages(
+        rewards,
+        [sample.group_index for sample in samples],
+        [sample.execution for sample in samples],
+        baseline=algorithm.baseline,
+        std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
+        # What the policy wrote, also where it is not trained on: a removed sample still counts in the statistics.
+        lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample in samples],
+    )
+
+
+def _divergence(row: Row, algorithm: PolicyGradient) -> Tensor | None:
+    """The k1 estimate at every token where the reward is charged for it, else None."""
+    if not algorithm.kl_coef:
+        return None
+    assert row.old_log_probs is not None
+    assert row.ref_log_probs is not None
+    return kl_estimate(_tensor(row.old_log_probs), _tensor(row.ref_log_probs), "k1")
+
+
+def _from_teacher(row: Row, sample: Sample) -> Tensor:
+    """The k1 estimate of KL(policy || teacher) at every token."""
+    assert row.old_log_probs is not None
+    assert sample.teacher_log_probs is not None
+    return kl_estimate(_tensor(row.old_log_probs), _tensor(sample.teacher_log_probs), "k1")
+
+
+def _tensor(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,29 @@
+"""The critic's half of a step: it learns returns, and says how much of them it knew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slimectl.algorithms.values import ValueLoss, explained_variance
+from slimectl.ports import Critic
+from slimectl.settings.algorithm import Ppo
+from slimectl.types import Metrics, Row
+
+
+def set_values(rows: Sequence[Row], critic: Critic) -> None:
+    """Write `Row.values`: what the critic expects before the round is learnt from."""
+    if rows:
+        for row, values in zip(rows, critic.values(rows), strict=True):
+            row.values = values
+
+
+def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo) -> Metrics:
+    """One optimizer step over rows that are weighed and have values and returns; metrics train/critic-…"""
+    made = critic.forward_backward(rows, ValueLoss(algorithm.value_clip)) | critic.optim_step()
+    values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
+    returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]
+    masks = [torch.tensor(row.weights) for row in rows]
+    metrics = {f"train/critic-{name}": value for name, value in made.items()}
+    return metrics | {"train/critic-explained_variance": explained_variance(values, returns, masks)}

@@ -1,0 +1,69 @@
+"""Values in numbers worked out by hand."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from slimectl.algorithms.returns import discounted, sequence_rewards
+from slimectl.algorithms.values import ValueLoss, clipped_value_loss, explained_variance, generalized_advantages
+from slimectl.errors import SettingsError
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_generalized_advantages_go_back_from_the_last_token():
+    # delta = 1 - 0.5, 0.5 - 0.25, 0.25 - 0.5 from the back; A = 0.5, 0.25 + 0.5 / 2, -0.25 + 0.5 / 2
+    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), gamma=1.0, lambd=0.5)
+    assert made_T.tolist() == pytest.approx([0.0, 0.5, 0.5])
+    # gamma 0.5, lambda 1: delta = 0.5, 0.25 - 0.25, 0.125 - 0.5; A = 0.5, 0 + 0.25, -0.375 + 0.125
+    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), gamma=0.5, lambd=1.0)
+    assert made_T.tolist() == pytest.approx([-0.25, 0.25, 0.5])
+
+
+def test_with_lambda_one_they_are_returns_less_values():
+    rewards_T, values_T = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    made_T = generalized_advantages(rewards_T, values_T, gamma=0.9, lambd=1.0)
+    assert (made_T + values_T).tolist() == pytest.approx(discounted(rewards_T, 0.9).tolist())
+
+
+def test_the_reward_stands_at_the_last_token_that_the_mask_keeps():
+    made_T = sequence_rewards(1.0, tensor(1.0, 2.0, 4.0), tensor(1, 1, 0), kl_coef=0.1)
+    assert made_T.tolist() == pytest.approx([-0.1, 0.8, 0.0])
+    assert sequence_rewards(1.0, None, tensor(0, 0), kl_coef=0.1).tolist() == [0.0, 0.0]
+
+
+def test_a_value_that_left_its_bounds_has_the_larger_of_two_errors():
+    values_T, returns_T = tensor(1.0, 3.0, 0.1), tensor(2.0, 0.0, 2.0)
+    loss_T, clipped_T = clipped_value_loss(values_T, torch.zeros_like(values_T), returns_T, clip=0.2)
+    assert loss_T.tolist() == pytest.approx([1.8**2, 9.0, 1.9**2])  # 0.2 is farther from 2 than 1 is; 3 from 0 than 0.2
+    assert clipped_T.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_explained_variance_is_of_the_tokens_that_count():
+    # returns 1, 0, 1, 0 have variance 1/4; what is left is 0, 0, 1, 0 with 1/4 - 1/16
+    values, returns = [tensor(1, 0, 5), tensor(0, 0)], [tensor(1, 0, 9), tensor(1, 0)]
+    assert explained_variance(values, returns, [tensor(1, 1, 0), tensor(1, 1)]) == pytest.approx(0.25)
+    assert explained_variance(returns, returns, [tensor(1, 1, 0), tensor(1, 1)]) == 1.0
+    assert explained_variance([tensor(1, 2)], [tensor(3, 3)], [tensor(1, 1)]) == 0.0
+
+
+@dataclass
+class Pack:
+    logprobs_T: torch.Tensor
+    weights_T: torch.Tensor
+    values_T: torch.Tensor | None = None
+    returns_T: torch.Tensor | None = None
+
+
+def test_the_value_loss_is_the_weighted_sum_and_stops_its_gradient_where_it_is_clipped():
+    pack = Pack(tensor(1.0, 0.1).requires_grad_(), tensor(0.25, 0.75), tensor(0.0, 0.0), tensor(2.0, 2.0))
+    loss, metrics = ValueLoss(value_clip=0.2)(pack)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.25 * 3.24 + 0.75 * 3.61)
+    assert metrics["value_clipfrac"].item() == 0.25
+    assert pack.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
+    with pytest.raises(SettingsError, match="needs values and returns"):
+        ValueLoss()(Pack(tensor(1.0), tensor(1.0)))
