@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,6 @@ def embedded(folder: Path) -> Any:
     from slimectl.engines.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
-
-
-@pytest.fixture(scope="session")
-def served(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
-    yield server.start()
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def sglang(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = serving.sglang(model_dir(), tmp_path_factory.mktemp("logs"))
-    yield server.start()
-    server.stop()
 
 
 @pytest.fixture(params=["embedded", "served", "sglang"])
