@@ -18,6 +18,8 @@ from slimectl.rewards.exact import Exact
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
 from slimectl.rewards.f1 import F1
 from slimectl.rewards.gpqa import Gpqa
+from slimectl.rewards.ifbench import IfBench
+from slimectl.rewards.ifeval import IfEval
 from slimectl.rewards.judge import Judge
 from slimectl.rewards.length import LengthPenalty, Overlong
 from slimectl.rewards.math import Math
@@ -92,6 +94,8 @@ TYPES: dict[str, type[Verifier]] = {
     "exact": Exact,
     "f1": F1,
     "gpqa": Gpqa,
+    "ifbench": IfBench,
+    "ifeval": IfEval,
     "judge": Judge,
     "length_penalty": LengthPenalty,
     "math": Math,

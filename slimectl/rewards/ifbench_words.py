@@ -1,0 +1,252 @@
+"""IFBench's instructions about words, sentences and what is counted in them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from itertools import pairwise
+
+from slimectl.rewards.instructions import Checks
+from slimectl.rewards.texts import (
+    BARE,
+    STOP_WORDS,
+    bare_words,
+    edged_words,
+    lines,
+    sentences,
+    syllables,
+    word_set,
+    words,
+)
+
+CONJUNCTIONS = word_set("and but for nor or so yet")
+NAMES = word_set(
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin "
+    "Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
+    "Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella "
+    "Jonathan"
+)
+"""The names that the benchmark's prompts list."""
+
+PRONOUNS = word_set(
+    "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers "
+    "herself it its itself they them their theirs themselves"
+)
+VERBS = word_set(
+    """accept add adjust allow answer apply arrange ask avoid be become begin believe bring build buy calculate call
+    change check choose clean close collect combine come compare complete consider continue convert cook create cut
+    define describe design determine develop discover discuss do draw drive eat embrace enjoy ensure enter evaluate
+    examine explain explore fill find finish focus follow gather get give go grow have hear help hold identify imagine
+    implement improve include increase install introduce keep know learn leave let listen live look make manage measure
+    meet mix move note notice open organize pay plan play prepare press provide pull push put read recall remember
+    remove repeat replace run say search see select send serve set share show sit solve speak start stay stop study
+    submit summarize take talk teach tell test think travel treat try turn understand update use visit wait walk watch
+    work write"""
+)
+_IRREGULAR = word_set("am is are was were been has had does did done went gone made took taken saw seen knew known")
+_JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+_CLUSTER = re.compile("[bcdfghjklmnpqrstvwxyz]{2}")
+
+
+def word_count_range(text: str, min_words: float, max_words: float) -> bool:
+    return min_words <= len(words(text)) <= max_words
+
+
+def unique_word_count(text: str, N: float) -> bool:
+    return len({word.lower() for word in edged_words(text)}) >= N
+
+
+def stop_words(text: str, percentage: float) -> bool:
+    found = words(text)
+    return bool(found) and sum(word.lower() in STOP_WORDS for word in found) * 100 <= percentage * len(found)
+
+
+def sentence_type(text: str) -> bool:
+    told, asked, _ = _kinds(text)
+    return told == 2 * asked
+
+
+def sentence_balance(text: str) -> bool:
+    return len(set(_kinds(text))) == 1
+
+
+def _kinds(text: str) -> tuple[int, int, int]:
+    """Sentences that end in a period, a question mark, an exclamation mark."""
+    ends = Counter(one.rstrip("\"'”’)]* ")[-1:] for one in sentences(text))
+    return ends["."], ends["?"], ends["!"]
+
+
+def conjunctions(text: str, small_n: float) -> bool:
+    return len(CONJUNCTIONS & {word.lower() for word in edged_words(text)}) >= small_n
+
+
+def person_names(text: str, N: float) -> bool:
+    return sum(name in text for name in NAMES) >= N
+
+
+def overlap(text: str, reference_text: str, percentage: float) -> bool:
+    """Of the text's character trigrams, the share that the reference has too, to 2 points."""
+    trigrams, known = ({each[i : i + 3] for i in range(len(each) - 2)} for each in (text, reference_text))
+    return bool(trigrams) and abs(100 * len(trigrams & known) / len(trigrams) - percentage) <= 2
+
+
+def numbers(text: str, N: float) -> bool:
+    return len(re.findall(r"\d+", text.translate(BARE))) == N
+
+
+def alphabet(text: str) -> bool:
+    firsts = [word[0].lower() for word in bare_words(text)]
+    if not firsts or not all(letter in string.ascii_lowercase for letter in firsts):
+        return False
+    return all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(firsts))
+
+
+def vowel(text: str) -> bool:
+    return "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3
+
+
+def consonants(text: str) -> bool:
+    return all(_CLUSTER.search(word) for word in text.lower().split())
+
+
+def alliteration_increment(text: str) -> bool:
+    """Words in runs of one first letter grow in number from sentence to sentence."""
+    counts = []
+    for one in sentences(text):
+        firsts = [word[0].lower() for word in edged_words(one)]
+        same = [a == b for a, b in pairwise(firsts)]
+        counts.append(sum(1 + (i == 0 or not same[i - 1]) for i, each in enumerate(same) if each))
+    return all(a < b for a, b in pairwise(counts))
+
+
+def palindrome(text: str) -> bool:
+    return sum(len(word) >= 5 and word == word[::-1] for word in bare_words(text.lower())) >= 10
+
+
+def prime_lengths(text: str) -> bool:
+    return all(_is_prime(len(word)) for word in bare_words(text))
+
+
+def _is_prime(number: int) -> bool:
+    return 1 < number < 1000 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+def words_japanese(text: str, N: float) -> bool:
+    chosen = [word.strip(string.punctuation) for word in text.split()[int(N) - 1 :: int(N)]] if N >= 1 else []
+    return all(_JAPANESE.search(word) for word in chosen if word and not word.isdigit())
+
+
+def start_verb(text: str) -> bool:
+    """By a list of common verbs and their endings; a rule of thumb, where the published one asks a tagger."""
+    first = next(iter(words(text.lower())), "")
+    stems = {
+        first,
+        first.removesuffix("s"),
+        first.removesuffix("es"),
+        first.removesuffix("ed"),
+        first.removesuffix("d"),
+    }
+    stems |= {first.removesuffix("ing"), first.removesuffix("ing") + "e"} if first.endswith("ing") else set()
+    return bool(stems & VERBS) or first in _IRREGULAR or first.endswith(("ize", "ise", "ify"))
+
+
+def repeats(text: str, small_n: float) -> bool:
+    return all(count <= small_n for count in Counter(bare_words(text.lower())).values())
+
+
+def keyword(text: str, word: str, N: float) -> bool:
+    found = sentences(text)
+    return 1 <= N <= len(found) and word.lower() in found[int(N) - 1].lower()
+
+
+def pronouns(text: str, N: float) -> bool:
+    return sum(word in PRONOUNS for word in bare_words(text.lower().replace("/", " "))) >= N
+
+
+def odd_even_syllables(text: str) -> bool:
+    """By groups of vowels; a rule of thumb, where the published one asks a dictionary."""
+    odd = [syllables(word) % 2 for word in bare_words(text.lower())]
+    return all(a != b for a, b in pairwise(odd))
+
+
+def last_first(text: str) -> bool:
+    found = [ends for ends in (edged_words(one.lower()) for one in sentences(text)) if ends]
+    return all(a[-1] == b[0] for a, b in pairwise(found))
+
+
+def paragraph_last_first(text: str) -> bool:
+    found = [edged_words(line.lower()) for line in lines(text)]
+    return all(each and each[0] == each[-1] for each in found)
+
+
+def increment(text: str, small_n: float) -> bool:
+    counts = [len(bare_words(one)) for one in sentences(text)]
+    return all(b == a + small_n for a, b in pairwise(counts))
+
+
+def no_consecutive(text: str) -> bool:
+    found = bare_words(text.lower())
+    return all(a[0] != b[0] for a, b in pairwise(found))
+
+
+def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+    wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
+    return all(text.lower().count(word.lower()) == times for word, times in wanted)
+
+
+def keywords_specific_position(text: str, keyword: str, n: float, m: float) -> bool:
+    found = sentences(text)
+    inside = _tokens(found[int(n) - 1]) if 1 <= n <= len(found) else []
+    return 1 <= m <= len(inside) and inside[int(m) - 1] == keyword
+
+
+def words_position(text: str, keyword: str) -> bool:
+    """Second and second to last; a mark at the very end counts as a word, as published, or does not."""
+    found = _tokens(text)
+    return any(len(each) > 1 and each[1] == each[-2] == keyword for each in (found, edged_words(text)))
+
+
+def _tokens(text: str) -> list[str]:
+    """Words, and each mark on its own."""
+    return re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text)
+
+
+def sentence_words(text: str) -> bool:
+    """Three sentences of one length, no word twice."""
+    found = sentences(text)
+    used = bare_words(text.lower())
+    return len(found) == 3 and len({len(one) for one in found}) == 1 and len(used) == len(set(used))
+
+
+CHECKS: Checks = {
+    "count:word_count_range": word_count_range,
+    "count:unique_word_count": unique_word_count,
+    "count:conjunctions": conjunctions,
+    "count:person_names": person_names,
+    "count:numbers": numbers,
+    "count:words_japanese": words_japanese,
+    "count:pronouns": pronouns,
+    "count:keywords_multiple": keywords_multiple,
+    "ratio:stop_words": stop_words,
+    "ratio:sentence_type": sentence_type,
+    "ratio:sentence_balance": sentence_balance,
+    "ratio:overlap": overlap,
+    "ratio:sentence_words": sentence_words,
+    "words:alphabet": alphabet,
+    "words:vowel": vowel,
+    "words:consonants": consonants,
+    "words:palindrome": palindrome,
+    "words:prime_lengths": prime_lengths,
+    "words:start_verb": start_verb,
+    "words:repeats": repeats,
+    "words:odd_even_syllables": odd_even_syllables,
+    "words:last_first": last_first,
+    "words:paragraph_last_first": paragraph_last_first,
+    "words:no_consecutive": no_consecutive,
+    "words:keywords_specific_position": keywords_specific_position,
+    "words:words_position": words_position,
+    "sentence:alliteration_increment": alliteration_increment,
+    "sentence:keyword": keyword,
+    "sentence:increment": increment,
+}

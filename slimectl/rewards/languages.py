@@ -1,0 +1,75 @@
+"""Which language a text is in, by its letters and its commonest words; no data, no model."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+
+SCRIPTS = {
+    "HANGUL": ("ko",), "HIRAGANA": ("ja",), "KATAKANA": ("ja",), "CJK": ("zh", "ja"), "THAI": ("th",),
+    "HEBREW": ("he",), "GREEK": ("el",), "BENGALI": ("bn",), "GUJARATI": ("gu",), "GURMUKHI": ("pa",),
+    "KANNADA": ("kn",), "TAMIL": ("ta",), "TELUGU": ("te",), "MALAYALAM": ("ml",), "DEVANAGARI": ("hi", "mr", "ne"),
+    "ARABIC": ("ar", "fa", "ur"), "CYRILLIC": ("ru", "uk", "bg"),
+    "LATIN": ("en", "de", "fr", "es", "it", "pt", "nl", "fi", "sv", "da", "pl", "tr", "vi", "sw", "id", "ro", "cs"),
+}  # fmt: skip
+"""Languages of a script, the likeliest first."""
+
+COMMON = {
+    "en": "the and of to in is that it for you with as was on are be this have from or by not but what all we an they",
+    "de": "der die das und ist nicht ein eine zu den mit von sich auf für im dem es wie auch sie ich wir oder aber",
+    "fr": "le la les et est des une un que pour dans qui pas sur avec ce il elle nous vous du au ne sont mais ou",
+    "es": "el la los las y es de que en un una por para con no se del al lo como más pero su sus esta este o",
+    "it": "il lo la gli e è di che un una per con non si del della sono come più ma anche questo nel alla le",
+    "pt": "o a os as e é de que um uma por para com não se do da em no na mais mas como são você ao dos das",
+    "nl": "de het een en is van dat niet op te met voor zijn aan er ook maar naar om ik je we als bij",
+    "fi": "ja on ei se että oli ovat mutta kun niin hän tai myös kuin joka ne voi minä sinä me ole tämä",
+    "sv": "och att det är en ett som på för med av inte den till har om var jag du vi men eller så",
+    "da": "og at det er en et som på for med af ikke den til har om var jeg du vi men eller så der",
+    "pl": "i w na nie się jest to że z do co jak ale po od dla czy tak jego tylko są by ja ty",
+    "tr": "ve bir bu da de için ile çok ne daha ama gibi ben sen o var yok olan olarak kadar en mi",
+    "vi": "và của là có không được cho một các trong người với này đã những để khi tôi bạn đó cũng như",
+    "sw": "na ya wa ni kwa katika za la kuwa hii si yake hiyo watu kama lakini cha vya pia mimi wewe yangu",
+    "id": "dan yang di ini itu dengan untuk tidak dari dalam akan pada juga adalah ke karena saya kamu kami atau",
+    "ro": "și de la în nu un o este cu pe că mai din care pentru sunt ce a fi dar sau eu",
+    "cs": "a je se na to že v ne s z do jsem jako ale za pro by jak tak si o jsou nebo i",
+    "hi": "है हैं के की का में और से को पर नहीं यह एक था ने भी कि हो",
+    "mr": "आहे आहेत आणि च्या मध्ये नाही हे ते एक या होते मी तो ही करून आपण",
+    "ne": "छ छन् र को मा हो लाई गर्न भएको पनि यो एक हुन् गरेको तपाईं",
+    "ar": "في من على أن إلى هذا هذه التي الذي مع عن هو هي كان لا ما أو و",
+    "fa": "و در به از که این را با است برای آن یک می هم تا شما های ها",
+    "ur": "اور کے کی کا میں ہے سے کو پر نے ہیں یہ وہ ایک کہ نہیں تھا",
+    "ru": "и в не на что я с он как это по но из у за так же от для был мы вы или",
+    "uk": "і в не на що я з він як це по але із у за так та від для був ми ви є",
+    "bg": "и на в се да не от за с по че е са като това но или си към ще аз ние",
+}
+_COMMON = {language: frozenset(known.split()) for language, known in COMMON.items()}
+LANGUAGES = frozenset(language for group in SCRIPTS.values() for language in group)
+
+MOST_LETTERS = 20_000
+"""Of a text that are looked at: a language shows long before."""
+
+
+def language_of(text: str) -> str | None:
+    """The ISO 639-1 code of the language that most of the text is in; None where it has no letters.
+
+    >>> language_of("Das ist nicht der Weg"), language_of("これは何ですか"), language_of("42")
+    ('de', 'ja', None)
+    """
+    text = text[:MOST_LETTERS].lower()
+    scripts = Counter(_script(letter) for letter in text if letter.isalpha())
+    if not scripts:
+        return None
+    if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts["CJK"] > 0:
+        return "ja"
+    among = SCRIPTS.get(scripts.most_common(1)[0][0])
+    if among is None or len(among) == 1:
+        return among and among[0]
+    # Not \w+: the vowel signs of Indian scripts are marks, not letters.
+    seen = Counter(re.findall(r"[^\s\d.,;:!?\"'()\[\]{}*#।؟،“”«»-]+", text))
+    scores = {one: sum(seen[word] for word in _COMMON.get(one, ())) for one in among}
+    return max(among, key=lambda one: scores[one])
+
+
+def _script(letter: str) -> str:
+    return "LATIN" if letter < "\u024f" else unicodedata.name(letter, "").partition(" ")[0]
