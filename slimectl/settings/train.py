@@ -69,6 +69,18 @@ class TrainSettings(Section):
     only_train_params_name_list: Texts = []
     """Regular expressions; only parameters whose Hugging Face name matches one are trained."""
 
+    lora_rank: Annotated[int, Field(ge=1)] | None = None
+    """Train adapters of this rank and leave the model as it is (fsdp only); merged wherever weights go."""
+
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Their scale, times the rank; twice the rank where not given."""
+
+    lora_targets: Texts = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """The linear layers that get one, by the last part of their name."""
+
+    lora_load: str | None = None
+    """A peft adapter's directory to begin from."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

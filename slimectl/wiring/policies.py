@@ -16,6 +16,7 @@ from slimectl.settings.algorithm import Dpo, PolicyGradient, Ppo, RewardModel
 from slimectl.wiring.models import device, is_gguf, model_folder, tokenizer
 
 if TYPE_CHECKING:
+    from slimectl.policies.fsdp.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.ports import Critic, Executor, Policy
 
@@ -76,8 +77,11 @@ def check_policy(settings: Settings) -> None:
 
     Raises MissingExtraError, SettingsError or CheckpointError.
     """
+    _check_models(settings)
     if settings.train.policy != "megatron":
         return
+    if settings.train.lora_rank is not None:
+        raise SettingsError('train.lora_rank: the megatron trainer has no adapters; set train.policy = "fsdp"')
     if find_spec("megatron") is None:
         raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"')
     path, card = settings.model.path, settings.model.card
@@ -91,6 +95,16 @@ def check_policy(settings: Settings) -> None:
         layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
     ):
         raise SettingsError(problem)
+
+
+def _check_models(settings: Settings) -> None:
+    """The models that an algorithm names are there."""
+    given = settings.algorithm.model_dump()
+    if given.get("opd_kl_coef"):
+        model_folder(given["opd_teacher_load"], setting="algorithm.opd_teacher_load")
+    for key in ("ref_load", "critic_load"):
+        if given.get(key):
+            model_folder(given[key], setting=f"algorithm.{key}")
 
 
 def _build(
@@ -121,6 +135,7 @@ def _build(
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
             share_prompts=train.share_prompts,
+            lora=_lora(settings) if trains else None,
             **shared,
         )
     from slimectl.policies.megatron.config import Recompute
@@ -139,6 +154,17 @@ def _build(
         args=megatron.args,
         **shared,
     )
+
+
+def _lora(settings: Settings) -> LoraOptions | None:
+    from slimectl.policies.fsdp.lora import LoraOptions
+
+    train = settings.train
+    if train.lora_rank is None:
+        return None
+    alpha = 2.0 * train.lora_rank if train.lora_alpha is None else train.lora_alpha
+    load = Path(train.lora_load) if train.lora_load else None
+    return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
 
 
 def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:

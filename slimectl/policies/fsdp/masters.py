@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.errors import SettingsError
+from slimectl.policies.fsdp.lora import is_adapter
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, decoder_layers
 from slimectl.ports import CheckpointFormat
 
@@ -67,7 +68,7 @@ class Masters:
             self.put(tensor, self.tensors[parameter])
             order.append((name, parameter))
         found = {parameter for _, parameter in order}
-        self.in_checkpoint = order + [(name, name) for name in self.added if name not in found]
+        self.in_checkpoint = order + [(name, name) for name in self.added if name not in found and not is_adapter(name)]
         self.publish()
 
     def put(self, full: Tensor, local: Tensor) -> None:

@@ -18,6 +18,15 @@ from slimectl.algorithms.packing import Pack, planned
 from slimectl.errors import CheckpointError
 from slimectl.policies.freezing import trained
 from slimectl.policies.fsdp.layout import PackLayout, laid_out
+from slimectl.policies.fsdp.lora import (
+    FOLDER,
+    Adapters,
+    LoraOptions,
+    adapter_config,
+    check_config,
+    read_adapter,
+    write_adapter,
+)
 from slimectl.policies.fsdp.masters import DTYPES, Masters
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
 from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
@@ -42,7 +51,8 @@ class FsdpTrainer:
 
     `dtype` is what forward and backward compute in; masters, gradients and optimizer are float32. Where a process group
     of several ranks exists, every rank builds one and makes the same calls. `trains` False: only log-probabilities are
-    asked for, so nothing is held for gradients.
+    asked for, so nothing is held for gradients. With `lora` the model itself stays as it is: adapters are trained, and
+    whatever a kind of trainer adds to the model; `freeze` and `train_only` are not looked at.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class FsdpTrainer:
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
         trains: bool = True,
+        lora: LoraOptions | None = None,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -73,8 +84,13 @@ class FsdpTrainer:
         if gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         added = self._add(hf)
+        self.adapters, self.base_dir = None, self.model_dir
+        if lora is not None:
+            self.adapters = Adapters(hf, lora, seed=seed)
+            added |= self.adapters.initial
         self.model = self._packed(hf)
-        names = trained((name for name, _ in hf.named_parameters()), freeze=freeze, train_only=train_only)
+        present_names = [name for name, _ in hf.named_parameters()]
+        names = set() if lora is not None else trained(present_names, freeze=freeze, train_only=train_only)
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trains and name in (names | set(added)) - self._untrained(hf))
         self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
@@ -147,18 +163,28 @@ class FsdpTrainer:
         return {"grad_norm": norm, "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Float32 masters, adapters merged into them, in checkpoint order."""
         for name, parameter in self.masters.in_checkpoint:
-            yield name, self.masters.full(parameter, self.masters.tensors[parameter])
+            full = self._whole(parameter)
+            if self.adapters is not None and (pair := self.adapters.pair(parameter)):
+                full = self.adapters.merged(full, *map(self._whole, pair))
+            yield name, full
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
         return to(self.weights())
 
     def save(self, path: Path) -> None:
-        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""
+        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+
+        With adapters they are merged into the weights, and stand beside them in the folder `adapter` (peft's format).
+        """
         updates = self._updates()
         if self.rank == 0:
             self.checkpoint.write(path, self.weights())
             write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
+            if self.adapters is not None:
+                (path / FOLDER).mkdir()
+                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained())
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype)
             options = dataclasses.asdict(self.options)
@@ -168,12 +194,18 @@ class FsdpTrainer:
                 pass
             for _ in self._moments():
                 pass
+            if self.adapters is not None:
+                for _ in self._trained():
+                    pass
         if self.ranks > 1:
             dist.barrier()
 
     def load(self, path: Path) -> None:
         state = read_trainer(path)
-        self.masters.read(self.checkpoint, path)
+        if self.adapters is None:
+            self.masters.read(self.checkpoint, path)
+        else:
+            self._read_adapter(path / FOLDER, self.adapters.options)
         updates = float(state.get("updates", state["step"]))
         for name, full in read_tensors(path / OPTIMIZER, self._moment_shapes()):
             moment, _, parameter = name.partition(".")
@@ -187,6 +219,27 @@ class FsdpTrainer:
 
     def close(self) -> None:
         """Nothing outlives the process."""
+
+    def _read_adapter(self, path: Path, options: LoraOptions) -> None:
+        """What was trained, and the model under it where that is another than this one began as."""
+        check_config(path, options)
+        base = Path(adapter_config(path)["base_model_name_or_path"])
+        if base != self.base_dir.resolve():
+            self.masters.read(self.checkpoint, base)
+            self.base_dir = base
+        for name, full in read_adapter(path, self._shapes()):
+            self.masters.put(full, self.masters.tensors[name])
+        self.masters.publish()
+
+    def _whole(self, parameter: str) -> Tensor:
+        return self.masters.full(parameter, self.masters.tensors[parameter])
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.masters.trained:
+            yield name, self._whole(name)
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: self.masters.shapes[name] for name in self.masters.trained}
 
     def _share(self, rows: Sequence[Row]) -> list[Pack]:
         return planned(rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts)[self.rank]
@@ -214,7 +267,7 @@ class FsdpTrainer:
         return int(slots[0]["step"]) if slots and slots[0] else 0
 
     def _moment_shapes(self) -> dict[str, torch.Size]:
-        return moment_shapes({name: self.masters.shapes[name] for name in self.masters.trained})
+        return moment_shapes(self._shapes())
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.masters.trained.items():
