@@ -88,7 +88,7 @@ class Job:
         wiring.check_policy(settings)
         wiring.check_engine(settings)
         wiring.check_trackers(settings)
-        held_out = [[source] for source in settings.eval.data.values()]
+        held_out = [[source] for source in settings.eval.sources.values()]
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
             if sources and "-" not in sources:
                 next(wiring.prompts(settings, sources, shuffle=False))
@@ -252,8 +252,8 @@ class Job:
             sync.push()
         metrics: Metrics = {}
         started = time.perf_counter()
-        for name, source in self.settings.eval.data.items():
-            samples, found = side.sampler.evaluation(name, source)
+        for name in self.settings.eval.data:
+            samples, found = side.sampler.evaluation(name)
             metrics |= found
             if self.settings.eval.keep_samples:
                 out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from slimectl.data.jsonl import write_samples
 from slimectl.data.rundir import RunDir, explained_storage, write_text
 from slimectl.ports import Critic, Policy, Tracker
 from slimectl.settings import Settings
+from slimectl.stages.round_metrics import round_perf
 from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Row, Sample, StepReport
 
@@ -33,6 +35,8 @@ class Journal:
         """(round, mean reward), for the curve."""
         self.evaluations: list[tuple[int, Metrics]] = []
         """(round, metrics) of every evaluation, oldest first."""
+        self._round: Sequence[Sample] = ()
+        """The samples of the round whose steps are being recorded."""
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         path = self.folder.path / name
@@ -41,6 +45,9 @@ class Journal:
 
     def record(self, report: StepReport) -> None:
         """One optimizer step."""
+        self._round = report.samples or self._round
+        gpus = self.settings.cluster.rollout_num_gpus or self.settings.num_engines
+        report.perf |= round_perf(self._round, report.perf, gpus=gpus)
         self.append("metrics.jsonl", report.to_json())
         self.append("perf.jsonl", {"step": report.step, "metrics": report.perf})
         if "rollout/raw_reward" in report.metrics:
@@ -65,6 +72,7 @@ class Journal:
 
     def save(self, policy: Policy, state: TrainState, samples: Sequence[Sample]) -> None:
         """A whole checkpoint under the round's number, or none."""
+        started = time.perf_counter()
         facts = {
             "step": state.step,
             "rollout_id": state.rollout_id,
@@ -87,6 +95,9 @@ class Journal:
 
         self.folder.save(state.rollout_id, fill)
         self.folder.prune(self.settings.run.keep_checkpoints)
+        taken = {"perf/save_model_time": time.perf_counter() - started}
+        self.append("perf.jsonl", {"step": state.step, "metrics": taken})
+        self._track(taken, state.step)
 
     def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
         """Go back to the newest whole checkpoint; to the end of the warm-up, or the very start, where there is none."""

@@ -1,4 +1,7 @@
-"""Every metric that slimectl reports: name, unit, axis, definition. A test fails if a stage emits another name."""
+"""Every metric that slimectl reports: name, unit, axis, definition, naming.
+
+A test fails if a stage emits another name.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ class Metric:
     unit: str
     axis: str
     definition: str
+    naming: str = "slime"
+    """Which of track.naming has it: slime or roll."""
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(self.name)), name) is not None
@@ -60,14 +65,33 @@ def _train() -> list[Metric]:
 def _rollout() -> list[Metric]:
     facts = {
         "raw_reward": ("", "Mean reward of the round, before any normalisation"),
+        "avg_reward": ("", "The same"),
         "max_reward": ("", "Largest reward"),
         "min_reward": ("", "Smallest reward"),
+        "rewards": ("", "Mean reward after comparison within groups; the raw one where answers are not compared"),
+        "rewards/{max,min}": ("", "Largest and smallest of these"),
+        "advantages": ("", "Mean advantage of the tokens that are trained on"),
+        "advantages/{max,min}": ("", "Largest and smallest of these"),
+        "returns/{max,min}": ("", "Largest and smallest return"),
+        "values/{max,min}": ("", "Largest and smallest value"),
+        "log_probs": ("nat", "Mean log-probability of the tokens that are trained on, by the policy before the round"),
+        "ref_log_probs": ("nat", "The same, by the reference"),
+        "kl": ("nat", "The former less the latter: k1 estimate of the divergence from the reference"),
         "response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
+        "avg_response_length": ("tokens", "Mean length of answers"),
+        "prompt_len/{mean,max,min}": ("tokens", "Length of prompts"),
+        "repetition_frac": ("", "Share of long answers whose end says the same again and again"),
+        "truncated_ratio": ("", "Share of answers cut at max_response_len"),
+        "category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
+        "category/{category}/reward": ("", "Mean reward of answers of this category"),
+        "correct_samples/count": ("samples", "Right answers (track.log_correct_samples)"),
+        "correct_samples/response_len/{mean,max,min}": ("tokens", "Length of right answers"),
         "truncation_rate": ("", "Share of answers cut at max_response_len"),
         "rollout_log_probs": ("nat", "Mean log-probability of sampled tokens, by the engine"),
         "prefix_cache_hit_rate": ("", "Share of prompt tokens whose computation was shared"),
         "zero_std/count_{reward}": ("groups", "Groups whose answers all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
+        "prompts_too_long": ("prompts", "Left out for having more than rollout.max_prompt_len tokens"),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
         "values": ("", "Mean value that the critic gave to sampled tokens"),
@@ -75,17 +99,36 @@ def _rollout() -> list[Metric]:
         "samples_per_second": ("1/s", "Samples a second of generation and grading"),
         "step": ("rounds", "The axis of rollout metrics"),
     }
-    return [Metric(f"rollout/{name}", unit, "rollout/step", text) for name, (unit, text) in facts.items()]
+    asked = {
+        "passrate/pass@{k}": ("", "Estimate that one of k answers of a round is right (track.log_passrate)"),
+        "multi_turn/raw_response_length/{mean,max,min}": ("tokens", "After the prompt (track.log_multi_turn)"),
+        "multi_turn/wo_obs_response_length/{mean,max,min}": ("tokens", "Those that the policy wrote itself"),
+        "multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
+    }
+    named = {f"rollout/{name}": fact for name, fact in facts.items()} | asked
+    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in named.items()]
 
 
 def _eval() -> list[Metric]:
     facts = {
         "{name}": ("", "Mean reward on the dataset"),
+        "{name}_avg_reward": ("", "The same"),
+        "{name}_max_reward": ("", "Largest reward"),
+        "{name}_min_reward": ("", "Smallest reward"),
+        "{name}_samples": ("samples", "Answers that were graded"),
         "{name}_accuracy": ("", "Share of answers with reward of at least eval.success_threshold"),
         "{name}-truncated_ratio": ("", "Share of answers cut"),
         "{name}-pass@{k}": ("", "Unbiased estimate that one of k answers is right (arXiv:2107.03374)"),
         "{name}-avg@{n}": ("", "Mean over prompts of the share of right answers"),
+        "{name}-maj@{n}": ("", "Share of prompts whose most frequent answer is right (arXiv:2203.11171)"),
         "{name}/response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
+        "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
+        "{name}/category/{category}/reward": ("", "Mean reward of answers of this category"),
+        "{name}/correct_samples/count": ("samples", "Right answers (track.log_correct_samples)"),
+        "{name}/correct_samples/response_len/{mean,max,min}": ("tokens", "Length of right answers"),
+        "{name}/multi_turn/raw_response_length/{mean,max,min}": ("tokens", "After the prompt (track.log_multi_turn)"),
+        "{name}/multi_turn/wo_obs_response_length/{mean,max,min}": ("tokens", "Those that the policy wrote itself"),
+        "{name}/multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
         "step": ("rounds", "The axis of eval metrics"),
     }
     return [Metric(f"eval/{name}", unit, "eval/step", text) for name, (unit, text) in facts.items()]
@@ -103,6 +146,13 @@ def _perf() -> list[Metric]:
         "perf/total_time": ("s", "A whole round: waiting, training, carrying weights"),
         "perf/data_preprocess_time": ("s", "Advantages, filters and recomputed log-probabilities of a round"),
         "perf/eval_time": ("s", "One evaluation of all datasets"),
+        "perf/save_model_time": ("s", "Writing a checkpoint"),
+        "perf/tokens_per_gpu_per_sec": (
+            "tokens/s",
+            "Tokens sampled a second of a round's generation and grading, a GPU",
+        ),
+        "perf/longest_sample_tokens_per_sec": ("tokens/s", "Tokens of the longest answer in that time"),
+        "perf/tokens_per_sec": ("tokens/s", "Tokens of a round, prompts included, a second of the whole round"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in facts.items()]
@@ -114,9 +164,68 @@ def _warmup() -> list[Metric]:
     return [Metric("warmup/accuracy", "", "warmup/step", "Share of right answers when the warm-up looked"), *same]
 
 
-CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup())
+ROLL_NAMES = {
+    "rollout/raw_reward": "critic/score/mean",
+    "rollout/max_reward": "critic/score/max",
+    "rollout/min_reward": "critic/score/min",
+    "rollout/rewards": "critic/rewards/mean",
+    "rollout/rewards/max": "critic/rewards/max",
+    "rollout/rewards/min": "critic/rewards/min",
+    "rollout/advantages": "critic/advantages/mean",
+    "rollout/advantages/max": "critic/advantages/max",
+    "rollout/advantages/min": "critic/advantages/min",
+    "rollout/returns": "critic/returns/mean",
+    "rollout/returns/max": "critic/returns/max",
+    "rollout/returns/min": "critic/returns/min",
+    "rollout/values": "critic/values/mean",
+    "rollout/values/max": "critic/values/max",
+    "rollout/values/min": "critic/values/min",
+    "rollout/log_probs": "critic/old_log_prob/mean",
+    "rollout/ref_log_probs": "critic/ref_log_prob/mean",
+    "rollout/response_len/mean": "tokens/response_length/mean",
+    "rollout/response_len/max": "tokens/response_length/max",
+    "rollout/response_len/min": "tokens/response_length/min",
+    "rollout/prompt_len/mean": "tokens/prompt_length/mean",
+    "rollout/prompt_len/max": "tokens/prompt_length/max",
+    "rollout/prompt_len/min": "tokens/prompt_length/min",
+    "train/lr": "actor/lr",
+    "train/loss": "actor/total_loss",
+    "train/pg_loss": "actor/pg_loss",
+    "train/kl_loss": "actor/kl_loss",
+    "train/pg_clipfrac": "actor/clipfrac",
+    "train/ois": "actor/ratio_mean",
+    "train/grad_norm": "actor/grad_norm",
+    "train/global_batch_size": "actor/total_samples",
+    "train/critic-loss": "critic/loss",
+    "train/critic-lr": "critic/lr",
+    "train/critic-value_clipfrac": "critic/clipfrac",
+    "perf/rollout_time": "time/rollout",
+    "perf/data_preprocess_time": "time/adv",
+    "perf/train_time": "time/train_step/total",
+    "perf/update_weights_time": "time/model_update/total",
+    "perf/save_model_time": "time/do_checkpoint/total",
+    "perf/tokens_per_sec": "system/tps",
+}
+"""slimectl's names that ROLL has another for; what ROLL computes from several is below."""
 
 
+def _roll() -> list[Metric]:
+    """The same quantities under ROLL's names."""
+    ours = [*_train(), *_rollout(), *_perf()]
+    named = []
+    for name, theirs in ROLL_NAMES.items():
+        same = next(metric for metric in ours if metric.matches(name))
+        named.append(Metric(theirs, same.unit, same.axis, f"{same.definition} ({name})", "roll"))
+    facts = {
+        "actor/policykl": ("nat", "train/step", "Mean of present minus old log-probability"),
+        "system/samples": ("prompts", "rollout/step", "Rounds times run.rollout_batch_size"),
+        "val/score/{mean,max,min}": ("", "eval/step", "Rewards of all held-out answers"),
+        "val/{name}/score/{mean,max,min}": ("", "eval/step", "Rewards of one dataset's"),
+    }
+    return named + [Metric(name, unit, axis, text, "roll") for name, (unit, axis, text) in facts.items()]
+
+
+CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup(), *_roll())
 AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", "warmup": "warmup/step"}
 """The axes of names that the catalogue has not, by their first part; all others stand on train/step."""
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl import wiring
 from slimectl.errors import BackendError
-from slimectl.ports import Executor, Policy
+from slimectl.ports import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
-from slimectl.stages.evaluate import evaluate, summarized
+from slimectl.stages.evaluate import answer_of, evaluate, settings_for, summarized
 from slimectl.stages.run import sampled_rounds
 from slimectl.types import Metrics, Prompt, Round, Sample
 
@@ -39,6 +39,7 @@ class Sampler:
         self.tokenizer = wiring.tokenizer(model)
         self.reward = wiring.reward(settings)
         self.agent = wiring.agent(settings)
+        self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = wiring.graders()
         if addresses:
             self.engine: Any = wiring.client(settings, model, self.tokenizer, addresses, workers)
@@ -63,23 +64,29 @@ class Sampler:
         coming = wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
         return coming if run.num_rollout is None else islice(coming, run.num_rollout * run.rollout_batch_size - start)
 
-    def evaluation(self, name: str, source: str) -> tuple[list[Sample], Metrics]:
+    def evaluation(self, name: str) -> tuple[list[Sample], Metrics]:
         """Every prompt of a held-out dataset, sampled and graded, and the summary."""
-        return self._evaluated(name, wiring.prompts(self.settings, [source], shuffle=False), self.settings)
+        if name not in self._datasets:
+            own = settings_for(self.settings, name)
+            self._datasets[name] = own, wiring.reward(own), wiring.agent(own)
+        own, reward, agent = self._datasets[name]
+        prompts = wiring.prompts(own, [own.eval.sources[name]], shuffle=False)
+        return self._evaluated(name, prompts, own, reward, agent)
 
     def accuracy(self, sources: Sequence[str], count: int) -> float:
         """The share of right answers to the first `count` prompts, one answer each."""
         once = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
         prompts = islice(wiring.prompts(self.settings, list(sources)), count)
-        _, metrics = self._evaluated("warmup", prompts, self.settings.model_copy(update={"eval": once}))
+        own = self.settings.model_copy(update={"eval": once})
+        _, metrics = self._evaluated("warmup", prompts, own, self.reward, self.agent)
         return metrics["eval/warmup_accuracy"]
 
-    def _evaluated(self, name: str, prompts: Iterator[Prompt], settings: Settings) -> tuple[list[Sample], Metrics]:
+    def _evaluated(
+        self, name: str, prompts: Iterator[Prompt], settings: Settings, reward: RewardFn, agent: Agent | None
+    ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
-        found = evaluate(
-            prompts, self.engine, self.tokenizer, self.reward, settings, executor=self.graders, agent=self.agent
-        )
-        return list(summarized(name, found, metrics, settings)), metrics
+        found = evaluate(prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent)
+        return list(summarized(name, found, metrics, settings, answer=answer_of(reward))), metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """New weights for an engine that lives here."""

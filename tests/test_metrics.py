@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop, set_up
 
-from slimectl.metrics import CATALOGUE, known
+from slimectl.metrics import CATALOGUE, axis_of, known
 
 GENERATE = '''
 async def generate(sample, sampling_params, generate):
@@ -36,6 +36,10 @@ EVERYTHING = [
     "warmup.until_accuracy=1.0",
     "run.num_rollout=3",
     "run.ahead=1",
+    "track.log_passrate=true",
+    "track.log_multi_turn=true",
+    "track.log_correct_samples=true",
+    "track.log_reward_category=kind",
 ]
 
 
@@ -73,9 +77,20 @@ def test_what_was_switched_on_was_written(written: dict[str, set[str]]):
         "eval/small-avg@4",
         "warmup/loss",
         "warmup/accuracy",
+        "rollout/rewards",
+        "rollout/advantages/max",
+        "rollout/log_probs",
+        "rollout/kl",
+        "rollout/repetition_frac",
+        "rollout/category/none/share",
+        "passrate/pass@4",
+        "multi_turn/round_number/mean",
+        "eval/small/multi_turn/round_number/mean",
     }
     assert wanted - written["metrics.jsonl"] == set()
-    assert {"perf/rollout_time", "perf/eval_time", "rollout/samples_per_second"} - written["perf.jsonl"] == set()
+    clocked = {"perf/rollout_time", "perf/eval_time", "rollout/samples_per_second", "perf/save_model_time"}
+    assert clocked - written["perf.jsonl"] == set()
+    assert {"perf/tokens_per_gpu_per_sec", "perf/tokens_per_sec"} - written["perf.jsonl"] == set()
 
 
 def test_what_the_clock_decides_stays_out_of_the_metrics(written: dict[str, set[str]]):
@@ -109,6 +124,34 @@ def test_the_command_prints_every_definition_and_finds_by_a_part_of_the_name(wor
     for metric in CATALOGUE:
         unit = f" [{metric.unit}]" if metric.unit else ""
         assert f"{metric.name}{unit}\n    {metric.definition}\n" in printed
+    theirs = workshop.slimectl("metrics", "--naming", "roll").decode()
+    assert "critic/score/mean" in theirs
+    assert "rollout/raw_reward\n" not in theirs
     some = workshop.slimectl("metrics", "staleness").decode()
     assert "rollout/staleness" in some
     assert "train/loss" not in some
+
+
+@pytest.mark.parametrize("naming", ["slime", "roll"])
+def test_the_documentation_has_the_table_that_the_command_prints(workshop: Workshop, naming: str):
+    """Make it anew with: slimectl metrics --naming NAMING --markdown"""
+    page = Path(__file__).parent.parent / "docs" / "metrics.md"
+    assert workshop.slimectl("metrics", "--naming", naming, "--markdown").decode() in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("train/lr", "train/step"),
+        ("rollout/raw_reward", "rollout/step"),
+        ("perf/train_time", "rollout/step"),
+        ("passrate/pass@4", "rollout/step"),
+        ("eval/aime-pass@4", "eval/step"),
+        ("critic/score/mean", "rollout/step"),
+        ("critic/lr", "train/step"),
+        ("eval/of/somebody/else", "eval/step"),
+        ("my_own", "train/step"),
+    ],
+)
+def test_every_name_has_an_axis(name: str, axis: str):
+    assert axis_of(name) == axis

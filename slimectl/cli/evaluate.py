@@ -16,6 +16,7 @@ from slimectl.cli.options import (
     Engine,
     Engines,
     EngineUrl,
+    EvalConfig,
     Executor,
     Model,
     RayAddress,
@@ -36,6 +37,7 @@ def evaluate(
     n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
     rm_type: RmType = None,
+    eval_config: EvalConfig = None,
     out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go")] = None,
     executor: Executor = None,
     ray_address: RayAddress = None,
@@ -55,7 +57,8 @@ def evaluate(
     named = dict(_named(item) for item in data or [])
     flags = {"eval.data": named or None, "model.path": model, "eval.n_samples_per_prompt": n}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
-    found = resolved(config, assign, flags | {"eval.temperature": temperature, "score.rm_type": rm_type})
+    flags |= {"eval.temperature": temperature, "score.rm_type": rm_type}
+    found = resolved(config, assign, flags, eval_config=eval_config)
     settings = found.settings
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
@@ -66,27 +69,30 @@ def evaluate(
 
     from slimectl import wiring
     from slimectl.cli.records import say, told, up_to_date, write_out
+    from slimectl.stages.evaluate import answer_of, settings_for, summarized
     from slimectl.stages.evaluate import evaluate as stage
-    from slimectl.stages.evaluate import summarized
     from slimectl.types import Metrics, Sample
 
-    reward, agent = wiring.reward(settings), wiring.agent(settings)
+    parts = {}
+    for name, source in settings.eval.sources.items():
+        own = settings_for(settings, name)
+        prompts = wiring.prompts(own, [source], shuffle=False)
+        parts[name] = own, prompts, wiring.reward(own), wiring.agent(own)
     folder = wiring.model_folder(settings.model.path)
     tokenizer = wiring.tokenizer(folder)
-    sources = {name: wiring.prompts(settings, [source], shuffle=False) for name, source in settings.eval.data.items()}
     metrics: Metrics = {}
 
     def graded(sampling: Any, graders: Any) -> Iterator[Sample]:
-        for name, prompts in sources.items():
-            found = stage(prompts, sampling, tokenizer, reward, settings, executor=graders, agent=agent)
-            yield from summarized(name, found, metrics, settings)
+        for name, (own, prompts, reward, agent) in parts.items():
+            found = stage(prompts, sampling, tokenizer, reward, own, executor=graders, agent=agent)
+            yield from summarized(name, found, metrics, own, answer=answer_of(reward))
 
     with closing(wiring.graders()) as graders, wiring.engines(settings, folder, tokenizer) as sampling:
         if out is None:
             for _ in graded(sampling, graders):
                 pass
         else:
-            inputs = [*settings.eval.data.values(), str(folder)]
+            inputs = [*settings.eval.sources.values(), str(folder)]
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
             told(write_out(graded(sampling, graders), out, manifest, inputs), {})

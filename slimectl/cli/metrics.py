@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from slimectl.metrics import Metric
 
 
 def metrics(
     pattern: Annotated[str | None, typer.Argument(help="Part of a name")] = None,
+    naming: Annotated[str | None, typer.Option("--naming", help="slime or roll; both where not given")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="A table for documentation")] = False,
 ) -> None:
     """List every metric with its unit and definition.
 
     Example:
 
-        slimectl metrics rollout/
+        slimectl metrics rollout/ --naming slime
     """
+    from slimectl.errors import SettingsError
     from slimectl.metrics import CATALOGUE
 
+    if naming not in (None, "slime", "roll"):
+        raise SettingsError(f"--naming {naming}: give slime or roll")
+    if markdown:
+        print("| name | unit | axis | definition |\n|---|---|---|---|")
     for metric in CATALOGUE:
-        if pattern is None or pattern in metric.name:
-            unit = f" [{metric.unit}]" if metric.unit else ""
-            print(f"{metric.name}{unit}\n    {metric.definition}")
+        if (pattern is None or pattern in metric.name) and naming in (None, metric.naming):
+            print(_row(metric) if markdown else _entry(metric))
+
+
+def _entry(metric: Metric) -> str:
+    unit = f" [{metric.unit}]" if metric.unit else ""
+    return f"{metric.name}{unit}\n    {metric.definition}"
+
+
+def _row(metric: Metric) -> str:
+    """One line of a table, where a bar would end the cell."""
+    definition = metric.definition.replace("|", r"\|")
+    return f"| `{metric.name}` | {metric.unit} | `{metric.axis}` | {definition} |"

@@ -10,6 +10,7 @@ import typer
 
 from slimectl.errors import SettingsError
 from slimectl.settings import Layer, Resolved, resolve
+from slimectl.settings.eval_config import from_eval_config
 from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
 
 Config = Annotated[
@@ -33,6 +34,9 @@ EngineUrl = Annotated[
     list[str] | None,
     typer.Option("--engine-url", metavar="URL", help="Running server (SGLang's or `slimectl serve`); may be repeated"),
 ]
+EvalConfig = Annotated[
+    Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
+]
 Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[
@@ -47,11 +51,16 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what is already th
 
 
 def resolved(
-    config: list[Path] | None, assign: list[str] | None, flags: dict[str, Any], recipe: Layer | None = None
+    config: list[Path] | None,
+    assign: list[str] | None,
+    flags: dict[str, Any],
+    recipe: Layer | None = None,
+    eval_config: Path | None = None,
 ) -> Resolved:
     """Defaults < recipe < files < environment < -s < flags; a flag that was not given (None, []) sets nothing."""
     layers = [recipe] if recipe else []
     layers += [from_file(path) for path in config or []]
+    layers += [from_eval_config(eval_config)] if eval_config else []
     layers += [from_environment(), from_assignments(assign or [])]
     values: dict[str, dict[str, Any]] = {}
     for name, value in flags.items():

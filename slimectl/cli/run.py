@@ -16,6 +16,7 @@ from slimectl.cli.options import (
     Engine,
     Engines,
     EngineUrl,
+    EvalConfig,
     Executor,
     Force,
     Model,
@@ -44,6 +45,7 @@ def run(
     engine: Engine = None,
     engines: Engines = None,
     engine_url: EngineUrl = None,
+    eval_config: EvalConfig = None,
     config: Config = None,
     assign: Assign = None,
     force: Force = False,
@@ -69,7 +71,7 @@ def run(
             raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
         config = [resume / "run.toml", *(config or [])]
         flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
-    found = resolved(config, assign, flags, recipe=chosen.layer)
+    found = resolved(config, assign, flags, recipe=chosen.layer, eval_config=eval_config)
     if dry_run:
         print_settings(found)
         return

@@ -134,7 +134,9 @@ def keys_of(section: str, algorithm: str | None = None) -> list[str]:
 
 def _combined(old: Any, new: Any) -> Any:
     """Tables merge key by key, everything else is replaced."""
-    return {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else new
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: _combined(old.get(key), value) for key, value in new.items()}}
 
 
 def _known(section: str, key: str, layer: Layer, merged: Values) -> str:

@@ -127,6 +127,18 @@ class TrackSettings(Section):
     always_use_train_step: bool = False
     """Put every metric on the axis of train steps."""
 
+    log_passrate: bool = False
+    """Pass@k of every round."""
+
+    log_multi_turn: bool = False
+    """Turns and lengths of conversations."""
+
+    log_reward_category: str | None = None
+    """Metadata key by whose values answers are counted, and their rewards averaged."""
+
+    log_correct_samples: bool = False
+    """Number and lengths of right answers."""
+
     plot: bool = True
     """Draw the reward curve at the end."""
 

@@ -14,6 +14,7 @@ from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
 from slimectl.stages.critic import critic_step
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.preferences import paired_rows, set_slopes
+from slimectl.stages.round_metrics import round_metrics, row_metrics
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
@@ -118,13 +119,14 @@ def _round(samples: list[Sample], learners: Learners, settings: Settings, state:
     metrics: Metrics = {}
     made = _rows(samples, learners, settings, metrics)
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
-    metrics |= rollout_metrics(samples, rewards)
+    metrics |= rollout_metrics(samples, rewards) | round_metrics(samples, rewards, settings)
     state.pending += made
     waiting = [row for _, row in state.pending]
     steps = list(_steps(state, settings))
     if isinstance(settings.algorithm, PolicyGradient):
         moves_on = len(steps) > 1 or bool(state.pending) or settings.algorithm.tis_batch_normalize
         _fix_old_log_probs(waiting, learners.policy, moves_on=moves_on)
+    metrics |= row_metrics([row for _, row in made])
     perf = {"perf/data_preprocess_time": time.perf_counter() - started}
     for i, chosen in enumerate(steps or [[]]):
         state.step += 1

@@ -50,12 +50,22 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
     made: list[Tracker] = []
     try:
         for name in settings.track.with_:
-            made.append(Guarded(name, makers[name](settings.track.kwargs.get(name, {}))))
+            tracker = makers[name](settings.track.kwargs.get(name, {}))
+            made.append(Guarded(name, tracker if name == "stdout" else _named(tracker, settings)))
     except BaseException:
         for tracker in made:
             tracker.close()
         raise
     return made
+
+
+def _named(tracker: Tracker, settings: Settings) -> Tracker:
+    """The tracker, getting the names that [track] asks for; the words on the terminal are not named after metrics."""
+    from slimectl.trackers.roll_names import Renamed
+
+    if settings.track.naming == "slime":
+        return tracker
+    return Renamed(tracker, both=settings.track.naming == "both", prompts_per_round=settings.run.rollout_batch_size)
 
 
 def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:

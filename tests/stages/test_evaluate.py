@@ -1,0 +1,113 @@
+"""Evaluations: whose settings hold for a dataset, and what several answers to a prompt say together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from workshop import Workshop
+
+from slimectl.errors import RecordError
+from slimectl.settings.layers import from_assignments, resolve
+from slimectl.settings.run import TrackSettings
+from slimectl.stages.evaluate import answer_of, settings_for, summarize
+from slimectl.stages.score import Grader
+from slimectl.types import Sample, Status
+
+
+def settings(*assignments: str):
+    return resolve([from_assignments(assignments)]).settings
+
+
+def sample(index: int, reward: object, *, group: int = 0, response: str = "", **facts: object) -> Sample:
+    return Sample(group_index=group, index=index, tokens=[9, 1, 2], response_length=2, response=response,
+                  reward=reward, status=Status.COMPLETED, **facts)  # fmt: skip
+
+
+def test_a_datasets_own_settings_go_before_those_of_eval_and_these_before_the_others():
+    given = settings(
+        "rollout.input_key=question", "rollout.label_key=answer", "rollout.min_new_tokens=3",
+        "score.rm_type=exact", "eval.temperature=0.5", "eval.n_samples_per_prompt=2", "eval.min_new_tokens=2",
+        'eval.data.a={path = "a.jsonl", n_samples_per_prompt = 8, label_key = "gold", rm_type = "math"}',
+        "eval.data.b=b.jsonl",
+    )  # fmt: skip
+    a, b = settings_for(given, "a"), settings_for(given, "b")
+    assert (a.eval.n_samples_per_prompt, a.eval.temperature) == (8, 0.5)
+    assert (a.rollout.label_key, a.rollout.input_key, a.rollout.min_new_tokens) == ("gold", "question", 2)
+    assert a.score.rm_type == "math"
+    assert (b.eval.n_samples_per_prompt, b.rollout.label_key, b.score.rm_type) == (2, "answer", "exact")
+
+
+def test_a_verifier_of_its_own_goes_before_the_users_function():
+    given = settings("score.custom_rm_path=mine.py:reward", 'eval.data.a={path = "a.jsonl", rm_type = "math"}')
+    assert settings_for(given, "a").score.custom_rm_path is None
+    assert settings_for(given, "other").score.custom_rm_path == "mine.py:reward"
+    both = settings("eval.rm_type=exact", 'eval.data.a={path = "a.jsonl", custom_rm_path = "other.py:reward"}')
+    assert settings_for(both, "a").score.custom_rm_path == "other.py:reward"
+    assert settings_for(both, "b").score.rm_type == "exact"
+
+
+def test_the_most_frequent_answer_stands_for_a_prompt():
+    grader = Grader(settings("score.rm_type=math"))
+    said = [["7", "7", "3"], ["4", "5", "5"]]  # of three answers each the most frequent is right, and wrong
+    labels = ["7", "4"]
+    samples = [
+        sample(3 * g + i, float(said[g][i] == labels[g]), group=g, label=labels[g], response=rf"\boxed{{{said[g][i]}}}")
+        for g in range(2)
+        for i in range(3)
+    ]
+    found = summarize("m", samples, answer=answer_of(grader))
+    assert found["eval/m-maj@3"] == 0.5
+    assert found["eval/m-avg@3"] == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert found["eval/m-pass@2"] == pytest.approx((1 + 2 / 3) / 2)  # 1 - C(1,2)/C(3,2), 1 - C(2,2)/C(3,2)
+    assert found["eval/m"] == found["eval/m_avg_reward"] == 0.5
+    assert found["eval/m_samples"] == 6.0
+
+
+def test_the_answer_may_come_with_the_reward_and_without_any_there_is_no_vote():
+    samples = [sample(i, {"score": 1.0, "pred": "7"}) for i in range(2)]
+    assert summarize("m", samples, answer=answer_of(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
+    plain = [sample(i, 1.0) for i in range(2)]
+    assert not [name for name in summarize("m", plain, answer=answer_of(lambda s: 1.0)) if "maj@" in name]
+
+
+def test_one_answer_a_prompt_has_no_pass_rates():
+    found = summarize("m", [sample(0, 1.0), sample(1, 0.0, group=1)])
+    assert not [name for name in found if "@" in name]
+    assert (found["eval/m_max_reward"], found["eval/m_min_reward"]) == (1.0, 0.0)
+
+
+def test_track_asks_for_more_of_evaluations_too():
+    track = TrackSettings(log_correct_samples=True, log_multi_turn=True, log_reward_category="topic")
+    found = summarize("m", [sample(0, 1.0, metadata={"topic": "sums"}), sample(1, 0.0)], track=track)
+    assert found["eval/m/correct_samples/count"] == 1.0
+    assert found["eval/m/multi_turn/round_number/max"] == 1.0
+    assert found["eval/m/category/sums/reward"] == 1.0
+
+
+def test_a_dataset_without_prompts_is_named():
+    with pytest.raises(RecordError, match=r"eval\.data\.m: no prompts"):
+        summarize("m", [])
+
+
+CONFIG = """
+defaults:
+  n_samples_per_eval_prompt: 1
+  max_response_len: 4
+datasets:
+  - {name: short, path: "prompts.jsonl@[0:2]", max_response_len: 2, n_samples_per_eval_prompt: 4}
+  - {name: long, path: "prompts.jsonl@[0:3]", custom_rm_path: "ones.py:reward"}
+"""
+
+
+def test_eval_takes_datasets_from_a_file_each_with_its_settings(workshop: Workshop):
+    (workshop.folder / "eval.yaml").write_text(CONFIG)
+    (workshop.folder / "ones.py").write_text("def reward(sample):\n    return 1.0\n")
+    out = workshop.slimectl("eval", "-c", "slimectl.toml", "--eval-config", "eval.yaml", "--out", "graded.jsonl")
+    found = json.loads(out)
+    assert (found["eval/short_samples"], found["eval/long_samples"]) == (8.0, 3.0)
+    assert found["eval/short/response_len/max"] <= 2 < found["eval/long/response_len/max"] <= 4
+    assert found["eval/long_accuracy"] == 1.0
+    assert "eval/short-pass@4" in found
+    lines = [json.loads(line) for line in (workshop.folder / "graded.jsonl").read_text().splitlines()]
+    assert [line["metadata"]["dataset"] for line in lines] == ["small"] * 3 + ["short"] * 8 + ["long"] * 3

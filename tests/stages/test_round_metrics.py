@@ -1,0 +1,111 @@
+"""A round in numbers, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimectl.settings.layers import from_assignments, resolve
+from slimectl.stages.round_metrics import repeats, round_metrics, round_perf, row_metrics
+from slimectl.types import Row, Sample, Status
+
+
+def row(advantages: list[float], weights: list[float], **columns: list[float]) -> Row:
+    return Row(tokens=[0, *range(len(weights))], response_length=len(weights), weights=weights, advantages=advantages,
+               **columns)  # fmt: skip
+
+
+def sample(index: int, reward: float, *, length: int = 2, group: int = 0, **facts: object) -> Sample:
+    return Sample(group_index=group, index=index, tokens=[9, 9, 9, *range(length)], response_length=length,
+                  reward=reward, status=Status.COMPLETED, **facts)  # fmt: skip
+
+
+def test_rows_count_only_the_tokens_that_are_trained_on():
+    found = row_metrics([row([1.0, 5.0], [1.0, 0.0]), row([-2.0, -4.0], [1.0, 1.0])])
+    assert found == {
+        "rollout/advantages": pytest.approx(-5 / 3),  # (1 - 2 - 4) / 3; the 5 has no weight
+        "rollout/advantages/max": 1.0,
+        "rollout/advantages/min": -4.0,
+    }
+
+
+def test_log_probabilities_are_told_where_all_rows_have_them():
+    old, ref = {"old_log_probs": [-1.0, -2.0]}, {"ref_log_probs": [-1.5, -3.0]}
+    found = row_metrics([row([1.0, 1.0], [1.0, 1.0], **old, **ref)])
+    assert found["rollout/log_probs"] == -1.5
+    assert found["rollout/ref_log_probs"] == -2.25
+    assert found["rollout/kl"] == 0.75
+    lacking = row_metrics([row([1.0, 1.0], [1.0, 1.0], **old), row([1.0, 1.0], [1.0, 1.0])])
+    assert "rollout/log_probs" not in lacking
+
+
+def test_a_round_without_rows_has_none_of_it():
+    assert row_metrics([]) == {}
+    assert row_metrics([row([1.0], [0.0])]) == {}
+
+
+def test_what_every_round_tells():
+    settings = resolve([from_assignments(["algorithm.grpo_std_normalization=false"])]).settings
+    samples = [sample(0, 1.0), sample(1, 0.0, length=4)]
+    samples[1].status = Status.TRUNCATED
+    found = round_metrics(samples, [1.0, 0.0], settings)
+    assert found == {
+        "rollout/avg_response_length": 3.0,
+        "rollout/truncated_ratio": 0.5,
+        "rollout/repetition_frac": 0.0,
+        "rollout/prompt_len/mean": 3.0,
+        "rollout/prompt_len/max": 3.0,
+        "rollout/prompt_len/min": 3.0,
+        "rollout/avg_reward": 0.5,
+        "rollout/rewards": 0.0,  # the group's mean is taken off: 0.5 and -0.5
+        "rollout/rewards/max": 0.5,
+        "rollout/rewards/min": -0.5,
+    }
+
+
+def test_what_track_asks_for_besides():
+    asked = ["log_passrate=true", "log_multi_turn=true", "log_reward_category=topic", "log_correct_samples=true"]
+    settings = resolve([from_assignments([f"track.{one}" for one in asked])]).settings
+    samples = [
+        sample(0, 1.0, length=5, loss_mask=[1, 1, 0, 0, 1], metadata={"topic": "sums"}),  # two turns, a tool between
+        sample(1, 0.0, metadata={"topic": "sums"}),
+        sample(2, 0.0, group=1, metadata={"topic": "a/b"}),
+        sample(3, 0.0, group=1),
+    ]
+    found = round_metrics(samples, [1.0, 0.0, 0.0, 0.0], settings)
+    assert (found["passrate/pass@1"], found["passrate/pass@2"]) == (0.25, 0.5)
+    assert found["multi_turn/round_number/max"] == 2.0
+    assert found["multi_turn/round_number/mean"] == 1.25
+    assert found["multi_turn/raw_response_length/max"] == 5.0
+    assert found["multi_turn/wo_obs_response_length/max"] == 3.0
+    assert found["rollout/category/sums/share"] == 0.5
+    assert found["rollout/category/sums/reward"] == 0.5
+    assert found["rollout/category/a_b/share"] == 0.25
+    assert found["rollout/category/none/share"] == 0.25
+    assert found["rollout/correct_samples/count"] == 1.0
+    assert found["rollout/correct_samples/response_len/mean"] == 5.0
+
+
+def test_rewards_that_some_samples_lack_are_left_out():
+    settings = resolve([]).settings
+    found = round_metrics([sample(0, 1.0), sample(1, 0.0)], [1.0], settings)
+    assert not [name for name in found if "reward" in name]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_so"),
+    [("again " * 2000, True), ("again " * 100, False), ("".join(map(str, range(4000))), False), ("", False)],
+    ids=["long and the same", "short", "long and different", "empty"],
+)
+def test_repetition_is_looked_for_at_the_end_of_long_answers(text: str, is_so: bool):
+    assert repeats(text) is is_so
+
+
+def test_tokens_a_second_follow_from_samples_and_times():
+    samples = [sample(0, 1.0, length=10), sample(1, 0.0, length=30)]  # 3 prompt tokens each
+    found = dict(round_perf(samples, {"perf/rollout_time": 2.0, "perf/total_time": 4.0}, gpus=2))
+    assert found == {
+        "perf/tokens_per_gpu_per_sec": 10.0,  # 40 / 2 s / 2 GPUs
+        "perf/longest_sample_tokens_per_sec": 15.0,
+        "perf/tokens_per_sec": 11.5,  # 46 / 4 s
+    }
+    assert dict(round_perf(samples, {}, gpus=1)) == {}
