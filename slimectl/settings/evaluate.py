@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 from pydantic_core import PydanticCustomError
 
 from slimectl.settings.base import Section, Texts
@@ -67,6 +67,11 @@ class Dataset(Section):
 
     success_threshold: float | None = None
     """Reward from which an answer counts as right."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what is given: TOML has no null."""
+        return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class EvalSettings(Section):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from slimectl.errors import SettingsError
 from slimectl.settings.eval_config import from_eval_config
-from slimectl.settings.layers import from_assignments, resolve
+from slimectl.settings.layers import Layer, from_assignments, resolve
+from slimectl.settings.written import settings_toml
 
 YAML = """
 eval:
@@ -55,6 +57,14 @@ def test_a_setting_of_one_dataset_may_be_changed_on_the_command_line(tmp_path: P
     layers = [from_eval_config(tmp_path / "eval.toml"), from_assignments(["eval.data.aime.temperature=0"])]
     aime = resolve(layers).settings.eval.datasets["aime"]
     assert (aime.temperature, aime.path, aime.rm_type) == (0, "aime.jsonl", "deepscaler")
+
+
+def test_tables_written_down_resolve_to_themselves(tmp_path: Path):
+    (tmp_path / "eval.toml").write_text(TOML)
+    given = resolve([from_eval_config(tmp_path / "eval.toml"), from_assignments(["eval.data.b=b.jsonl"])]).settings
+    text = settings_toml(given)
+    assert resolve([Layer("run.toml", tomllib.loads(text))]).settings.eval == given.eval
+    assert "top_p" not in text.partition("[eval.data.aime]")[2].partition("[")[0]
 
 
 @pytest.mark.parametrize(
