@@ -178,6 +178,8 @@ class Job:
                 if part is not None:
                     ending.callback(part.close)
             self.state = self.journal.restore(policy, say)
+            moving = wiring.MovingReference(settings, reference, self.folder.path)
+            moving.resume(self.state.rollout_id)
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
             if total is not None and self.state.rollout_id >= total:
@@ -204,9 +206,16 @@ class Job:
                 state=self.state,
             )
             ending.callback(reports.close)
-            return self._follow(reports, policy, side, sync)
+            return self._follow(reports, policy, side, sync, moving)
 
-    def _follow(self, reports: Iterator[StepReport], policy: Policy, side: SamplingSide, sync: VersionedSync) -> bool:
+    def _follow(
+        self,
+        reports: Iterator[StepReport],
+        policy: Policy,
+        side: SamplingSide,
+        sync: VersionedSync,
+        moving: wiring.MovingReference,
+    ) -> bool:
         """Record every report; evaluate and save when it is time. The last round is evaluated and saved in any case."""
         settings, samples = self.settings, []
         for report in reports:
@@ -214,6 +223,8 @@ class Job:
             self._look_at_agreement(report)
             samples = [*([] if report.samples else samples), *report.samples]
             number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
+            if report.ends_round:
+                moving.follow(number, policy, self.folder.checkpoints())
             if not report.ends_round or last:
                 continue
             if settings.eval.interval and number % settings.eval.interval == 0:

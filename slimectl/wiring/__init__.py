@@ -14,11 +14,13 @@ from slimectl.wiring.models import (
 )
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, reference, teacher, total_steps
+from slimectl.wiring.references import MovingReference
 from slimectl.wiring.sources import agent, prompts, reward, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
 __all__ = [
+    "MovingReference",
     "Transport",
     "agent",
     "check_engine",

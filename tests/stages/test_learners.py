@@ -49,6 +49,24 @@ def test_a_run_of_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(workshop:
     assert "score.weight" in load_file(folder / "step_000004" / "critic" / "model.safetensors")
 
 
+def test_a_reference_follows_the_policy_and_is_found_again(workshop: Workshop):
+    following = [*STEADY, "-s", "algorithm.kl_loss_coef=0.1", "-s", "algorithm.ref_update_interval=2"]
+    following += ["-s", "run.num_rollout=4", "-s", "train.lr=1e-2"]
+    workshop.slimectl("run", *following, "--name", "following")
+    whole = steps(workshop, "following")
+    kl = [line["metrics"]["train/kl_loss"] for line in whole]
+    # The policy is its reference in round 1, and again in round 3, after two steps away from it.
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[1] > 1e-4
+    assert kl[2] == pytest.approx(0.0, abs=1e-6)
+    folder = workshop.folder / "runs" / "following"
+    shutil.rmtree(folder / "step_000004")
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("step_000003")
+    workshop.slimectl("run", "--resume", str(folder))
+    assert steps(workshop, "following") == whole
+
+
 def test_a_run_of_distillation_needs_a_teacher_of_its_vocabulary(workshop: Workshop, model_dir: ModelDir):
     opd = [*STEADY, "-s", "algorithm.name=opd", "-s", "run.num_rollout=1", "--name", "opd"]
     workshop.slimectl("run", *opd, code=2)

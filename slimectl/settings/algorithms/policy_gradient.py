@@ -52,6 +52,9 @@ class PolicyGradient(Section):
     ref_load: str | None = None
     """Model to measure the divergence from; the one that the run starts from where not given."""
 
+    ref_update_interval: Annotated[int, Field(ge=1)] | None = None
+    """Rounds after which the reference becomes the policy of then, in a run; never where not given."""
+
     opd_kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """On-policy distillation: times log p(token) - log p_teacher(token), off each advantage of any algorithm."""
 
