@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slimectl.data.hashing import content_hash
 from slimectl.data.jsonl import JsonlWriter
 from slimectl.data.manifest import Manifest
+from slimectl.data.partial import Partial
 from slimectl.data.records import sample_to_json
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
@@ -53,6 +55,47 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
             raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
     if out != "-":
         manifest.write(Path(out), counts=dict(counts), parents=inputs)
+    return counts
+
+
+def write_on(
+    make: Callable[[Iterator[Sample]], Iterable[Sample]],
+    read: Iterable[Sample],
+    out: str,
+    manifest: Manifest,
+    inputs: list[str],
+    *,
+    seen: Callable[[Sample], None],
+    force: bool,
+    whole_groups: bool,
+) -> Counter[str]:
+    """What `make` makes of the samples, one for one, written as by `write_out`; but work that is cut off is kept.
+
+    Begun again with the same inputs and settings it goes on after the last sample (the last whole group). `seen` is
+    shown every sample, those of last time too.
+    """
+    counts: Counter[str] = Counter()
+    with Partial(out, manifest) as partial:
+        if force:
+            partial.drop()
+        for sample in partial.done(whole_groups=whole_groups):
+            seen(sample)
+            counts.update(("out", str(sample.status)))
+        if partial.count:
+            say(f"{out}: {partial.count} samples are there from last time; going on after them")
+        try:
+            for sample in make(islice(read, partial.count, None)):
+                seen(sample)
+                partial.write(sample)
+                counts.update(("out", str(sample.status)))
+        except BaseException:
+            if partial.count:
+                say(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
+            raise
+        if not counts:
+            raise RecordError(f"{', '.join(inputs)}: no samples came; look at what the stage before said")
+        partial.commit()
+    manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts
 
 

@@ -27,7 +27,7 @@ from slimectl.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from slimectl.settings import Settings
     from slimectl.types import Sample
@@ -77,8 +77,9 @@ def score(
 
     from slimectl import wiring
     from slimectl.cli.reasons import Reasons
-    from slimectl.cli.records import say, told, up_to_date, write_out
+    from slimectl.cli.records import say, told, up_to_date, write_on, write_out
     from slimectl.data.jsonl import read_samples
+    from slimectl.data.partial import can_be_partial
     from slimectl.stages.score import reward_number
     from slimectl.stages.score import score as stage
     from slimectl.streams import tee
@@ -101,12 +102,19 @@ def score(
         rewards.append(reward_number(sample, settings.score.reward_key))
         reasons.add(sample, rewards[-1])
 
+    def made(samples: Iterable[Sample]) -> Iterator[Sample]:
+        return stage(samples, reward, settings.score, executor=graders, reference=frozen)
+
     try:
-        counted = tee(stage(read, reward, settings.score, executor=graders, reference=frozen), count)
         if lines:
-            _print_reasons(counted, rewards)
+            _print_reasons(tee(made(read), count), rewards)
             return
-        counts = write_out(counted, out, manifest, inputs)
+        # What a reference model adds is no part of the settings that last time's samples are known by.
+        if inputs and reference is None and can_be_partial(out):
+            groups = settings.score.group_rm
+            counts = write_on(made, read, out, manifest, inputs, seen=count, force=force, whole_groups=groups)
+        else:
+            counts = write_out(tee(made(read), count), out, manifest, inputs)
     finally:
         graders.close()
     if explain:

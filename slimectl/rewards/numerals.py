@@ -13,6 +13,9 @@ MAX_EXPONENT = 300
 MAX_SEARCHED = 10_000
 """Characters from the end of a text in which the last number is looked for."""
 
+NEAR = 100
+"""Characters from the end in which it mostly is."""
+
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
@@ -31,6 +34,8 @@ def exact_number(text: str) -> Fraction | None:
     text = text.strip().replace("−", "-")
     if len(text) > MAX_DIGITS:
         return None
+    if text.isdecimal():
+        return Fraction(int(text))
     if repeating := _REPEATING.fullmatch(text):
         sign, whole, fixed, period = repeating.groups()
         head, scale = int(whole + fixed or "0"), 10 ** len(fixed)
@@ -54,7 +59,12 @@ def find_last_number(text: str) -> Found | None:
     Found(text='1,234.50', start=18)
     """
     before = max(0, len(text) - MAX_SEARCHED)
-    matches = deque(_IN_TEXT.finditer(text[before:].replace("−", "-")), maxlen=1)
+    searched = text[before:].replace("−", "-")
+    # No number has a blank in it: from a blank near the end on, the last one is the same.
+    near = searched.rfind(" ", 0, max(0, len(searched) - NEAR))
+    matches = deque(_IN_TEXT.finditer(searched, max(0, near)), maxlen=1)
+    if not matches and near > 0:
+        matches = deque(_IN_TEXT.finditer(searched, 0, near), maxlen=1)
     if not matches:
         return None
     start, end = (before + at for at in matches[0].span())

@@ -7,7 +7,10 @@ import os
 import pty
 import subprocess
 
+import pytest
 from workshop import Workshop
+
+from slimectl.data.jsonl import read_samples
 
 BOXES = {0: r"so \boxed{8}", 1: r"so \boxed{7}", 2: "so 7", 3: "no idea"}
 
@@ -90,3 +93,71 @@ def test_a_weighted_sum_is_given_as_a_setting(workshop: Workshop):
     out = workshop.slimectl("score", name, "-s", f"score.rm={parts}", "--explain").splitlines()
     assert json.loads(out[1])["reward"] == {"score": 0.99, "numeric": 1.0, "length_penalty": 0.1}
     assert "1 x numeric 1 (is the label '7'); -0.1 x length_penalty 0.1" in workshop.stderr
+
+
+SLOW = """
+import os
+
+def reward(sample):
+    with open("graded.txt", "a") as file:
+        file.write(f"{sample.index} ")
+    if sample.index == 6 and os.path.exists("trap"):
+        os._exit(9) if open("trap").read() == "kill" else 1 / 0
+    return float(sample.index)
+
+def whole(samples):
+    return [reward(sample) + 100 * len(samples) for sample in samples]
+"""
+
+
+def cut_off(workshop: Workshop, how: str, *arguments: str, out: str = "scored.jsonl") -> list[str]:
+    """Score ten samples, die at the seventh, score again; the indices that were graded."""
+    samples_file(workshop, {index: str(index) for index in range(10)})
+    (workshop.folder / "slow.py").write_text(SLOW)
+    (workshop.folder / "trap").write_text(how)
+    command = ("score", "samples.jsonl", *arguments, "--out", out)
+    workshop.slimectl(*command, code=9 if how == "kill" else 2)
+    assert not (workshop.folder / out).exists()
+    (workshop.folder / "trap").unlink()
+    workshop.slimectl(*command)
+    return (workshop.folder / "graded.txt").read_text().split()
+
+
+@pytest.mark.parametrize("out", ["scored.jsonl", "scored.jsonl.gz"])
+def test_scoring_that_was_cut_off_goes_on_after_the_last_sample(workshop: Workshop, out: str):
+    graded = cut_off(workshop, "raise", "--custom-rm-path", "slow.py:reward", out=out)
+    assert graded == [*map(str, range(7)), *map(str, range(6, 10))]
+    assert workshop.stderr.splitlines() == [
+        f"{out}: 6 samples are there from last time; going on after them",
+        "10 samples, mean reward 4.5",
+    ]
+    rewards = [sample.reward for sample in read_samples(workshop.folder / out)]
+    assert rewards == [float(index) for index in range(10)]
+    assert list(workshop.folder.glob("*.partial*")) == []
+    workshop.slimectl("score", "samples.jsonl", "--custom-rm-path", "slow.py:reward", "--out", out)
+    assert "is made of the same inputs and settings already" in workshop.stderr
+
+
+def test_a_group_that_was_cut_off_is_graded_whole(workshop: Workshop):
+    graded = cut_off(workshop, "raise", "--custom-rm-path", "slow.py:whole", "-s", "score.group_rm=true")
+    assert graded == ["0", "1", "2", "3", "4", "5", "6", "4", "5", "6", "7", "8", "9"]
+    rewards = [sample.reward for sample in read_samples(workshop.folder / "scored.jsonl")]
+    assert rewards == [200.0 + index for index in range(10)]
+
+
+def test_scoring_that_was_killed_begins_again_or_goes_on_but_loses_nothing(workshop: Workshop):
+    graded = cut_off(workshop, "kill", "--custom-rm-path", "slow.py:reward")
+    assert graded[-1] == "9"
+    assert [sample.index for sample in read_samples(workshop.folder / "scored.jsonl")] == list(range(10))
+
+
+def test_other_settings_or_force_begin_anew(workshop: Workshop):
+    samples_file(workshop, {index: str(index) for index in range(10)})
+    (workshop.folder / "slow.py").write_text(SLOW)
+    command = ("score", "samples.jsonl", "--custom-rm-path", "slow.py:reward", "--out", "scored.jsonl")
+    (workshop.folder / "trap").write_text("raise")
+    workshop.slimectl(*command, code=2)
+    assert "scored.jsonl.partial: 6 samples are kept; the same command goes on after them" in workshop.stderr
+    workshop.slimectl(*command, "-s", "score.timeout_s=9", code=2)
+    workshop.slimectl(*command, "-s", "score.timeout_s=9", "--force", code=2)
+    assert (workshop.folder / "graded.txt").read_text().split() == [*map(str, range(7))] * 3

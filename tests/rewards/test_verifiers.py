@@ -11,7 +11,7 @@ import pytest
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import known_types, verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
-from slimectl.rewards.numerals import exact_number, last_number
+from slimectl.rewards.numerals import exact_number, find_last_number, last_number
 from slimectl.rewards.registry import TYPES
 from slimectl.types import Sample
 
@@ -151,6 +151,16 @@ def test_numbers_by_hand():
         "1234", None, "1", "1/2", "-3/4", None, "1000", None, "1/6", None, None,
     ]  # fmt: skip
     assert last_number("v2 costs 5.") == "5"
+
+
+def test_the_last_number_is_the_same_wherever_it_stands():
+    for text in ("5 or 6", "x-7", "1/2", "a 1,234.", "no", "−3", "9 " + "x" * 200, "8" * 150, "4/5 " + "y " * 90):
+        for before in ("", "x" * 150 + " ", "1 2 3 ", "3 " * 90):
+            padded = find_last_number(before + text)
+            alone = last_number(text)
+            expected = alone if alone is not None else last_number(before)
+            assert (padded.text if padded else None) == expected
+            assert padded is None or (before + text)[slice(*padded.span)] == padded.text
 
 
 def test_importing_the_verifiers_loads_nothing_heavy():

@@ -1,0 +1,148 @@
+"""An output that is not whole yet, kept so that work which was cut off goes on where it ended."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from slimectl.data.bytestreams import Sink
+from slimectl.data.jsonl import encode_line, read_sample
+from slimectl.data.manifest import Manifest, manifest_path
+from slimectl.data.records import sample_to_json
+from slimectl.errors import RecordError, StorageError
+from slimectl.types import Sample
+
+FLUSH_S = 0.5
+"""At most so many seconds of work are lost to a killed process."""
+
+
+def can_be_partial(out: str) -> bool:
+    """Whether `out` is, or will be, a file that can be begun and finished later."""
+    try:
+        return out != "-" and stat.S_ISREG(os.stat(out).st_mode)
+    except OSError:
+        return Path(out).resolve().parent.is_dir()
+
+
+class Partial:
+    """Samples on their way into the file `out`; until `commit` they stand in `out`.partial, with a manifest beside it.
+
+    >>> with Partial("scored.jsonl", manifest) as partial:  # doctest: +SKIP
+    ...     before = list(partial.done())
+    ...     partial.write(sample)
+    ...     partial.commit()
+
+    Left without `commit` it stays, and `done` has its samples the next time that the same work is begun.
+    """
+
+    def __init__(self, out: str, manifest: Manifest) -> None:
+        self._out = out
+        # Through a link to the file itself, as every output is written.
+        final = Path(os.path.realpath(out))
+        self._final, self.path = final, final.with_name(f"{final.name}.partial")
+        self._manifest = manifest
+        self._file: BinaryIO | None = None
+        self._flushed = 0.0
+        self.count = 0
+
+    def __enter__(self) -> Partial:
+        return self
+
+    def drop(self) -> None:
+        """Forget last time."""
+        self._unlink()
+
+    def done(self, *, whole_groups: bool = False) -> Iterator[Sample]:
+        """What was written last time, if that was the same work; a torn end is cut off.
+
+        With `whole_groups` the last group too: nobody knows whether all its siblings are there.
+        """
+        if not self._manifest.unchanged(self.path):
+            self._unlink()
+            return
+        kept, held = 0, list[tuple[Sample, int]]()
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    sample = read_sample(line, where=f"{self.path}:{number}", position=number - 1)
+                except RecordError:
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                if held and not (whole_groups and held[0][0].group_index == sample.group_index):
+                    for before, size in held:
+                        kept, self.count = kept + size, self.count + 1
+                        yield before
+                    held = []
+                held.append((sample, len(line)))
+        for before, size in [] if whole_groups else held:
+            kept, self.count = kept + size, self.count + 1
+            yield before
+        os.truncate(self.path, kept)
+
+    def write(self, sample: Sample) -> None:
+        """Raises StorageError where the system refuses, RecordError for what JSON cannot hold."""
+        line = encode_line(sample_to_json(sample), where=f"{self._out}: record {self.count + 1}")
+        try:
+            if self._file is None:
+                self._file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__ and commit
+                self._manifest.write(self.path, counts={})
+            self._file.write(line)
+            if time.monotonic() - self._flushed > FLUSH_S:
+                self._file.flush()
+                self._flushed = time.monotonic()
+        except OSError as error:
+            raise self._refusal(error) from error
+        self.count += 1
+
+    def commit(self) -> None:
+        """All is written: give it its name, compressed if that says so."""
+        try:
+            self._close()
+            if self._out.endswith((".gz", ".zst")):
+                self._compress()
+            else:
+                with open(self.path, "rb") as file:
+                    os.fsync(file.fileno())
+                self.path.replace(self._final)
+        except OSError as error:
+            raise self._refusal(error) from error
+        self._unlink()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._close()
+        except OSError as refused:
+            if kind is None:
+                raise self._refusal(refused) from refused
+        if self.count == 0:
+            self._unlink()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _compress(self) -> None:
+        sink = Sink(self._out)
+        sink.open()
+        try:
+            with open(self.path, "rb") as file:
+                while piece := file.read(1 << 20):
+                    sink.write(piece)
+            sink.commit()
+        except BaseException:
+            sink.discard()
+            raise
+
+    def _unlink(self) -> None:
+        manifest_path(self.path).unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _refusal(self, error: OSError) -> StorageError:
+        return StorageError(f"{self.path}: cannot be written: {error.strerror or error}; free space or write elsewhere")
