@@ -128,6 +128,7 @@ class VersionedSync:
         Raises BackendError if engines refuse the weights, or no restart is left.
         """
         while True:
+            restarts = self._fleet.restarts if self._fleet else 0
             try:
                 with self._fleet.pause_watch() if self._fleet else nullcontext():
                     told = self._transport.push()
@@ -136,7 +137,6 @@ class VersionedSync:
             except BackendError:
                 if self._fleet is None:
                     raise
-                restarts = self._fleet.restarts
                 self._fleet.settle()
                 if self._fleet.restarts == restarts:
                     raise  # they all live: it was not that
