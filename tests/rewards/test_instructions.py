@@ -109,7 +109,7 @@ IFBENCH = [
     ("format:sub-bullets", {}, ["* a\n - b\n* c\n - d"], ["* a\n - b\n* c", "a - b"]),
     ("format:no_bullets_bullets", {}, ["It is. So.\n* a\n* b"],
      ["It is.\n* a\n* b", "It is. So.\n* a", "So. So.\n* a\nb\n* c"]),
-    ("format:title_case", {}, ["The Art of War", "NASA 1"], ["The art of War"]),
+    ("format:title_case", {}, ["The Art of War", "NASA 1", "A McDuck"], ["The art of War", "of War"]),
     ("format:output_template", {}, ["My Answer: a My Conclusion: b Future Outlook: c"], ["My Answer: a"]),
     ("format:no_whitespace", {}, ["ab"], ["a b"]),
     ("repeat:repeat_change", {"prompt_to_repeat": "Say it now"}, ["Tell it now"], ["Say it now", "Tell it"]),
