@@ -96,7 +96,8 @@ class Turns:
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     from slimectl import wiring
-    from slimectl.stages.run import run, sampled_rounds
+    from slimectl.stages.rounds import sampled_rounds
+    from slimectl.stages.run import run
 
     case, settings, folder = Case(**given["case"]), slimectl_settings(given), Path(given["model"])
     tokenizer = wiring.tokenizer(folder)

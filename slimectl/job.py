@@ -49,6 +49,8 @@ class Job:
         self.state = TrainState()
         wiring.reward(settings)  # what they name is looked for before a folder is made
         wiring.agent(settings)
+        wiring.keep(settings)
+        wiring.from_buffer(settings)
 
     def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
         """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
@@ -195,7 +197,7 @@ class Job:
             if self.state.rollout_id == 0 and not settings.eval.skip_before_train:
                 self._evaluate(side, sync, policy.weight_version)
             reports = run(
-                partial(side.sampler.rounds, self.state.rollout_id * settings.run.rollout_batch_size),
+                partial(side.sampler.rounds, self.journal.sampling),
                 policy,
                 sync,
                 settings,
@@ -221,6 +223,7 @@ class Job:
         for report in reports:
             self.journal.record(report)
             self._look_at_agreement(report)
+            self.journal.sampling = report.sampling or self.journal.sampling
             samples = [*([] if report.samples else samples), *report.samples]
             number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
             if report.ends_round:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.buffer import SamplingState
 from slimectl.data.jsonl import write_samples
 from slimectl.data.rundir import RunDir, explained_storage, write_text
 from slimectl.ports import Critic, Policy, Tracker
@@ -29,6 +30,8 @@ class Journal:
         self.folder = folder
         self.settings = settings
         self.trackers: Sequence[Tracker] = ()
+        self.sampling = SamplingState()
+        """Where sampling stood after the last round."""
         self.critic: Critic | None = None
         """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
@@ -78,6 +81,7 @@ class Journal:
             "rollout_id": state.rollout_id,
             "weight_version": policy.weight_version,
             "pending": [[execution, asdict(row)] for execution, row in state.pending],
+            "sampling": self.sampling.to_json(),
             "sizes": self.folder.sizes(),
             "scores": self.scores,
             "evaluations": self.evaluations,
@@ -101,6 +105,7 @@ class Journal:
 
     def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
         """Go back to the newest whole checkpoint; to the end of the warm-up, or the very start, where there is none."""
+        self.sampling = SamplingState()
         if not self.folder.checkpoints():
             warmup = self.folder.path / "warmup" / "state.json"
             self.folder.cut_back(json.loads(warmup.read_text())["sizes"] if warmup.exists() else {})
@@ -111,6 +116,7 @@ class Journal:
         if self.critic is not None:
             self.critic.load(folder / "critic")
         self.folder.cut_back(facts["sizes"])
+        self.sampling = SamplingState.from_json(facts["sampling"])
         self.scores = [(number, score) for number, score in facts["scores"]]
         self.evaluations = [(number, metrics) for number, metrics in facts["evaluations"]]
         return load_state(folder, policy)

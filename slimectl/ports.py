@@ -267,4 +267,7 @@ Agent = Callable[..., Any]
 Keep = Callable[[list[Sample]], "bool | tuple[bool, str]"]
 """Whether a finished group goes on to training, and why not."""
 
+FromBuffer = Callable[[list[list[Sample]], int, int], list[list[Sample]]]
+"""Groups for a round, out of the buffer: (buffer, how many at most, which round); it removes what it takes."""
+
 PromptSource = Callable[[], Iterator[Prompt]]

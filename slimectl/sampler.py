@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl import wiring
+from slimectl.data.buffer import SamplingState
 from slimectl.errors import BackendError
 from slimectl.ports import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_of, evaluate, settings_for, summarized
-from slimectl.stages.run import sampled_rounds
+from slimectl.stages.rounds import sampled_rounds
 from slimectl.types import Metrics, Prompt, Round, Sample
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Sampler:
         self.tokenizer = wiring.tokenizer(model)
         self.reward = wiring.reward(settings)
         self.agent = wiring.agent(settings)
+        self.keep, self.from_buffer = wiring.keep(settings), wiring.from_buffer(settings)
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = wiring.graders()
         if addresses:
@@ -46,23 +48,25 @@ class Sampler:
         else:
             self.engine = wiring.engine(settings, model, self.tokenizer, load=False)
 
-    def rounds(self, start: int) -> Iterator[Round]:
-        """Scored rounds, from the prompt at position `start` of the run on."""
+    def rounds(self, state: SamplingState) -> Iterator[Round]:
+        """Scored rounds, from where sampling stood on."""
         return sampled_rounds(
-            self._prompts(start),
+            self._prompts(state.position),
             self.engine,
             self.tokenizer,
             self.reward,
             self.settings,
             executor=self.graders,
             agent=self.agent,
+            keep=self.keep,
+            from_buffer=self.from_buffer,
+            state=state.snapshot(),
         )
 
     def _prompts(self, start: int) -> Iterator[Prompt]:
         run = self.settings.run
         epochs = None if run.num_rollout else run.num_epoch or 1
-        coming = wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
-        return coming if run.num_rollout is None else islice(coming, run.num_rollout * run.rollout_batch_size - start)
+        return wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
 
     def evaluation(self, name: str) -> tuple[list[Sample], Metrics]:
         """Every prompt of a held-out dataset, sampled and graded, and the summary."""

@@ -10,7 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slimectl.data.buffer import SamplingState
 
 Chat = list[dict[str, Any]]
 Metrics = dict[str, float]
@@ -198,6 +201,11 @@ class Round:
 
     samples: list[Sample]
     seconds: float
+    metrics: Metrics = field(default_factory=dict)
+    """What was left out of it, by reason."""
+
+    state: SamplingState | None = None
+    """Where sampling stands after it."""
 
 
 @dataclass(slots=True)
@@ -216,6 +224,9 @@ class StepReport:
 
     ends_round: bool = True
     """Whether the round has no further step: new samples will be drawn from these weights."""
+
+    sampling: SamplingState | None = field(default=None, repr=False)
+    """Where sampling stood after the round, for the checkpoint; not part of the JSON form."""
 
     def to_json(self) -> dict[str, Any]:
         return {

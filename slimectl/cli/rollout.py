@@ -74,5 +74,9 @@ def rollout(
         return
     tokenizer = wiring.tokenizer(folder)
     with wiring.engines(settings, folder, tokenizer) as sampling:
-        samples = stage(prompts, sampling, tokenizer, settings.rollout, agent=agent)
-        told(write_out(samples, out, manifest, inputs), {})
+        too_long: list[int] = []
+        samples = stage(
+            prompts, sampling, tokenizer, settings.rollout, agent=agent, left_out=lambda p: too_long.append(p.index)
+        )
+        counts = write_out(samples, out, manifest, inputs)
+        told(counts, {"prompts too long": len(too_long)} if too_long else {})

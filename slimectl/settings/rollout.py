@@ -77,5 +77,24 @@ class RolloutSettings(Section):
     ignore_eos: bool = False
     """Go on past the model's end token."""
 
+    max_prompt_len: PositiveInt | None = None
+    """Tokens a prompt may have; longer ones are left out and counted."""
+
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts begun at the start of a round; groups beyond run.rollout_batch_size wait, finished, for the next one."""
+
+    dynamic_sampling_filter_path: str | None = None
+    """Function of (args, samples): whether a finished group is trained on; for each that is not, another is drawn.
+    slimectl.stages.filters:nonzero_std wants rewards that differ."""
+
+    buffer_filter_path: str | None = None
+    """Function of (args, rollout_id, buffer, num_samples): which waiting groups a round begins with."""
+
+    partial_rollout: bool = False
+    """Take groups as they finish; what is unfinished then is broken off, and goes on with its tokens next round."""
+
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on what older weights wrote of an answer that went on."""
+
     custom_generate_function_path: str | None = None
     """Your own async function for one attempt (multi-turn, tools), by path."""

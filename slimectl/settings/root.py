@@ -95,14 +95,38 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
-    if run.max_staleness is not None and run.ahead == 0 and run.max_staleness > 0:
+    ages = run.ahead or rollout.partial_rollout or rollout.over_sampling_batch_size
+    if run.max_staleness is not None and not ages and run.max_staleness > 0:
         yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
+    yield from _buffer_contradictions(run, rollout)
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     if isinstance(algorithm, PolicyGradient):
         yield from _algorithm_contradictions(algorithm)
+
+
+def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:
+    """Between what a round leaves over and who works ahead."""
+    over, size = rollout.over_sampling_batch_size, run.rollout_batch_size
+    if over is not None and over < size:
+        yield (
+            f"rollout.over_sampling_batch_size: {over} is below run.rollout_batch_size: {size}; raise it, or drop it "
+            f"for no over-sampling"
+        )
+    if rollout.partial_rollout and run.ahead:
+        yield (
+            f"rollout.partial_rollout and run.ahead: {run.ahead} exclude each other: answers worked ahead go on by "
+            f"themselves; drop one"
+        )
+    if over is not None and over > size and run.ahead > 1:
+        yield (
+            f"rollout.over_sampling_batch_size and run.ahead: {run.ahead} exclude each other: further rounds are under "
+            f"way already; drop one"
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
+        yield "rollout.mask_offpolicy_in_partial_rollout needs rollout.partial_rollout = true; set it or drop this"
 
 
 def _placement_contradictions(settings: Settings) -> Iterator[str]:

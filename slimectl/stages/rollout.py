@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import dataclasses
-import inspect
-import json
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slimectl.algorithms.seeds import sample_seed
-from slimectl.data.chat import render, sft_sample
-from slimectl.errors import HookError, SlimectlError
+from slimectl.data.chat import sft_sample
+from slimectl.errors import RecordError
 from slimectl.ports import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
+from slimectl.stages.attempt import Attempts, sampling_params, single_turn
+from slimectl.stages.underway import Underway
+from slimectl.types import Prompt, Sample, SamplingParams, Status
+
+__all__ = ["demonstrations", "fitting", "most_in_flight", "rollout", "sampling_params", "single_turn"]
 
 ATTEMPTS_IN_FLIGHT = 1024
 """More than any embedded engine runs at once, so that a long answer at the head never starves it."""
 
-FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-
-
-def sampling_params(settings: RolloutSettings) -> SamplingParams:
-    """How the settings ask for answers to be drawn, the seed apart."""
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        max_tokens=settings.max_response_len,
-        min_tokens=settings.min_new_tokens,
-        stop=tuple(settings.stop),
-        stop_token_ids=tuple(settings.stop_token_ids),
-        ignore_eos=settings.ignore_eos,
-    )
+TOO_LONG_IN_A_ROW = 10_000
+"""Prompts left out one after another at which nothing better is to be hoped for."""
 
 
 def rollout(
@@ -48,71 +31,54 @@ def rollout(
     agent: Agent | None = None,
     params: SamplingParams | None = None,
     evaluation: bool = False,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
 
     Lazy: prompts are drawn as answers are asked for, at most ATTEMPTS_IN_FLIGHT attempts beyond. An attempt that
     fails becomes a sample of status `failed`, its error in the metadata. `params` replaces what the settings say of
-    sampling (evaluation does that).
+    sampling (evaluation does that). Prompts longer than `settings.max_prompt_len` are `left_out`, but for an
+    evaluation: its prompts are the same for every model.
     """
-    attempt = _Attempt(
-        engine, tokenizer, settings, agent or single_turn, params or sampling_params(settings), evaluation
-    )
-    limit = max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
-    for group in _groups(prompts, attempt, limit):
-        yield from group
-
-
-def rollout_groups(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    settings: RolloutSettings,
-    *,
-    in_flight: int,
-    agent: Agent | None = None,
-) -> Iterator[list[Sample]]:
-    """The same, prompt by prompt, with the answers to `in_flight` prompts under way at once."""
-    attempt = _Attempt(engine, tokenizer, settings, agent or single_turn, sampling_params(settings), False)
-    return _groups(prompts, attempt, in_flight)
-
-
-def _groups(prompts: Iterable[Prompt], attempt: _Attempt, limit: int) -> Iterator[list[Sample]]:
-    """All answers to one prompt after another, `limit` prompts under way at once."""
-    window: deque[asyncio.Task[list[Sample]]] = deque()
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(_quiet_about_interrupts)
+    attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
+    if not evaluation:
+        prompts = fitting(prompts, attempts, left_out)
+    limit = most_in_flight(settings)
+    going = Underway(attempts)
     try:
         for prompt in prompts:
-            window.append(loop.create_task(attempt.group(prompt)))
-            if len(window) >= limit:
-                yield loop.run_until_complete(window.popleft())
-        while window:
-            yield loop.run_until_complete(window.popleft())
+            going.begin(prompt)
+            if len(going) >= limit:
+                yield from going.oldest()
+        while len(going):
+            yield from going.oldest()
     finally:
-        _cancel(loop, window, attempt.engine)
-        loop.close()
+        going.close()
 
 
-def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An interrupt ends whichever task it hits, and is raised to the caller too: no need to print it as that task's."""
-    if not isinstance(context.get("exception"), KeyboardInterrupt):
-        loop.default_exception_handler(context)
+def most_in_flight(settings: RolloutSettings) -> int:
+    """Groups that are under way at once at most."""
+    return max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
 
 
-def _cancel(loop: asyncio.AbstractEventLoop, window: Iterable[asyncio.Task[Any]], engine: Engine) -> None:
-    """End what is still in flight, so that neither the engine nor the loop holds on to it."""
-    for task in window:
-        if task.done() and not task.cancelled():
-            task.exception()  # looked at: asyncio prints those that nobody saw, and the first has been raised already
-    left = [task for task in window if not task.done()]
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(engine.abort())
-    ending = asyncio.all_tasks(loop)
-    if ending:
-        loop.run_until_complete(asyncio.gather(*ending, return_exceptions=True))
+def fitting(
+    prompts: Iterable[Prompt], attempts: Attempts, left_out: Callable[[Prompt], Any] = lambda prompt: None
+) -> Iterator[Prompt]:
+    """The prompts of at most `max_prompt_len` tokens. Raises RecordError if 10 000 in a row are longer."""
+    limit = attempts.settings.max_prompt_len
+    in_a_row = 0
+    for prompt in prompts:
+        if limit is None or len(attempts.prompt_tokens(prompt)) <= limit:
+            in_a_row = 0
+            yield prompt
+            continue
+        left_out(prompt)
+        in_a_row += 1
+        if in_a_row == TOO_LONG_IN_A_ROW:
+            raise RecordError(
+                f"prompt {prompt.index}: {in_a_row} prompts in a row have more than rollout.max_prompt_len: {limit} "
+                f"tokens; raise it, or give shorter prompts"
+            )
 
 
 def demonstrations(prompts: Iterable[Prompt], tokenizer: Any, settings: RolloutSettings) -> Iterator[Sample]:
@@ -139,98 +105,3 @@ def demonstrations(prompts: Iterable[Prompt], tokenizer: Any, settings: RolloutS
             status=Status.COMPLETED,
             metadata=prompt.metadata,
         )
-
-
-async def single_turn(
-    sample: Sample,
-    sampling_params: SamplingParams,
-    generate: Callable[[list[int], SamplingParams], Awaitable[Completion]],
-) -> Sample:
-    """One question, one answer."""
-    completion = await generate(sample.tokens, sampling_params)
-    sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
-    sample.status = FINISHED[completion.finish]
-    return sample
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """Everything that the attempts of one call of `rollout` share."""
-
-    engine: Engine
-    tokenizer: Any
-    settings: RolloutSettings
-    agent: Agent
-    params: SamplingParams
-    evaluation: bool
-
-    async def group(self, prompt: Prompt) -> list[Sample]:
-        """All answers to one prompt."""
-        settings = self.settings
-        tokens = render(
-            prompt,
-            self.tokenizer,
-            apply_chat_template=settings.apply_chat_template,
-            template_kwargs=settings.apply_chat_template_kwargs,
-        )
-        n = settings.n_samples_per_prompt
-        made = await asyncio.gather(*(self.one(prompt, tokens, prompt.index * n + i) for i in range(n)))
-        return [sample for samples in made for sample in samples]
-
-    async def one(self, prompt: Prompt, tokens: list[int], index: int) -> list[Sample]:
-        sample = Sample(
-            group_index=prompt.index,
-            index=index,
-            prompt=prompt.text,
-            tokens=tokens,
-            label=prompt.label,
-            metadata=copy.deepcopy(prompt.metadata),
-        )
-        text = prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text, sort_keys=True)
-        params = dataclasses.replace(self.params, seed=sample_seed(self.settings.seed, text, index))
-        versions: list[str] = []
-        cached = 0
-
-        async def generate(tokens: list[int], params: SamplingParams = params) -> Completion:
-            nonlocal cached
-            completion = await self.engine.generate(tokens, params=params)
-            versions.extend(completion.weight_versions)
-            cached += completion.cached_tokens
-            return completion
-
-        offered = {"sample": sample, "sampling_params": params, "generate": generate, "evaluation": self.evaluation}
-        try:
-            made = _samples(await _called(self.agent, offered))
-        except SlimectlError:
-            raise
-        except Exception as error:
-            sample.status, sample.remove_sample = Status.FAILED, True
-            sample.metadata["error"] = f"{type(error).__name__}: {error}"
-            made = [sample]
-        for each in made:
-            each.weight_versions = each.weight_versions or list(versions)
-            if len(made) > 1:
-                each.rollout_id = index
-        made[0].prefix_cache_info = {"cached_tokens": cached, "total_prompt_tokens": len(tokens)}
-        return made
-
-
-async def _called(agent: Agent, offered: Mapping[str, Any]) -> Any:
-    if agent is single_turn:
-        return await single_turn(offered["sample"], offered["sampling_params"], offered["generate"])
-    result = agent(offered)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _samples(returned: Any) -> list[Sample]:
-    """What an agent returned, as a list; a fan-out may have several samples."""
-    made = returned if isinstance(returned, list) else [returned]
-    if not made or not all(isinstance(each, Sample) for each in made):
-        raise HookError(
-            f"rollout.custom_generate_function_path: returned {type(returned).__name__}; "
-            f"return the Sample or a list of them"
-        )
-    for each in made:
-        if each.status is Status.PENDING:
-            each.status = Status.COMPLETED
-    return made

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from slimectl.ports import Agent, Critic, Engine, Executor, Policy, RewardFn
+from slimectl.data.buffer import SamplingState
+from slimectl.ports import Critic, Executor, Policy
 from slimectl.settings import Settings
-from slimectl.stages.rollout import rollout, rollout_groups
-from slimectl.stages.score import referenced, score
+from slimectl.stages.rounds import Clock
+from slimectl.stages.score import referenced
 from slimectl.stages.teaching import with_log_probs
 from slimectl.stages.train import TrainState, train_rounds
-from slimectl.types import Metrics, Prompt, Round, Sample, StepReport
-
-Clock = Callable[[], float]
+from slimectl.types import Metrics, Round, Sample, StepReport
 
 
 class WeightSync(Protocol):
@@ -32,41 +30,6 @@ class WeightSync(Protocol):
     def wake(self) -> None:
         """They take it again; their weights come with the next push."""
         ...
-
-
-def sampled_rounds(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    reward: RewardFn,
-    settings: Settings,
-    *,
-    executor: Executor,
-    agent: Agent | None = None,
-    clock: Clock = time.perf_counter,
-) -> Iterator[Round]:
-    """Round after round of scored samples, until the prompts end; each is made when it is asked for.
-
-    With `settings.run.ahead` above 1, the answers of up to ahead - 1 further rounds are under way meanwhile, so that
-    the longest answer of a round keeps nobody waiting.
-    """
-    size = settings.run.rollout_batch_size
-    further = max(0, settings.run.ahead - 1)
-    prompts = iter(prompts)
-    going = rollout_groups(
-        prompts, engine, tokenizer, settings.rollout, agent=agent, in_flight=further * size + 1
-    )  # fmt: skip
-    while True:
-        started = clock()
-        attempts: Iterator[Sample]
-        if further:
-            attempts = chain.from_iterable(islice(going, size))
-        else:
-            attempts = rollout(islice(prompts, size), engine, tokenizer, settings.rollout, agent=agent)
-        samples = list(score(attempts, reward, settings.score, executor=executor))
-        if not samples:
-            return
-        yield Round(samples, clock() - started)
 
 
 def run(
@@ -88,9 +51,12 @@ def run(
     `settings.run.ahead`, before: the weights of its answers are at most that many versions old, for a step a round.
     """
     perf: dict[int, Metrics] = {}
+    left_out: dict[int, Metrics] = {}
+    here: SamplingState | None = None
     shared = settings.cluster.colocate
 
     def arriving() -> Iterator[list[Sample]]:
+        nonlocal here
         coming = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
         asked = clock()
         for made in coming:
@@ -100,6 +66,8 @@ def run(
             samples = made.samples if reference is None else list(referenced(made.samples, reference))
             if teacher is not None:
                 samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
+            here = made.state
+            left_out[id(samples[0])] = made.metrics
             perf[id(samples[0])] = {
                 "perf/rollout_time": made.seconds,
                 "perf/wait_time": waited,
@@ -111,8 +79,10 @@ def run(
     sync.push()
     begun = clock()
     for report in train_rounds(arriving(), policy, settings, critic=critic, state=state):
+        report.sampling = here
         if report.samples:
             report.perf |= perf.pop(id(report.samples[0]), {})
+            report.metrics |= left_out.pop(id(report.samples[0]), {})
         if report.ends_round:
             if shared:
                 sync.wake()

@@ -15,7 +15,7 @@ from slimectl.wiring.models import (
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, reference, teacher, total_steps
 from slimectl.wiring.references import MovingReference
-from slimectl.wiring.sources import agent, prompts, reward, training_samples
+from slimectl.wiring.sources import agent, from_buffer, keep, prompts, reward, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
@@ -37,11 +37,13 @@ __all__ = [
     "engines",
     "executor",
     "fleet",
+    "from_buffer",
     "frozen",
     "graders",
     "identity",
     "in_process",
     "is_gguf",
+    "keep",
     "layout",
     "learners",
     "model_folder",

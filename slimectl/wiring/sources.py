@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.errors import SettingsError
+from slimectl.errors import HookError, SettingsError
 from slimectl.hooks import Args, Hook
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, Sft
@@ -15,9 +15,9 @@ from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
-    from slimectl.ports import Agent
+    from slimectl.ports import Agent, FromBuffer, Keep
 
-AGENT_OFFERS = ("args", "settings", "sample", "sampling_params", "generate", "evaluation")
+AGENT_OFFERS = ("args", "settings", "sample", "sampling_params", "generate", "evaluation", "tokenizer")
 
 
 def prompts(
@@ -83,5 +83,38 @@ def agent(settings: Settings) -> Agent | None:
         return None
     hook = Hook(path, setting="rollout.custom_generate_function_path", offers=AGENT_OFFERS)
     args = Args(settings)
+
     # Bare: an attempt that raises is a failed sample, whether the function is async or not.
-    return lambda offered: hook.bare({**offered, "args": args, "settings": args})
+    def asked(offered: Mapping[str, Any]) -> Any:
+        return hook.bare({**offered, "args": args, "settings": args})
+
+    asked.resumes = getattr(hook.function, "resumes", False)  # type: ignore[attr-defined]
+    return asked
+
+
+def keep(settings: Settings) -> Keep | None:
+    """The filter of finished groups."""
+    path = settings.rollout.dynamic_sampling_filter_path
+    if path is None:
+        return None
+    offers = ("args", "settings", "samples")
+    hook, args = Hook(path, setting="rollout.dynamic_sampling_filter_path", offers=offers), Args(settings)
+    return lambda samples: hook({"args": args, "settings": args, "samples": samples})
+
+
+def from_buffer(settings: Settings) -> FromBuffer | None:
+    """Who picks among the groups that wait."""
+    path = settings.rollout.buffer_filter_path
+    if path is None:
+        return None
+    offers = ("args", "settings", "rollout_id", "buffer", "num_samples")
+    hook, args = Hook(path, setting="rollout.buffer_filter_path", offers=offers), Args(settings)
+
+    def picked(buffer: list[list[Sample]], count: int, rollout_id: int) -> list[list[Sample]]:
+        offered = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
+        groups = hook(offered)
+        if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
+            raise HookError(f"rollout.buffer_filter_path: {path} returned {groups!r:.60}; return a list of groups")
+        return groups
+
+    return picked

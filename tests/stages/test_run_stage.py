@@ -10,7 +10,8 @@ import pytest
 
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.layers import Layer, resolve
-from slimectl.stages.run import run, sampled_rounds
+from slimectl.stages.rounds import sampled_rounds
+from slimectl.stages.run import run
 from slimectl.types import Completion, Metrics, Prompt, SamplingParams
 
 
@@ -145,7 +146,13 @@ def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(
     sync = Pushes(policy, engine)
     given = settings(ahead=ahead, num_rollout=8)
     reports = list(
-        run(lambda: made(engine, "ssssssssssssssss", ahead=ahead), policy, sync, given, executor=LocalExecutor())
+        run(
+            lambda: made(engine, "ssssssssssssssss", ahead=ahead, num_rollout=8),
+            policy,
+            sync,
+            given,
+            executor=LocalExecutor(),
+        )
     )
     assert [report.rollout_id for report in reports] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert sync.versions == ["0", "2", "4", "6", "8"]  # before anything is sampled, then every second round

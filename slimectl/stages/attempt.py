@@ -1,0 +1,193 @@
+"""One attempt at a prompt: how it unfolds, ends, is broken off and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from slimectl.algorithms.seeds import sample_seed
+from slimectl.data.chat import render
+from slimectl.errors import HookError, SlimectlError
+from slimectl.ports import Agent, Engine
+from slimectl.settings.rollout import RolloutSettings
+from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
+
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+UNFINISHED = (Status.PENDING, Status.ABORTED)
+
+
+def sampling_params(settings: RolloutSettings) -> SamplingParams:
+    """How the settings ask for answers to be drawn, the seed apart."""
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_tokens=settings.max_response_len,
+        min_tokens=settings.min_new_tokens,
+        stop=tuple(settings.stop),
+        stop_token_ids=tuple(settings.stop_token_ids),
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+async def single_turn(
+    sample: Sample,
+    sampling_params: SamplingParams,
+    generate: Callable[[list[int], SamplingParams], Awaitable[Completion]],
+) -> Sample:
+    """One question, one answer; an answer that was broken off goes on where it stopped."""
+    written = sample.response_length
+    if written:
+        left, least = sampling_params.max_tokens - written, max(0, sampling_params.min_tokens - written)
+        sampling_params = dataclasses.replace(sampling_params, max_tokens=left, min_tokens=least)
+    completion = await generate(sample.tokens, sampling_params)
+    sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
+    sample.status = FINISHED[completion.finish]
+    return sample
+
+
+@dataclasses.dataclass
+class Attempts:
+    """Everything that the attempts of one rollout share.
+
+    `breaking_off`: what is under way ends now, to be gone on with later. A sample that was broken off keeps its
+    tokens if its agent can go on from them (`agent.resumes` is true, as of a single turn); others begin again.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    settings: RolloutSettings
+    agent: Agent = single_turn
+    params: SamplingParams | None = None
+    evaluation: bool = False
+    breaking_off: bool = False
+
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        settings = self.settings
+        return render(
+            prompt,
+            self.tokenizer,
+            apply_chat_template=settings.apply_chat_template,
+            template_kwargs=settings.apply_chat_template_kwargs,
+        )
+
+    async def group(self, prompt: Prompt) -> list[Sample]:
+        """All answers to one prompt."""
+        tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
+        begun = [
+            Sample(
+                group_index=prompt.index,
+                index=prompt.index * n + i,
+                prompt=prompt.text,
+                tokens=tokens,
+                label=prompt.label,
+                metadata=copy.deepcopy(prompt.metadata),
+            )
+            for i in range(n)
+        ]
+        return await self.rest(begun)
+
+    async def rest(self, group: list[Sample]) -> list[Sample]:
+        """The group with its unfinished samples finished; the others stay as they are."""
+
+        async def finished(sample: Sample) -> list[Sample]:
+            return await self._one(sample) if sample.status in UNFINISHED else [sample]
+
+        made = await asyncio.gather(*map(finished, group))
+        return [sample for samples in made for sample in samples]
+
+    async def _one(self, sample: Sample) -> list[Sample]:
+        if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
+            # What older weights wrote is read, and no longer taught.
+            sample.loss_mask = [0] * sample.response_length
+            sample.rollout_log_probs = [0.0] * sample.response_length
+        sample.status = Status.PENDING
+        given = copy.deepcopy(sample) if self.settings.partial_rollout else None
+        asked = _Asked(self, sample)
+        offered = {"sample": sample, "sampling_params": asked.params, "generate": asked.generate}
+        offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
+        try:
+            made = _samples(await _called(self.agent, offered))
+        except SlimectlError:
+            raise
+        except Exception as error:
+            sample.status, sample.remove_sample = Status.FAILED, True
+            sample.metadata["error"] = f"{type(error).__name__}: {error}"
+            made = [sample]
+        if asked.aborted:
+            if (
+                given is not None
+                and self.breaking_off
+                and not getattr(self.agent, "resumes", self.agent is single_turn)
+            ):
+                given.status = Status.ABORTED
+                return [given]
+            made[0].status = made[-1].status = Status.ABORTED
+        return asked.signed(made)
+
+
+class _Asked:
+    """What one attempt asks of the engine, and what it heard."""
+
+    def __init__(self, attempts: Attempts, sample: Sample) -> None:
+        self._attempts = attempts
+        self._sample = sample
+        self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
+        self._versions: list[str] = []
+        self._cached = 0
+        self.aborted = False
+        settings, given = attempts.settings, sample.prompt
+        text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+        if sample.response_length:
+            text = f"{text}\0{sample.response_length}"  # the rest of an answer: not the draws of its beginning again
+        self.params = dataclasses.replace(
+            attempts.params or sampling_params(settings), seed=sample_seed(settings.seed, text, sample.index)
+        )
+
+    async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
+        if self._attempts.breaking_off:  # between two turns: the next one does not begin
+            self.aborted = True
+            return Completion([], [], "", "abort")
+        completion = await self._attempts.engine.generate(tokens, params=params or self.params)
+        self._versions.extend(completion.weight_versions)
+        self._cached += completion.cached_tokens
+        self.aborted |= completion.finish == "abort"
+        return completion
+
+    def signed(self, made: list[Sample]) -> list[Sample]:
+        """The samples with the versions that wrote them; those of a fan-out share an execution."""
+        for each in made:
+            if self._before and each.weight_versions == self._before:
+                each.weight_versions = [*self._before, *self._versions]
+            each.weight_versions = each.weight_versions or list(self._versions)
+            if len(made) > 1:
+                each.rollout_id = self._sample.index
+        made[0].prefix_cache_info = {"cached_tokens": self._cached, "total_prompt_tokens": self._prompt_length}
+        return made
+
+
+async def _called(agent: Agent, offered: Mapping[str, Any]) -> Any:
+    if agent is single_turn:
+        return await single_turn(offered["sample"], offered["sampling_params"], offered["generate"])
+    result = agent(offered)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _samples(returned: Any) -> list[Sample]:
+    """What an agent returned, as a list; a fan-out may have several samples."""
+    made = returned if isinstance(returned, list) else [returned]
+    if not made or not all(isinstance(each, Sample) for each in made):
+        raise HookError(
+            f"rollout.custom_generate_function_path: returned {type(returned).__name__}; "
+            f"return the Sample or a list of them"
+        )
+    for each in made:
+        if each.status is Status.PENDING:
+            each.status = Status.COMPLETED
+    return made

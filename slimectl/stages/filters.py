@@ -1,0 +1,14 @@
+"""Filters of groups, for rollout.dynamic_sampling_filter_path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimectl.algorithms.filters import has_signal
+from slimectl.stages.score import reward_number
+from slimectl.types import Sample
+
+
+def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
+    """Keep groups whose rewards differ: DAPO's dynamic sampling (arXiv:2503.14476, eq. 11)."""
+    return has_signal([reward_number(sample, args.score.reward_key) for sample in samples])

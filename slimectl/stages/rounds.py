@@ -1,0 +1,198 @@
+"""Rounds of scored samples: filled group by group, filtered, with what is left over kept for the next."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from slimectl.data.buffer import SamplingState
+from slimectl.errors import HookError, SlimectlError
+from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
+from slimectl.settings import Settings
+from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
+from slimectl.stages.rollout import fitting, most_in_flight
+from slimectl.stages.score import score
+from slimectl.stages.underway import Group, Underway
+from slimectl.types import Metrics, Prompt, Round, Sample
+
+Clock = Callable[[], float]
+
+HOPELESS = 64
+"""Rounds' worth of groups dropped for one round at which the filter is taken to want what does not exist."""
+
+
+def sampled_rounds(
+    prompts: Iterable[Prompt],
+    engine: Engine,
+    tokenizer: Any,
+    reward: RewardFn,
+    settings: Settings,
+    *,
+    executor: Executor,
+    agent: Agent | None = None,
+    keep: Keep | None = None,
+    from_buffer: FromBuffer | None = None,
+    state: SamplingState | None = None,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Round]:
+    """Round after round of scored samples, until the prompts or `settings.run.num_rollout` end; made when asked for.
+
+    A round is `settings.run.rollout_batch_size` groups that `keep` lets pass; for each that it drops another prompt is
+    begun. With `rollout.over_sampling_batch_size` that many are begun at the start, and those beyond the round wait
+    in the buffer, finished, for the next one (`from_buffer` picks among them). With `rollout.partial_rollout` groups
+    are taken as they finish, and what is then unfinished is broken off, to go on in the next round.
+
+    With `settings.run.ahead` above 1, the answers of up to ahead - 1 further rounds are under way meanwhile, so that
+    the longest answer of a round keeps nobody waiting.
+
+    Each round carries the state after it, from which the next ones are the same again: but for answers that were under
+    way or broken off when servers, or other requests, had a say in how far each had come.
+    """
+    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn)
+    rounds = _Rounds(prompts, attempts, reward, settings, executor, keep, from_buffer, state or SamplingState())
+    last = settings.run.num_rollout
+    try:
+        while last is None or rounds.state.rounds < last:
+            started = clock()
+            samples = rounds.next()
+            if not samples:
+                return
+            yield Round(samples, clock() - started, rounds.metrics, rounds.state.snapshot())
+    finally:
+        rounds.going.close()
+
+
+class _Rounds:
+    """The groups under way, those taken, and those that wait."""
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        attempts: Attempts,
+        reward: RewardFn,
+        settings: Settings,
+        executor: Executor,
+        keep: Keep | None,
+        from_buffer: FromBuffer | None,
+        state: SamplingState,
+    ) -> None:
+        self.state = state
+        self.metrics: Metrics = {}
+        self.going = Underway(attempts)
+        self._too_long = 0
+        self._prompts = fitting(prompts, attempts, self._count_too_long)
+        self._size, self._further = settings.run.rollout_batch_size, max(0, settings.run.ahead - 1)
+        self._last = settings.run.num_rollout
+        given = settings.rollout
+        self._over, self._partial = given.over_sampling_batch_size or self._size, given.partial_rollout
+        self._most = most_in_flight(given)
+        self._keep, self._from_buffer = keep, from_buffer or oldest_first
+        self._scored: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: score(
+            samples, reward, settings.score, executor=executor
+        )
+        self._drops: Counter[str] = Counter()
+
+    def next(self) -> list[Sample]:
+        """The samples of the next round, fewer where the prompts end."""
+        self._drops.clear()
+        self._too_long = 0
+        plain = self._keep is None and self._over == self._size and not self._partial
+        samples = list(self._scored(self._as_they_come())) if plain else self._filled()
+        self.state.rounds += bool(samples)
+        drops = {f"rollout/dynamic_filter/drop_{why}": float(count) for why, count in sorted(self._drops.items())}
+        self.metrics = drops | ({"rollout/prompts_too_long": float(self._too_long)} if self._too_long else {})
+        if self.going:
+            self.state.position = self.going.oldest_index
+        return samples
+
+    def _as_they_come(self) -> Iterator[Sample]:
+        """Nothing can be dropped, so grading goes beside sampling."""
+        for taken in range(self._size):
+            self._begin(taken, self._size)
+            if not self.going:
+                return
+            yield from self.going.oldest()
+
+    def _filled(self) -> list[Sample]:
+        chosen = self._from_buffer(self.state.buffer, self._size, self.state.rounds + 1)
+        taken = [group for group in chosen if _is_done(group)]
+        for group in chosen:
+            if not _is_done(group):
+                self.going.go_on(copy.deepcopy(group))
+        wanted = self._over
+        while len(taken) < self._size:
+            self._begin(len(taken), wanted)
+            wanted = self._size  # beyond the first, one more for each that is dropped
+            if not self.going:
+                break
+            group = self.going.first() if self._partial else self.going.oldest()
+            if self._passes(group := list(self._scored(group)), len(taken)):
+                taken.append(group)
+        self.state.buffer[:0] = taken[self._size :]
+        self._put_by()
+        return [sample for group in taken[: self._size] for sample in group]
+
+    def _begin(self, taken: int, wanted: int) -> None:
+        """Have as many groups under way as the round lacks, or as working ahead allows."""
+        target = min(self._most, wanted - taken)
+        if self._further:
+            target = self._further * self._size + 1
+            if self._last is not None:
+                target = min(target, (self._last - self.state.rounds) * self._size - taken)
+        while len(self.going) < target:
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                return
+            self.state.position = prompt.index + 1
+            self.going.begin(prompt)
+
+    def _put_by(self) -> None:
+        """What this round began and did not need."""
+        if self._further:
+            return
+        if self._partial:
+            self.state.buffer += self.going.break_off()
+        while self.going:
+            group = list(self._scored(self.going.oldest()))
+            if self._passes(group, self._size):
+                self.state.buffer.append(group)
+
+    def _passes(self, group: Group, taken: int) -> bool:
+        kept, why = (True, "") if self._keep is None else verdict(self._keep(group))
+        if kept:
+            return True
+        self._drops[why] += 1
+        if self._drops.total() >= HOPELESS * self._size:
+            reasons = ", ".join(f"{why} {count}" for why, count in self._drops.most_common(3))
+            raise SlimectlError(
+                f"round {self.state.rounds + 1}: {self._drops.total()} groups dropped ({reasons}), {taken} of "
+                f"{self._size} kept; loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
+            )
+        return False
+
+    def _count_too_long(self, prompt: Prompt) -> None:
+        self._too_long += 1
+
+
+def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group]:
+    """Takes up to `count` groups out of the buffer."""
+    chosen = buffer[:count]
+    del buffer[:count]
+    return chosen
+
+
+def verdict(answer: Any) -> tuple[bool, str]:
+    """Whether to keep a group, and why not. Raises HookError if a filter answered something else."""
+    kept, why = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
+    if not isinstance(kept, bool):
+        raise HookError(
+            f"rollout.dynamic_sampling_filter_path: returned {answer!r}; return True, False or (False, 'the reason')"
+        )
+    return kept, str(why or "filtered")
+
+
+def _is_done(group: Group) -> bool:
+    return all(sample.reward is not None and sample.status not in UNFINISHED for sample in group)
