@@ -69,6 +69,14 @@ class TrainSettings(Section):
     only_train_params_name_list: Texts = []
     """Regular expressions; only parameters whose Hugging Face name matches one are trained."""
 
+    custom_advantage_function_path: str | None = None
+    """Your own estimator, by path, in place of the algorithm's: (args, rollout_data); it writes
+    rollout_data["advantages"]."""
+
+    custom_loss_function_path: str | None = None
+    """Your own loss, by path, in place of the algorithm's: (args, batch, log_probs, sum_of_sample_mean), returns (loss,
+    metrics)."""
+
     lora_rank: Annotated[int, Field(ge=1)] | None = None
     """Train adapters of this rank and leave the model as it is (fsdp only); merged wherever weights go."""
 

@@ -21,6 +21,9 @@ from slimectl.stages.critic import set_values
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample
 
+Estimator = Callable[[Sequence[Row], Sequence[Sample], Sequence[float]], None]
+"""(rows, samples, rewards): writes `Row.advantages`."""
+
 LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)}
 """The arguments of the loss; those that an algorithm has as settings are under the same names."""
 
@@ -100,11 +103,13 @@ def policy_rows(
     metrics: Metrics,
     log_probs: Callable[[Sequence[Row]], list[list[float]]],
     critic: Critic | None = None,
+    custom: Estimator | None = None,
 ) -> tuple[list[Sample], list[Row]]:
     """The samples that carry signal, as rows with their advantages; what was dropped and why goes to `metrics`.
 
-    `log_probs` is the policy's pass over rows, asked for only where the reward is charged for divergence; ppo needs a
-    `critic`. Raises RecordError if a sample lacks a reward, or log-probabilities that a setting needs.
+    `log_probs` is the policy's pass over rows, asked for only where an advantage depends on it; ppo needs a `critic`. A
+    `custom` estimator writes the advantages instead of the algorithm's. Raises RecordError if a sample lacks a reward,
+    or log-probabilities that a setting needs.
     """
     rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
     groups: dict[int, list[Sample]] = {}
@@ -120,12 +125,16 @@ def policy_rows(
     if algorithm.use_rollout_logprobs:
         for row in rows:
             row.old_log_probs = row.rollout_log_probs
-    elif (algorithm.kl_coef or algorithm.opd_kl_coef) and rows:
+    elif (algorithm.kl_coef or algorithm.opd_kl_coef or custom) and rows:
         for row, old in zip(rows, log_probs(rows), strict=True):
             row.old_log_probs = old
     if critic is not None:
         set_values(rows, critic)
-    set_advantages(rows, kept, [rewards[id(sample)] for sample in kept], algorithm, metrics)
+    numbers = [rewards[id(sample)] for sample in kept]
+    if custom is not None:
+        custom(rows, kept, numbers)
+    else:
+        set_advantages(rows, kept, numbers, algorithm, metrics)
     return kept, rows
 
 

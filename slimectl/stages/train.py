@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from slimectl.algorithms.statistics import rollout_metrics
@@ -12,6 +13,7 @@ from slimectl.ports import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
 from slimectl.stages.critic import critic_step
+from slimectl.stages.custom import CustomLoss, custom_advantages
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.preferences import paired_rows, set_slopes
 from slimectl.stages.round_metrics import round_metrics, row_metrics
@@ -145,8 +147,15 @@ def _rows(samples: list[Sample], learners: Learners, settings: Settings, metrics
     rows = sft_rows(kept)
     if isinstance(algorithm, PolicyGradient):
         require_groups(samples, algorithm)
+        own = settings.train.custom_advantage_function_path is not None
         kept, rows = policy_rows(
-            kept, algorithm, reward_key=key, metrics=metrics, log_probs=policy.log_probs, critic=learners.critic
+            kept,
+            algorithm,
+            reward_key=key,
+            metrics=metrics,
+            log_probs=policy.log_probs,
+            critic=learners.critic,
+            custom=partial(custom_advantages, settings=settings) if own else None,
         )
     return list(zip((sample.execution for sample in kept), rows, strict=True))
 
@@ -243,5 +252,7 @@ def _learnt(rows: list[Row], learners: Learners, settings: Settings, state: Trai
         metrics = critic_step(rows, critic, algorithm)
         if state.step <= algorithm.num_critic_only_steps:
             return metrics
-    summed = policy.forward_backward(rows, loss_of(algorithm, rows)) | policy.optim_step()
+    own = settings.train.custom_loss_function_path is not None
+    loss = CustomLoss(settings) if own else loss_of(algorithm, rows)
+    summed = policy.forward_backward(rows, loss) | policy.optim_step()
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

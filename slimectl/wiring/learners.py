@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Dpo, PolicyGradient, RewardModel
+from slimectl.stages.custom import check_custom
 from slimectl.wiring.policies import critic, policy, reference, teacher, total_steps
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Learners:
 
 def learners(settings: Settings, folder: Path, *, executor: Executor) -> Learners:
     """What learns from samples, beginning as the model in `folder`."""
+    check_custom(settings)
     steps, algorithm = total_steps(settings), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
     if isinstance(algorithm, RewardModel):

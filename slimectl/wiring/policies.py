@@ -13,6 +13,7 @@ from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Dpo, PolicyGradient, Ppo, RewardModel
+from slimectl.stages.custom import check_custom
 from slimectl.wiring.models import device, is_gguf, model_folder, tokenizer
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def check_policy(settings: Settings) -> None:
 
 
 def _check_models(settings: Settings) -> None:
-    """The models that an algorithm names are there."""
+    """The models that an algorithm names are there, and the functions that [train] names."""
+    check_custom(settings)
     given = settings.algorithm.model_dump()
     if given.get("opd_kl_coef"):
         model_folder(given["opd_teacher_load"], setting="algorithm.opd_teacher_load")
