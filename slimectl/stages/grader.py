@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -87,7 +87,12 @@ class Grader:
             self._verifier(given.rm_type)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
-        return _grader, (pickle.dumps(self.settings),)
+        return _grader, (self._pickled,)
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        """The settings, as they go along with every call to a worker process."""
+        return pickle.dumps(self.settings)
 
     def __call__(self, sample: Sample) -> Any:
         return self.many([sample])[0]
