@@ -14,9 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slimectl.errors import RecordError
+
 STD_EPSILON = 1e-6
 
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized"]
 
 
 def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Tensor:
@@ -56,6 +58,22 @@ def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
     return rewards_G - (weights_G * rewards_G).sum() / weights_G.sum()
 
 
+def mean_normalized(rewards_G: Tensor) -> Tensor:
+    """(r - mean) / mean of one group, for rewards that are not negative; [G] to [G].
+
+    MaxRL, Tajwar et al. 2026, arXiv:2602.02710: over groups of n this is the gradient of the log-likelihood of a right
+    answer, expanded to pass@n. Equal rewards, none right included, give exact zeros.
+    Raises RecordError on a negative reward.
+    """
+    if rewards_G.numel() == 0 or bool((rewards_G == rewards_G[0]).all()):
+        return torch.zeros_like(rewards_G)
+    if bool((rewards_G < 0).any()):
+        raise RecordError(
+            f"a reward of {float(rewards_G.min()):g}: algorithm.name maxrl wants rewards from 0 on; use grpo"
+        )
+    return (rewards_G - rewards_G.mean()) / rewards_G.mean()
+
+
 def group_advantages(
     rewards: Sequence[float],
     groups: Sequence[int],
@@ -93,6 +111,8 @@ def group_advantages(
         elif baseline == "length_weighted":
             lengths_G = _per_attempt([sum(lengths[i] for i in shared) for shared in by_execution.values()])
             advantages_G = length_weighted(rewards_G, lengths_G)
+        elif baseline == "mean_normalized":
+            advantages_G = mean_normalized(rewards_G)
         else:
             advantages_G = group_normalized(rewards_G, std_normalization=std_normalization)
         for execution, advantage in zip(by_execution, advantages_G.tolist(), strict=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from slimectl.settings.algorithms.by_token import Opd, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Whitened
-from slimectl.settings.algorithms.compared import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, Opo, Rloo, Sapo
+from slimectl.settings.algorithms.compared import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, MaxRl, Opo, Rloo, Sapo
 from slimectl.settings.algorithms.policy_gradient import Baseline, GroupNormalized, PolicyGradient, Surrogate
 from slimectl.settings.algorithms.supervised import Dpo, Pairwise, RewardModel, Sft
 from slimectl.settings.base import Section
@@ -41,6 +41,7 @@ AlgorithmSettings = Annotated[
     | Gmpo
     | Rloo
     | Opo
+    | MaxRl
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
     | Ppo
@@ -62,6 +63,7 @@ ALGORITHMS: dict[str, type[Section]] = {
         Gmpo,
         Rloo,
         Opo,
+        MaxRl,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
         Ppo,

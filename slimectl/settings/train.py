@@ -74,7 +74,7 @@ class TrainSettings(Section):
     rollout_data["advantages"]."""
 
     custom_loss_function_path: str | None = None
-    """Your own loss, by path, in place of the algorithm's: (args, batch, log_probs, sum_of_sample_mean), returns (loss,
+    """Your own loss, by path, in place of a policy gradient's: (args, batch, log_probs, sum_of_sample_mean), returns (loss,
     metrics)."""
 
     lora_rank: Annotated[int, Field(ge=1)] | None = None

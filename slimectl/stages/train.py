@@ -252,7 +252,7 @@ def _learnt(rows: list[Row], learners: Learners, settings: Settings, state: Trai
         metrics = critic_step(rows, critic, algorithm)
         if state.step <= algorithm.num_critic_only_steps:
             return metrics
-    own = settings.train.custom_loss_function_path is not None
+    own = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
     loss = CustomLoss(settings) if own else loss_of(algorithm, rows)
     summed = policy.forward_backward(rows, loss) | policy.optim_step()
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

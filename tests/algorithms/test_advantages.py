@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.advantages import group_advantages, group_normalized, leave_one_out, length_weighted
+from slimectl.algorithms.advantages import (
+    group_advantages,
+    group_normalized,
+    leave_one_out,
+    length_weighted,
+    mean_normalized,
+)
+from slimectl.errors import RecordError
 
 rewards_of_samples = st.lists(
     st.tuples(st.floats(-10, 10), st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=12
@@ -108,3 +115,12 @@ def test_fan_out_counts_once_under_every_baseline(baseline):
 def test_a_length_for_each_reward_is_required():
     with pytest.raises(ValueError, match="1 lengths for 2 rewards"):
         group_advantages([1.0, 0.0], [0, 0], [0, 1], baseline="length_weighted", lengths=[3])
+
+
+def test_rewards_over_their_mean_weigh_rare_success_more():
+    rare_G, common_G = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert mean_normalized(rare_G).tolist() == [3.0, -1.0, -1.0, -1.0]  # mean 1/4
+    assert mean_normalized(common_G).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])  # mean 3/4
+    assert mean_normalized(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(RecordError, match=r"a reward of -1: algorithm\.name maxrl"):
+        mean_normalized(torch.tensor([-1.0, 1.0]))

@@ -82,6 +82,7 @@ ADVANTAGES = {
     **dict.fromkeys(("gspo", "cispo", "sapo", "gmpo"), NORMALIZED),
     "rloo": [1.0, -0.5, -0.5, 0.5, 0.5, -1.0],  # 1 - 0, 0 - 1/2, …, 1 - 1/2, …, 0 - 1
     "opo": [0.8, -0.2, -0.2, 0.4, 0.4, -0.6],  # baselines 2 / 10 and (2 + 4) / 10
+    "maxrl": [2.0, -1.0, -1.0, 0.5, 0.5, -1.0],  # over means of 1/3 and 2/3
     "reinforce_plus_plus": RETURNS,
     "reinforce_plus_plus_baseline": [(value + 0.1) / C_STD for value in CENTRED],
 }

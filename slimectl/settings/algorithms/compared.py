@@ -130,3 +130,15 @@ class Opo(Clipped):
 
     calculate_per_token_loss: bool = True
     """Mean over all tokens of the step: the gradient of whole answers, whose variance the baseline makes least."""
+
+
+class MaxRl(Clipped):
+    """Maximum-likelihood RL: hard prompts weigh by the inverse of their success (Tajwar et al. 2026, arXiv:2602.02710).
+
+    For rewards from 0 on, 0 for a wrong answer.
+    """
+
+    baseline: ClassVar[Baseline] = "mean_normalized"
+
+    name: Literal["maxrl"] = "maxrl"
+    """Which algorithm."""

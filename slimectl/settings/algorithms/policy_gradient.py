@@ -8,7 +8,7 @@ from pydantic import Field
 
 from slimectl.settings.base import Section
 
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "none"]
 Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
 
 
