@@ -74,8 +74,8 @@ class TrainSettings(Section):
     rollout_data["advantages"]."""
 
     custom_loss_function_path: str | None = None
-    """Your own loss, by path, in place of a policy gradient's: (args, batch, log_probs, sum_of_sample_mean), returns (loss,
-    metrics)."""
+    """Your own loss, by path, in place of a policy gradient's: (args, batch, log_probs, sum_of_sample_mean); it returns
+    (loss, metrics)."""
 
     lora_rank: Annotated[int, Field(ge=1)] | None = None
     """Train adapters of this rank and leave the model as it is (fsdp only); merged wherever weights go."""
