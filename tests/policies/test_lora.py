@@ -156,3 +156,23 @@ def test_a_damaged_adapter_is_refused(model_dir: ModelDir, tmp_path: Path):
     save_file({name: tensor for name, tensor in load_file(file).items() if "layers.1" not in name}, file)
     with pytest.raises(CheckpointError, match=r"no tensor for base_model\.model\.model\.layers\.1"):
         policy.load(tmp_path)
+
+
+def test_peft_itself_reads_ours_and_we_read_its(model_dir: ModelDir, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    rows, policy = random_rows(), new_policy(model_dir("qwen3"), lora=LORA)
+    stepped(policy)
+    policy.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    for found, wanted in zip(policy.log_probs(rows), padded_log_probs(theirs, rows), strict=True):
+        assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+    merged = theirs.merge_and_unload().state_dict()
+    assert all(torch.allclose(tensor, merged[name], atol=1e-6) for name, tensor in policy.weights())
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets), init_lora_weights=False)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32)
+    theirs = peft.get_peft_model(plain, config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = new_policy(model_dir("qwen3"), lora=LoraOptions(4, 8.0, LORA.targets, load=tmp_path / "theirs"))
+    for found, wanted in zip(ours.log_probs(rows), padded_log_probs(theirs, rows), strict=True):
+        assert found == pytest.approx(wanted.tolist(), abs=1e-5)
