@@ -64,6 +64,21 @@ def sft_sample(
     return tokens[:end], end - first, mask[first:end]
 
 
+def following(tokenizer: Any, messages: Chat, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """The tokens that come after an assistant's text when `messages` follow it and the assistant is to speak again.
+
+    They begin with the end of the assistant's turn. What stands before is left alone, so tokens that were sampled stay
+    as they are: only the difference is rendered, after stand-ins for a user and an answer. Raises SettingsError without
+    a template, RecordError if it refuses such messages.
+    """
+    template = _Template(tokenizer, Prompt(text=""), template_kwargs)
+    asked = [{"role": "user", "content": STAND_INS[0]}]
+    one, two = (
+        template.text([*asked, {"role": "assistant", "content": text}, *messages], header=True) for text in STAND_INS
+    )
+    return _encode(tokenizer, _shared(one[::-1], two[::-1])[::-1])
+
+
 def assistant_mask(chat: Chat, tokenizer: Any, template: _Template) -> tuple[list[int], list[int]]:
     """All tokens of the rendered chat, and 1 for each that the assistant wrote."""
     if not tokenizer.is_fast:

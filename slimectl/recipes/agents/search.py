@@ -1,0 +1,70 @@
+"""Local search: the model writes `<search>words</search>` and reads the passages that BM25 finds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.conversation import Conversation, Generate
+from slimectl.types import Sample, SamplingParams
+
+CALL = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+WORD = re.compile(r"\w+")
+
+
+class Bm25:
+    """Okapi BM25 over passages (Robertson and Zaragoza 2009, eq. 3.15, with the idf of Lucene, which is positive)."""
+
+    def __init__(self, passages: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
+        self.passages = passages
+        self._counts = [Counter(_words(passage)) for passage in passages]
+        self._lengths = [counts.total() for counts in self._counts]
+        self._mean = sum(self._lengths) / max(1, len(passages)) or 1.0
+        having = Counter(word for counts in self._counts for word in counts)
+        size = len(passages)
+        self._idf = {word: math.log(1 + (size - n + 0.5) / (n + 0.5)) for word, n in having.items()}
+        self._k1, self._b = k1, b
+
+    def score(self, query: str, i: int) -> float:
+        counts, norm = self._counts[i], self._k1 * (1 - self._b + self._b * self._lengths[i] / self._mean)
+        found = ((self._idf[word], counts[word]) for word in _words(query) if word in counts)
+        return sum(idf * n * (self._k1 + 1) / (n + norm) for idf, n in found)
+
+    def best(self, query: str, count: int = 2) -> list[str]:
+        """The passages that fit best, best first; none that has no word of the query."""
+        scores = [(self.score(query, i), -i) for i in range(len(self.passages))]
+        ranked = sorted((pair for pair in scores if pair[0] > 0), reverse=True)
+        return [self.passages[-i] for _, i in ranked[:count]]
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+@cache
+def index_of(path: str) -> Bm25:
+    """The index of a text file whose passages are parted by blank lines."""
+    text = Path(path).read_text(encoding="utf-8")
+    return Bm25([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
+
+
+async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
+    """Answer with the passages of the file `metadata.corpus` at hand."""
+    talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    index = index_of(sample.metadata["corpus"])
+    while (said := await talk.ask()) is not None:
+        queries = CALL.findall(said)
+        if not queries:
+            break
+        with talk.tool():
+            found = index.best(queries[-1])
+        talk.tell({"role": "user", "content": "\n\n".join(found) or "nothing found"})
+    return sample
+
+
+generate.resumes = True  # type: ignore[attr-defined]
