@@ -38,7 +38,7 @@ class WandbTracker:
             "name": identity.name,
             "id": identity.run_id,
             "mode": identity.mode,
-            "dir": str(folder),
+            "dir": str(folder.resolve()),
             "config": identity.config,
             "resume": "allow",
             "reinit": "create_new",

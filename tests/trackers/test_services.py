@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tracked import swanlab_records, swanlab_seen, wandb_records, wandb_rows
+from workshop import Workshop
 
 from slimectl import wiring
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
@@ -161,3 +162,27 @@ def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatc
     monkeypatch.setattr(sys.modules["slimectl.wiring.trackers"], "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"track\.with needs wandb"):
         wiring.check_trackers(settings("track.with=['stdout', 'wandb']"))
+
+
+def test_a_run_and_its_resume_are_one_curve_under_both_namings(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    # wandb's service of this process, which wandb puts into the environment, would write the run's file when it likes.
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
+    tracked = ["-s", "track.with=['wandb', 'swanlab']", "-s", "track.mode=offline", "-s", "track.naming=both"]
+    own = ["-s", 'eval.data.small={path = "prompts.jsonl@[0:3]", n_samples_per_prompt = 2, max_response_len = 4}']
+    out = workshop.slimectl("run", *tracked, *own, "-s", "run.num_rollout=1")
+    assert out.decode().strip() == "runs/a"
+    assert "failed" not in workshop.stderr
+    folder = workshop.folder / "runs" / "a"
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "track.with=['wandb']")
+    assert len({r.run.run_id for r in wandb_records(folder) if r.HasField("run")}) == 1
+    rows = wandb_rows(folder)
+    for ours, theirs in [("rollout/raw_reward", "critic/score/mean"), ("eval/small", "val/small/score/mean")]:
+        points = [(row[ours], row[theirs]) for row in rows if ours in row]
+        assert [a for a, _ in points] == [b for _, b in points]
+    lines = workshop.metrics("a")
+    kept = [line["metrics"]["rollout/raw_reward"] for line in lines if "rollout/raw_reward" in line["metrics"]]
+    assert [row["rollout/raw_reward"] for row in rows if "rollout/raw_reward" in row] == kept
+    assert len(kept) == 2
+    assert [value for _, value in swanlab_seen(folder / "swanlab")["rollout/raw_reward"]] == kept[:1]
+    assert max(line["metrics"].get("eval/small/response_len/max", 0) for line in lines) <= 4
+    assert KEY.encode() not in everything_in(folder)
