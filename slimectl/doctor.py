@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from slimectl import wiring
+from slimectl.data.buffer import SamplingState
 from slimectl.data.hashing import tensor_checksum
 from slimectl.ports import Policy
 from slimectl.sampler import SamplingSide
@@ -97,7 +98,7 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[Finding]:
             side = SamplingSide(settings, model, executor=executor, folder=Path(scratch))
             sync = side.sync(policy)
             before = _checksums(policy)
-            reports = run(partial(side.sampler.rounds, 0), policy, sync, settings, executor=executor)
+            reports = run(partial(side.sampler.rounds, SamplingState()), policy, sync, settings, executor=executor)
             for report, _ in zip(reports, range(steps), strict=False):
                 difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
                 allowed = settings.run.max_logprob_abs_diff or float("inf")

@@ -67,13 +67,12 @@ def plan(
 ) -> None:  # fmt: skip
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
 
-    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit.
+    Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. `--placement -c run.toml`
+    says instead who works on which GPU in that run.
 
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
-
-        slimectl plan --placement -c run.toml -s cluster.colocate=true
     """
     if placement:
         from slimectl.cli.placement import show_placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ CONTEXT = 256
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+TRIES = 5
+"""A small model writes 200 tokens in the time that a busy machine takes to pass a word on."""
 
 ModelDir = Callable[..., Path]
 
@@ -57,17 +61,20 @@ def answers(engine: Any, *requests: tuple[list[int], SamplingParams]) -> list[Co
 
 
 def interrupted(engine: Any, by: Callable[[], Awaitable[None]], *, count: int = 1) -> list[Completion]:
-    """`count` long requests, to which something happens after they have begun to write."""
+    """`count` long requests, to which something happens while they write; again where they were done before it did."""
 
     async def scene() -> list[Completion]:
         under_way = [asyncio.create_task(engine.generate(PROMPT, params=LONG)) for _ in range(count)]
         # A short one that joins them and ends: by then each of the others has written something.
         await engine.generate(PROMPT, params=dataclasses.replace(GREEDY, max_tokens=3))
-        assert not any(task.done() for task in under_way)
         await by()
         return await asyncio.gather(*under_way)
 
-    return asyncio.run(scene())
+    for _ in range(TRIES):
+        found = asyncio.run(scene())
+        if all(answer.finish == "abort" or len(answer.weight_versions) > 1 for answer in found):
+            break
+    return found
 
 
 def test_many_in_flight_answer_as_each_would_alone_whatever_their_order(engine: Any):
@@ -151,11 +158,14 @@ def test_close_ends_what_is_in_flight(engine: Any):
 def test_an_answer_names_the_versions_of_the_weights_that_wrote_it(engine: Any, tensors: dict[str, torch.Tensor]):
     assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == ["0"]
 
-    async def push() -> None:
-        await asyncio.to_thread(engine.load_weights, list(tensors.items()), version="1")
+    versions = itertools.count(1)
 
-    assert interrupted(engine, push)[0].weight_versions == ["0", "1"]
-    assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == ["1"]
+    async def push() -> None:
+        await asyncio.to_thread(engine.load_weights, list(tensors.items()), version=str(next(versions)))
+
+    before, after = map(int, interrupted(engine, push)[0].weight_versions)
+    assert after == before + 1
+    assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == [str(after)]
 
 
 def test_new_weights_write_other_answers_and_the_old_ones_the_old(engine: Any, tensors: dict[str, torch.Tensor]):
