@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,10 @@ from slimectl.cli.options import (
     resolved,
 )
 from slimectl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from slimectl.settings import Settings
+    from slimectl.types import Metrics, Sample
 
 
 def evaluate(
@@ -67,11 +71,20 @@ def evaluate(
         return
     import json
 
+    from slimectl.cli.records import say
+
+    metrics = _measured(settings, out)
+    for name in settings.eval.data:
+        say(f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}")
+    print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
+
+
+def _measured(settings: Settings, out: str | None) -> Metrics:
+    """The metrics of every dataset; the graded samples go to `out` where one is given."""
     from slimectl import wiring
-    from slimectl.cli.records import say, told, up_to_date, write_out
+    from slimectl.cli.records import told, up_to_date, write_out
     from slimectl.stages.evaluate import answer_of, settings_for, summarized
     from slimectl.stages.evaluate import evaluate as stage
-    from slimectl.types import Metrics, Sample
 
     parts = {}
     for name, source in settings.eval.sources.items():
@@ -96,9 +109,7 @@ def evaluate(
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
             told(write_out(graded(sampling, graders), out, manifest, inputs), {})
-    for name in settings.eval.data:
-        say(f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}")
-    print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
+    return metrics
 
 
 def _named(item: str) -> tuple[str, str]:

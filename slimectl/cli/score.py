@@ -29,6 +29,7 @@ from slimectl.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from slimectl.data.manifest import Manifest
     from slimectl.settings import Settings
     from slimectl.types import Sample
 
@@ -73,26 +74,44 @@ def score(
     lines = explain and out == "-" and sys.stdout.isatty()
     if not check and not lines:
         needs_destination(out)
-    from statistics import fmean
-
     from slimectl import wiring
-    from slimectl.cli.reasons import Reasons
-    from slimectl.cli.records import say, told, up_to_date, write_on, write_out
+    from slimectl.cli.records import say, up_to_date
     from slimectl.data.jsonl import read_samples
-    from slimectl.data.partial import can_be_partial
-    from slimectl.stages.score import reward_number
-    from slimectl.stages.score import score as stage
-    from slimectl.streams import tee
 
     read = read_samples(samples, on_error=on_error, report=say)
     if check:
         _check(read, settings)
         return
     inputs = [samples] if samples != "-" else []
-    reward = wiring.reward(settings)
+    wiring.reward(settings)
     manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
-    if manifest is None:
-        return
+    if manifest is not None:
+        _graded(read, settings, manifest, inputs, out, reference=reference, lines=lines, force=force)
+
+
+def _graded(
+    read: Iterator[Sample],
+    settings: Settings,
+    manifest: Manifest,
+    inputs: list[str],
+    out: str,
+    *,
+    reference: str | None,
+    lines: bool,
+    force: bool,
+) -> None:
+    """Samples with their rewards to `out`, or a line each to the terminal; then what there is to say of them all."""
+    from statistics import fmean
+
+    from slimectl import wiring
+    from slimectl.cli.reasons import Reasons
+    from slimectl.cli.records import say, told, write_on, write_out
+    from slimectl.data.partial import can_be_partial
+    from slimectl.stages.score import reward_number
+    from slimectl.stages.score import score as stage
+    from slimectl.streams import tee
+
+    reward = wiring.reward(settings)
     frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
     graders = wiring.executor(settings, trains=False)
     rewards: list[float] = []
@@ -117,7 +136,7 @@ def score(
             counts = write_out(tee(made(read), count), out, manifest, inputs)
     finally:
         graders.close()
-    if explain:
+    if settings.score.explain:
         for line in reasons.lines():
             say(line)
     told(counts, {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {})

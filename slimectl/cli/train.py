@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +27,10 @@ from slimectl.cli.options import (
     resolved,
 )
 from slimectl.errors import RecordError, SettingsError
+
+if TYPE_CHECKING:
+    from slimectl.settings import Settings
+    from slimectl.types import Sample
 
 
 def train(
@@ -57,14 +64,9 @@ def train(
     if dry_run:
         print_settings(found)
         return
-    import json
-
     from slimectl import wiring
     from slimectl.cli.records import say, up_to_date
-    from slimectl.data.rundir import refuse_existing, write_folder
-    from slimectl.journal import load_state
-    from slimectl.stages.teaching import with_log_probs
-    from slimectl.stages.train import train as stage
+    from slimectl.data.rundir import refuse_existing
 
     settings = found.settings
     folder = wiring.model_folder(settings.model.path)
@@ -76,27 +78,44 @@ def train(
         refuse_existing(save, force=force)
     tokenizer = wiring.tokenizer(folder)
     stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
-    place = wiring.executor(settings)
-    learners = wiring.learners(settings, folder, executor=place)
-    policy, critic = learners.policy, learners.critic
-    steps = 0
-    try:
-        state = None
+    about = partial(manifest.signed, parents=inputs)
+    steps = _trained(stream, settings, folder, load=load, save=save, about=about)
+    if steps == 0:
+        raise RecordError(f"{samples}: no samples came; look at what the stage before said")
+    say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+
+
+def _trained(
+    stream: Iterator[Sample],
+    settings: Settings,
+    folder: Path,
+    *,
+    load: Path | None,
+    save: Path | None,
+    about: Callable[[dict[str, int]], Any],
+) -> int:
+    """A line a step on stdout; their number. What was learnt is in `save`, where something was."""
+    import json
+
+    from slimectl import wiring
+    from slimectl.data.rundir import write_folder
+    from slimectl.journal import load_state
+    from slimectl.stages.teaching import with_log_probs
+    from slimectl.stages.train import train as stage
+
+    steps, state = 0, None
+    with closing(wiring.executor(settings)) as place, closing(wiring.learners(settings, folder, executor=place)) as by:
+        policy, critic = by.policy, by.critic
         if load is not None:
             policy.load(folder)
             if critic is not None and critic is not policy:
                 critic.load(load / "critic")
             state = load_state(load, policy)
-        for field, model_of in learners.asked.items():
+        for field, model_of in by.asked.items():
             stream = with_log_probs(stream, model_of, field)
         for report in stage(stream, policy, settings, critic=critic, state=state):
             print(json.dumps(report.to_json()), flush=True)
             steps += 1
-        if steps == 0:
-            raise RecordError(f"{samples}: no samples came; look at what the stage before said")
-        if save is not None:
-            write_folder(save, learners.save, about=manifest.signed({"steps": steps}, parents=inputs))
-    finally:
-        learners.close()
-        place.close()
-    say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+        if steps and save is not None:
+            write_folder(save, by.save, about=about({"steps": steps}))
+    return steps

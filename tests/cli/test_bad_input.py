@@ -91,9 +91,13 @@ def test_a_malformed_line_1000_of_2000(workshop: Workshop):
     lines = (workshop.folder / name).read_text().splitlines()
     lines[999] = lines[999][:-5]
     (workshop.folder / name).write_text("\n".join(lines) + "\n")
-    line = refused(workshop, "score", name, "--rm-type", "exact", "--out", "scored.jsonl", code=3)
-    assert line.startswith("samples.jsonl:1000: ")
+    workshop.slimectl("score", name, "--rm-type", "exact", "--out", "scored.jsonl", code=3)
+    kept, line = workshop.stderr.splitlines()
+    assert kept.endswith("scored.jsonl.partial: 999 samples are kept; the same command goes on after them")
+    assert line.startswith("slimectl: samples.jsonl:1000: ")
     assert not (workshop.folder / "scored.jsonl").exists()
+    workshop.slimectl("score", name, "--rm-type", "exact", "--out", "scored.jsonl", "--on-error", "skip")
+    assert len((workshop.folder / "scored.jsonl").read_text().splitlines()) == 1999
     assert len(workshop.slimectl("score", name, "--rm-type", "exact", "--on-error", "skip").splitlines()) == 1999
     assert "samples.jsonl:1000: " in workshop.stderr
 

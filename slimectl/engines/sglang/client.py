@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slimectl.engines.limits import check_prompt
 from slimectl.engines.sglang.background import Background
 from slimectl.engines.sglang.balance import Balance
 from slimectl.engines.sglang.dispatch import CONNECT_S, Dispatch
-from slimectl.engines.sglang.request import Flight, check_prompt, sampling
+from slimectl.engines.sglang.request import Flight, sampling
 from slimectl.engines.sglang.weights import Forms, buckets
 from slimectl.engines.sglang.wire import get
 from slimectl.errors import BackendError

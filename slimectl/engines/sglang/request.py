@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.engines.sglang.recipes import UNPUSHED
-from slimectl.errors import SettingsError
 from slimectl.types import Completion, SamplingParams
 
 KEPT = ("routed_experts", "spec_verify_ct", "spec_accept_rate", "spec_accept_length", "num_retractions", "dp_rank")
@@ -18,29 +17,6 @@ KEPT = ("routed_experts", "spec_verify_ct", "spec_accept_rate", "spec_accept_len
 
 class Unavailable(Exception):
     """The server could not answer now; it, or another, may later."""
-
-
-def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
-    """Refuse here what a server would refuse, or die of: SGLang 0.5.21 does, of a token outside the vocabulary.
-
-    Raises SettingsError.
-    """
-    if not tokens:
-        raise SettingsError("prompt: is empty; give at least one token")
-    strange = min(tokens) if min(tokens) < 0 else max(tokens)
-    if not 0 <= strange < vocabulary:
-        raise SettingsError(
-            f"prompt: token {strange} is outside the vocabulary of {vocabulary}; use the model's own tokenizer"
-        )
-    if len(tokens) >= max_context:
-        raise SettingsError(
-            f"prompt: {len(tokens)} tokens leave no room in a context of {max_context}; "
-            f"shorten the prompt or raise rollout.max_context_len"
-        )
-    if params.max_tokens < 1:
-        raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 1")
-    if params.temperature < 0:
-        raise SettingsError(f"temperature: {params.temperature} is negative; give 0 (greedy) or more")
 
 
 def sampling(params: SamplingParams, *, limit: int) -> dict[str, Any]:
