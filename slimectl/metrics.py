@@ -89,6 +89,8 @@ def _rollout() -> list[Metric]:
         "truncation_rate": ("", "Share of answers cut at max_response_len"),
         "rollout_log_probs": ("nat", "Mean log-probability of sampled tokens, by the engine"),
         "prefix_cache_hit_rate": ("", "Share of prompt tokens whose computation was shared"),
+        "spec_accept_length": ("tokens", "Tokens that a pass of the model wrote, with speculative decoding"),
+        "spec_accept_rate": ("", "Share of drafted tokens that were taken, with speculative decoding"),
         "zero_std/count_{reward}": ("groups", "Groups whose answers all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
         "prompts_too_long": ("prompts", "Left out for having more than rollout.max_prompt_len tokens"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slimectl.types import Metrics, Sample, Status
 
@@ -34,6 +34,19 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
     if prompts:
         cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))
         metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
+    metrics |= _speculation([s.spec_info for s in samples if s.spec_info])
+    return metrics
+
+
+def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:
+    """Of speculative decoding: tokens that one pass of the model wrote, and the share of drafts that it took."""
+    passes = sum(info.get("spec_verify_ct", 0) for info in infos)
+    drafted = sum(info.get("spec_draft_token_num", 0) for info in infos)
+    metrics: Metrics = {}
+    if passes:
+        metrics["rollout/spec_accept_length"] = sum(info["completion_token_num"] for info in infos) / passes
+    if drafted:
+        metrics["rollout/spec_accept_rate"] = sum(info.get("spec_accept_token_num", 0) for info in infos) / drafted
     return metrics
 
 

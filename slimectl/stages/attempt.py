@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 UNFINISHED = (Status.PENDING, Status.ABORTED)
+DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
+"""What an engine counts of speculative decoding."""
 
 
 def sampling_params(settings: RolloutSettings) -> SamplingParams:
@@ -141,6 +144,7 @@ class _Asked:
         self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
         self._versions: list[str] = []
         self._cached = 0
+        self._drafts: Counter[str] = Counter()
         self.aborted = False
         settings, given = attempts.settings, sample.prompt
         text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
@@ -157,6 +161,9 @@ class _Asked:
         completion = await self._attempts.engine.generate(tokens, params=params or self.params)
         self._versions.extend(completion.weight_versions)
         self._cached += completion.cached_tokens
+        if "spec_verify_ct" in completion.extras:
+            self._drafts.update({name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras})
+            self._drafts["completion_token_num"] += len(completion.tokens)
         self.aborted |= completion.finish == "abort"
         return completion
 
@@ -168,6 +175,7 @@ class _Asked:
             each.weight_versions = each.weight_versions or list(self._versions)
             if len(made) > 1:
                 each.rollout_id = self._sample.index
+        made[0].spec_info = dict(self._drafts) or None
         made[0].prefix_cache_info = {"cached_tokens": self._cached, "total_prompt_tokens": self._prompt_length}
         return made
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slimectl.algorithms.statistics import rollout_metrics
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.layers import Layer, resolve
 from slimectl.stages.rounds import sampled_rounds
@@ -32,6 +33,21 @@ class Echo:
     async def abort(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def test_what_an_engine_counts_of_its_drafts_is_kept_and_summed_up():
+    class Drafting(Echo):
+        async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+            extras = {"spec_verify_ct": 2, "spec_draft_token_num": 8, "spec_accept_token_num": 6}
+            return Completion([1] * 5, [-0.5] * 5, "x", "stop", ["0"], extras=extras)
+
+    [first, *_] = next(made(Drafting(), "ss")).samples
+    assert first.spec_info == {
+        "spec_verify_ct": 2, "spec_accept_token_num": 6, "spec_draft_token_num": 8, "completion_token_num": 5
+    }  # fmt: skip
+    metrics = rollout_metrics([first, first], [1.0, 1.0])
+    assert metrics["rollout/spec_accept_length"] == 2.5  # five tokens in two passes
+    assert metrics["rollout/spec_accept_rate"] == 0.75
 
 
 class Bytes:

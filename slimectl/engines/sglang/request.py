@@ -11,8 +11,15 @@ from typing import Any
 from slimectl.engines.sglang.recipes import UNPUSHED
 from slimectl.types import Completion, SamplingParams
 
-KEPT = ("routed_experts", "spec_verify_ct", "spec_accept_rate", "spec_accept_length", "num_retractions", "dp_rank")
-"""What an answer says beside text, tokens and versions, as servers name it; kept where it is there."""
+KEPT = {
+    "routed_experts": "routed_experts",
+    "spec_verify_ct": "spec_verify_ct",
+    "spec_num_correct_drafts": "spec_accept_token_num",
+    "spec_num_proposed_drafts": "spec_draft_token_num",
+    "num_retractions": "num_retractions",
+    "dp_rank": "dp_rank",
+}
+"""What an answer says beside text, tokens and versions, as SGLang names it and as we do; kept where it is there."""
 
 
 class Unavailable(Exception):
@@ -115,5 +122,5 @@ class Flight:
             finish=finish or self.finish or "abort",
             weight_versions=self.versions,
             cached_tokens=self.meta.get("cached_tokens") or 0,
-            extras={name: self.meta[name] for name in KEPT if self.meta.get(name) is not None},
+            extras={ours: self.meta[name] for name, ours in KEPT.items() if self.meta.get(name) is not None},
         )
