@@ -123,7 +123,7 @@ def in_process(model_dir: Callable[[str], Path]) -> EmbeddedEngine:
     return engine
 
 
-@pytest.fixture(name="serving")
+@pytest.fixture(name="serving", scope="session")
 def serving_fixture() -> Callable[..., Any]:
     return served
 

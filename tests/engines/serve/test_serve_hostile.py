@@ -75,13 +75,6 @@ def hostile(serving: Callable[..., Any], model_dir: Callable[[str], Path]) -> It
         yield made
 
 
-@pytest.fixture(scope="module")
-def serving(request: pytest.FixtureRequest) -> Any:
-    from conftest import served  # type: ignore[attr-defined]
-
-    return served
-
-
 def idle(server: Any) -> bool:
     load = server.good("/v1/loads")["loads"][0]
     return load["num_total_reqs"] == 0
