@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 REWARD = '''
 def reward(sample):
     """The share of small bytes in the answer: an untrained model has some, and can learn to write more."""
@@ -88,3 +90,16 @@ def set_up(folder: Path, model: Path) -> Workshop:
     (folder / "reward.py").write_text(REWARD)
     (folder / "slimectl.toml").write_text(SETTINGS.format(model=model))
     return Workshop(folder, model)
+
+
+BY_ENGINE = ("prefix_cache_hit_rate", "train_rollout_", "tis", "rollout_log_probs", "train/loss", "train/pg_loss")
+"""Metrics that depend on which engine served, or are rounding alone."""
+
+
+def alike(one: list[dict], other: list[dict]) -> None:
+    """The same steps from the same answers, whichever engine wrote them."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for a, b in zip(one, other, strict=True):
+        for name, value in a["metrics"].items():
+            if not any(word in name for word in BY_ENGINE):
+                assert b["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (a["step"], name)

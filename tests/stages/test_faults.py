@@ -13,12 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from workshop import Workshop
+from workshop import Workshop, alike
 
 ROUNDS = ["-s", "run.num_rollout=24", "-s", "rollout.max_response_len=120", "-s", "rollout.ignore_eos=true"]
 ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=4"]
-BY_ENGINE = ("prefix_cache_hit_rate", "train_rollout_", "tis", "rollout_log_probs", "train/loss", "train/pg_loss")
-"""Metrics that depend on which engine served, or are rounding alone."""
 
 
 def started(workshop: Workshop, *arguments: str) -> subprocess.Popen[bytes]:
@@ -51,15 +49,6 @@ def until(condition, *, process: subprocess.Popen[bytes], limit_s: float = 60.0)
         assert process.poll() is None, "the run ended meanwhile"
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.02)
-
-
-def alike(one: list[dict], other: list[dict]) -> None:
-    """The same steps from the same answers, whichever engine wrote them."""
-    assert [line["step"] for line in one] == [line["step"] for line in other]
-    for a, b in zip(one, other, strict=True):
-        for name, value in a["metrics"].items():
-            if not any(word in name for word in BY_ENGINE):
-                assert b["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (a["step"], name)
 
 
 def words(workshop: Workshop) -> str:

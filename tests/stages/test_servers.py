@@ -8,10 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from serving import sglang_python
-from workshop import Workshop
-
-BY_ENGINE = ("prefix_cache_hit_rate", "train_rollout_", "tis", "rollout_log_probs", "train/loss", "train/pg_loss")
-"""Metrics that depend on which engine served, or are rounding alone."""
+from workshop import Workshop, alike
 
 
 def lines(path: Path) -> list[dict]:
@@ -56,10 +53,7 @@ def test_two_servers_answer_as_the_engine_beside_the_trainer(workshop: Workshop,
     workshop.slimectl(
         "run", "--name", "two", "-s", "run.num_rollout=3", "-s", "eval.temperature=0", "--engines", "2", *checked
     )
-    for one, two in zip(workshop.metrics("one"), workshop.metrics("two"), strict=True):
-        for name, value in one["metrics"].items():
-            if not any(word in name for word in BY_ENGINE):
-                assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (one["step"], name)
+    alike(workshop.metrics("one"), workshop.metrics("two"))
     assert last_evaluation(workshop, "two", 3) == greedy(workshop, "two")
     assert nothing_is_left(workshop)
 
