@@ -12,6 +12,7 @@ from typing import Any
 from slimectl.data.buffer import SamplingState
 from slimectl.data.jsonl import write_samples
 from slimectl.data.rundir import RunDir, explained_storage, write_text
+from slimectl.errors import CheckpointError
 from slimectl.ports import Critic, Policy, Tracker
 from slimectl.settings import Settings
 from slimectl.stages.round_metrics import round_perf
@@ -112,6 +113,11 @@ class Journal:
             return TrainState()
         folder = self.folder.newest(warn)
         facts = json.loads((folder / "state.json").read_text())
+        if lacking := [key for key in ("pending", "sampling", "sizes", "scores", "evaluations") if key not in facts]:
+            raise CheckpointError(
+                f"{folder}/state.json: no {lacking[0]!r}: another version of slimectl wrote it, and this one cannot go "
+                f"on from there; begin a new run from its weights: --model {folder}"
+            )
         policy.load(folder / "policy")
         if self.critic is not None:
             self.critic.load(folder / "critic")

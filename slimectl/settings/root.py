@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft, Whitened
+from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
+from slimectl.settings.algorithms.contradictions import algorithm_contradictions
 from slimectl.settings.base import Section
 from slimectl.settings.cluster import ClusterSettings
 from slimectl.settings.engine import EngineSettings, SglangSettings
@@ -104,7 +105,11 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     if isinstance(algorithm, PolicyGradient):
-        yield from _algorithm_contradictions(algorithm)
+        yield from algorithm_contradictions(algorithm)
+        return
+    for key in ("custom_advantage_function_path", "custom_loss_function_path"):
+        if getattr(train, key):
+            yield f"train.{key} has no effect with algorithm.name {algorithm.name}, whose loss is its own; drop it"
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:
@@ -172,20 +177,3 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if cluster.executor == "ray" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
-
-
-def _algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
-    if algorithm.use_rollout_logprobs and algorithm.use_tis:
-        yield (
-            "algorithm.use_rollout_logprobs and algorithm.use_tis exclude each other: with the engine's own "
-            "log-probabilities there is nothing to correct; drop one"
-        )
-    if algorithm.kl_coef and algorithm.kl_loss_coef:
-        yield (
-            "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward or "
-            "into the loss; set one to 0"
-        )
-    if isinstance(algorithm, Whitened) and not algorithm.normalize_advantages:
-        yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
-    if algorithm.calculate_per_token_loss and algorithm.fixed_length:
-        yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"

@@ -139,11 +139,27 @@ def test_a_divergence_without_a_reference_is_refused():
     [
         ("kl_coef and algorithm.kl_loss_coef exclude", {"name": "rloo", "kl_coef": 0.1, "kl_loss_coef": 0.1}),
         ("normalize_advantages", {"name": "reinforce_plus_plus", "normalize_advantages": False}),
+        ("ref_update_interval has no effect without a divergence", {"ref_update_interval": 5}),
+        ("kl_coef has no effect with algorithm.name opd", {"name": "opd", "kl_coef": 0.1}),
+        ("opd_teacher_load has no effect with algorithm.opd_kl_coef = 0", {"opd_teacher_load": "teacher"}),
+        ("rs_clip has no effect without algorithm.use_rs = true", {"rs_clip": 5.0}),
+        ("opsm_delta has no effect without algorithm.use_opsm", {"opsm_delta": 0.1}),
+        ("tis_batch_normalize has no effect without algorithm.use_tis", {"tis_batch_normalize": True}),
+        ("use_rollout_logprobs and algorithm.use_rs exclude", {"use_rollout_logprobs": True, "use_rs": True}),
+        ("tis_clip_low: 3 is above algorithm.tis_clip: 2", {"use_tis": True, "tis_clip_low": 3.0}),
+        ('tis_mode = "truncate"', {"use_tis": True, "tis_clip_low": 0.5, "tis_mode": "truncate"}),
     ],
 )
 def test_contradictions_name_the_keys(key: str, changes: dict[str, Any]):
-    (line,) = contradictions(Settings.model_validate({"algorithm": changes}))
+    (line,) = contradictions(Settings.model_validate({"algorithm": {"name": "grpo"} | changes}))
     assert key in line
+
+
+@pytest.mark.parametrize("name", ["custom_advantage_function_path", "custom_loss_function_path"])
+def test_a_function_that_would_not_be_called_is_refused(name: str):
+    asked = {"algorithm": {"name": "dpo"}, "train": {name: "mine.py:mine"}}
+    (line,) = contradictions(Settings.model_validate(asked))
+    assert f"train.{name} has no effect with algorithm.name dpo" in line
 
 
 def test_what_a_paper_changes_is_the_default_of_its_algorithm():

@@ -1,0 +1,67 @@
+"""Keys of an algorithm that exclude each other, or do nothing without one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimectl.settings.algorithms.by_token import Opd, Whitened
+from slimectl.settings.algorithms.policy_gradient import PolicyGradient
+
+SWITCHED = {
+    "use_tis": ("tis_batch_normalize",),
+    "use_rs": ("rs_level", "rs_clip", "rs_clip_low"),
+    "use_opsm": ("opsm_delta",),
+}
+"""Keys that do nothing before their switch is on. Bounds of TIS are none: what they would change is reported."""
+
+
+def algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
+    """Each contradiction within [algorithm], as a line that names the keys and the way out."""
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        yield (
+            "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward or "
+            "into the loss; set one to 0"
+        )
+    if isinstance(algorithm, Whitened) and not algorithm.normalize_advantages:
+        yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
+    if algorithm.calculate_per_token_loss and algorithm.fixed_length:
+        yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
+    yield from _of_corrections(algorithm)
+    yield from _without_effect(algorithm)
+
+
+def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
+    for key in ("use_tis", "use_rs"):
+        if algorithm.use_rollout_logprobs and getattr(algorithm, key):
+            yield (
+                f"algorithm.use_rollout_logprobs and algorithm.{key} exclude each other: with the engine's own "
+                f"log-probabilities there is nothing to correct; drop one"
+            )
+    for kind in ("tis", "rs"):
+        low, high = getattr(algorithm, f"{kind}_clip_low"), getattr(algorithm, f"{kind}_clip")
+        if low > high:
+            yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}; swap them"
+    if algorithm.tis_mode == "truncate" and algorithm.tis_clip_low:
+        yield (
+            f"algorithm.tis_clip_low: {algorithm.tis_clip_low:g} has no effect with algorithm.tis_mode = "
+            f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
+        )
+
+
+def _without_effect(algorithm: PolicyGradient) -> Iterator[str]:
+    if algorithm.ref_update_interval and not (algorithm.kl_coef or algorithm.kl_loss_coef):
+        yield (
+            "algorithm.ref_update_interval has no effect without a divergence from the reference; set "
+            "algorithm.kl_coef or algorithm.kl_loss_coef, or drop it"
+        )
+    if isinstance(algorithm, Opd) and algorithm.kl_coef:
+        yield (
+            "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward; use "
+            "algorithm.kl_loss_coef"
+        )
+    if algorithm.opd_teacher_load and not algorithm.opd_kl_coef:
+        yield "algorithm.opd_teacher_load has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
+    for switch, keys in SWITCHED.items():
+        for key in keys:
+            if not getattr(algorithm, switch) and getattr(algorithm, key) != type(algorithm).model_fields[key].default:
+                yield f"algorithm.{key} has no effect without algorithm.{switch} = true; set that or drop it"

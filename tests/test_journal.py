@@ -1,0 +1,24 @@
+"""What a run reads back of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.data.rundir import RunDir, write_text
+from slimectl.errors import CheckpointError
+from slimectl.journal import Journal
+from slimectl.settings import Settings
+
+
+def test_a_checkpoint_of_an_older_run_is_refused_in_one_line_before_weights_are_read(tmp_path: Path):
+    folder = RunDir(tmp_path / "old")
+    folder.start("", force=False)
+    facts = {"step": 3, "rollout_id": 3, "pending": [], "sizes": {}, "scores": [], "evaluations": []}
+    folder.save(3, lambda staged: write_text(staged / "state.json", json.dumps(facts)))
+    nothing_to_load: Any = None
+    with pytest.raises(CheckpointError, match=r"step_000003/state.json: no 'sampling'.*--model \S+step_000003$"):
+        Journal(folder, Settings()).restore(nothing_to_load, print)
