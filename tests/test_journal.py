@@ -18,7 +18,12 @@ def test_a_checkpoint_of_an_older_run_is_refused_in_one_line_before_weights_are_
     folder = RunDir(tmp_path / "old")
     folder.start("", force=False)
     facts = {"step": 3, "rollout_id": 3, "pending": [], "sizes": {}, "scores": [], "evaluations": []}
-    folder.save(3, lambda staged: write_text(staged / "state.json", json.dumps(facts)))
+
+    def fill(staged: Path) -> None:
+        (staged / "policy").mkdir()
+        write_text(staged / "state.json", json.dumps(facts))
+
+    folder.save(3, fill)
     nothing_to_load: Any = None
     with pytest.raises(CheckpointError, match=r"step_000003/state.json: no 'sampling'.*--model \S+step_000003$"):
         Journal(folder, Settings()).restore(nothing_to_load, print)
