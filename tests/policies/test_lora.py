@@ -159,7 +159,8 @@ def test_a_damaged_adapter_is_refused(model_dir: ModelDir, tmp_path: Path):
 
 
 def test_peft_itself_reads_ours_and_we_read_its(model_dir: ModelDir, tmp_path: Path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     rows, policy = random_rows(), new_policy(model_dir("qwen3"), lora=LORA)
     stepped(policy)
     policy.save(tmp_path)
