@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of strings; one string alone stands for a list of one."""
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
+"""A list of strings; one string alone stands for a list of one, an empty one for none: `-s warmup.data=`."""
 
 
 class Section(BaseModel):

@@ -74,6 +74,12 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         ),
         (["rollout.min_new_tokens=300"], ["rollout.min_new_tokens", "rollout.max_response_len"]),
         (["train.min_lr=1"], ["train.min_lr", "train.lr"]),
+        (
+            ["train.balance_by_flops=true", "train.use_dynamic_batch_size=false"],
+            ["train.balance_by_flops", "train.use_dynamic_batch_size = true"],
+        ),
+        (["train.balance_by_flops=true", "train.balance_data=false"], ["balance_by_flops", "train.balance_data = true"]),
+        (["train.micro_batch_size=2"], ["train.micro_batch_size: 2", "train.use_dynamic_batch_size"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
         (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
@@ -108,6 +114,11 @@ def test_tables_merge_key_by_key_and_one_string_is_a_list():
     found = settle("eval.data.aime=a.jsonl", "eval.data.math=b.jsonl", "rollout.data=p.jsonl")
     assert found.settings.eval.data == {"aime": "a.jsonl", "math": "b.jsonl"}
     assert found.settings.rollout.data == ["p.jsonl"]
+
+
+def test_an_empty_value_empties_a_list():
+    layers = [Layer("recipe", {"warmup": {"data": ["words.jsonl"]}}), from_assignments(["warmup.data="])]
+    assert resolve(layers).settings.warmup.data == []
 
 
 @pytest.mark.parametrize(
