@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from slimectl.algorithms.balancing import karmarkar_karp, round_robin
 from slimectl.errors import RecordError
 from slimectl.types import Row
 
@@ -34,6 +36,12 @@ class Bundle:
     def tokens(self) -> int:
         return self.prompt_length + sum(max(length - 1, 0) for length in self.response_lengths)
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it attends to, itself included."""
+        P, answers = self.prompt_length, [max(length - 1, 0) for length in self.response_lengths]
+        return P * (P + 1) // 2 + sum(P * R + R * (R + 1) // 2 for R in answers)
+
     def part(self, members: Sequence[int]) -> Bundle:
         """The bundle of some of the rows, given by their place in `rows`."""
         return Bundle(
@@ -42,6 +50,28 @@ class Bundle:
 
 
 Pack = list[Bundle]
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How rows become packs, and packs the shares of ranks."""
+
+    micro_batch_size: int | None = None
+    """Rows of a pack, in the order given, however long; None fills packs up to a number of tokens."""
+
+    balance: Literal["tokens", "flops", "none"] = "tokens"
+    """What is made equal over ranks; "none" deals packs in turns."""
+
+    pair_cost: float = 0.0
+    """What a pair of tokens costs in attention where a token costs 1 in everything else; for balance "flops"."""
+
+    def cost(self, pack: Pack) -> float:
+        """What computing a pack costs, in tokens."""
+        pairs = self.pair_cost * sum(bundle.pairs for bundle in pack) if self.balance == "flops" else 0.0
+        return tokens_of(pack) + pairs
+
+
+DYNAMIC = Batching()
 
 
 def tokens_of(pack: Pack) -> int:
@@ -100,23 +130,21 @@ def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
     return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
 
 
-def dealt(packs: Sequence[Pack], *, ranks: int) -> list[list[Pack]]:
-    """As many packs for every rank, heaviest first, their tokens balanced.
+def dealt(packs: Sequence[Pack], *, ranks: int, batching: Batching = DYNAMIC) -> list[list[Pack]]:
+    """As many packs for every rank, heaviest first, what they cost balanced over ranks.
 
     The heaviest pack is split until the number is a multiple of `ranks`; where nothing is left to split, the rest are
     empty packs, so that every rank makes the same number of collective calls.
     """
     packs = list(packs)
     while len(packs) % ranks:
-        heaviest = max(range(len(packs)), key=lambda i: (_can_split(packs[i]), tokens_of(packs[i]), -i))
+        heaviest = max(range(len(packs)), key=lambda i: (_can_split(packs[i]), batching.cost(packs[i]), -i))
         packs[heaviest : heaviest + 1] = (
             _halves(packs[heaviest]) if _can_split(packs[heaviest]) else [packs[heaviest], []]
         )
-    shares: list[list[Pack]] = [[] for _ in range(ranks)]
-    for pack in sorted(packs, key=tokens_of, reverse=True):
-        open_ranks = [i for i in range(ranks) if len(shares[i]) < len(packs) // ranks]
-        shares[min(open_ranks, key=lambda i: sum(map(tokens_of, shares[i])))].append(pack)
-    return shares
+    costs = [batching.cost(pack) for pack in packs]
+    shares = round_robin(len(packs), ranks) if batching.balance == "none" else karmarkar_karp(costs, ranks)
+    return [[packs[i] for i in sorted(share, key=lambda i: (-costs[i], i))] for share in shares]
 
 
 def _can_split(pack: Pack) -> bool:
@@ -141,6 +169,17 @@ def _balanced(costs: Sequence[int]) -> list[list[int]]:
     return [sorted(half) for half in halves]
 
 
-def planned(rows: Sequence[Row], *, max_tokens: int, ranks: int = 1, share: bool = True) -> list[list[Pack]]:
-    """The packs of every rank; each row is in exactly one of them. Raises RecordError."""
-    return dealt(packed(bundled(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens), ranks=ranks)
+def planned(
+    rows: Sequence[Row], *, max_tokens: int, ranks: int = 1, share: bool = True, batching: Batching = DYNAMIC
+) -> list[list[Pack]]:
+    """The packs of every rank; each row is in exactly one of them. Raises RecordError.
+
+    `share`: answers to a prompt travel with one copy of it; not in packs of a fixed number of rows.
+    """
+    size = batching.micro_batch_size
+    if size is None:
+        packs = packed(bundled(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
+    else:
+        alone = bundled(rows, max_tokens=max_tokens, share=False)
+        packs = [alone[start : start + size] for start in range(0, len(alone), size)]
+    return dealt(packs, ranks=ranks, batching=batching)

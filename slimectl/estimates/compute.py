@@ -37,6 +37,11 @@ def attention_width(architecture: Architecture) -> int:
     return int(t["num_attention_heads"] * 2 * t["kv_channels"])
 
 
+def pair_cost(parts: Sequence[Part], architecture: Architecture) -> float:
+    """What a pair of tokens costs in attention, where a token costs 1 in all products with parameters."""
+    return attention_layers(architecture) * attention_width(architecture) / passed(parts, architecture)
+
+
 def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int) -> Figure:
     """FLOPs of one token of a sequence, forward and backward, nothing computed twice."""
     N, layers, width = passed(parts, architecture), attention_layers(architecture), attention_width(architecture)

@@ -100,6 +100,14 @@ def contradictions(settings: Settings) -> Iterator[str]:
     if run.max_staleness is not None and not ages and run.max_staleness > 0:
         yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
     yield from _buffer_contradictions(run, rollout)
+    if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
+        lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
+        yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
+    if train.micro_batch_size > 1 and train.use_dynamic_batch_size:
+        yield (
+            f"train.micro_batch_size: {train.micro_batch_size} has no effect with train.use_dynamic_batch_size; set "
+            f"that to false, or drop train.micro_batch_size"
+        )
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from _placement_contradictions(settings)

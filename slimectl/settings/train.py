@@ -57,6 +57,19 @@ class TrainSettings(Section):
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
     """Tokens that one forward pass takes; more samples make more micro-batches, never another result."""
 
+    use_dynamic_batch_size: bool = True
+    """Fill micro-batches up to max_tokens_per_gpu, first fit; off, each has micro_batch_size samples, however long."""
+
+    micro_batch_size: Annotated[int, Field(ge=1)] = 1
+    """Samples of a micro-batch where use_dynamic_batch_size is off."""
+
+    balance_data: bool = True
+    """Deal micro-batches so that all ranks have as much to compute (Karmarkar and Karp's differencing); off, in
+    turns."""
+
+    balance_by_flops: bool = False
+    """What is balanced: estimated FLOPs, in which long answers weigh more by their attention, and not tokens."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision; master weights and optimizer are always float32."""
 

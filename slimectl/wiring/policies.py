@@ -17,6 +17,7 @@ from slimectl.stages.custom import check_custom
 from slimectl.wiring.models import device, is_gguf, model_folder, tokenizer
 
 if TYPE_CHECKING:
+    from slimectl.algorithms.packing import Batching
     from slimectl.policies.fsdp.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.ports import Critic, Executor, Policy
@@ -119,6 +120,7 @@ def _build(
     shared: dict[str, Any] = {
         "optimizer": _optimizer(settings, total_steps, lr),
         "max_tokens_per_pack": train.max_tokens_per_gpu,
+        "batching": _batching(settings, folder),
         "dtype": train.dtype,
         "freeze": train.freeze_params_name_list,
         "train_only": train.only_train_params_name_list,
@@ -156,6 +158,24 @@ def _build(
         args=megatron.args,
         **shared,
     )
+
+
+def _batching(settings: Settings, folder: Path) -> Batching:
+    """How rows become micro-batches, and micro-batches the shares of ranks."""
+    from slimectl.algorithms.packing import Batching
+
+    train = settings.train
+    size = None if train.use_dynamic_batch_size else train.micro_batch_size
+    if not train.balance_by_flops:
+        return Batching(size, "tokens" if train.balance_data else "none")
+    from slimectl.estimates.compute import pair_cost
+    from slimectl.estimates.parameters import parts_of
+    from slimectl.weights.complete import read_config
+    from slimectl.weights.families import family_of
+
+    config = read_config(folder)
+    family = family_of(config)
+    return Batching(size, "flops", pair_cost(parts_of(family.links(config)), family.architecture(config)))
 
 
 def _lora(settings: Settings) -> LoraOptions | None:

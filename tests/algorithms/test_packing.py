@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
+from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slimectl.algorithms.packing import Bundle, bundled, dealt, packed, planned, tokens_of
+from slimectl.algorithms.packing import Batching, Bundle, bundled, dealt, packed, planned, tokens_of
 from slimectl.errors import RecordError
 from slimectl.types import Row
 
@@ -68,15 +71,79 @@ def test_a_row_without_a_prompt_is_refused():
         bundled([row([1], 1), row([], 2)], max_tokens=10)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_row_is_in_exactly_one_pack_and_packs_keep_the_limit(seed: int):
-    draw = random.Random(seed)
-    rows = [row([group] * draw.randint(1, 9), draw.randint(0, 12), group) for group in range(7) for _ in range(4)]
-    ranks, max_tokens = draw.randint(1, 4), draw.randint(5, 40)
-    shares = planned(rows, max_tokens=max_tokens, ranks=ranks)
-    assert len({len(share) for share in shares}) == 1
-    packs = [pack for share in shares for pack in share]
+def test_pairs_are_what_attention_looks_at():
+    # A prompt of 3: 1 + 2 + 3; the answers' computed tokens, 1 and 2, see it and what is before: 4, and 4 + 5.
+    assert Bundle((0, 1), 3, (2, 3)).pairs == 6 + 4 + 9
+
+
+def test_long_answers_weigh_more_by_flops_than_by_tokens():
+    # Tokens 10, 5, 7 and 6; with a pair as dear as a token 10 + 55, 5 + 15, 7 + 7 and 6 + 6.
+    packs = [[alone(10)], [alone(5)], [alone(1)] * 7, [alone(1)] * 6]
+    by_flops = Batching(balance="flops", pair_cost=1.0)
+    assert [by_flops.cost(pack) for pack in packs] == [65, 20, 14, 12]
+    shares = {kind: dealt(packs, ranks=2, batching=replace(by_flops, balance=kind)) for kind in KINDS}
+    assert {kind: [list(map(tokens_of, share)) for share in dealt] for kind, dealt in shares.items()} == {
+        "tokens": [[10, 5], [7, 6]],
+        "flops": [[10, 6], [5, 7]],
+        "none": [[10, 7], [6, 5]],
+    }
+
+
+def test_micro_batches_of_a_fixed_number_of_rows_keep_the_order():
+    rows = [row([1, 2], length) for length in (9, 1, 9, 1, 2)]
+    [packs] = planned(rows, max_tokens=4, batching=Batching(micro_batch_size=2))
+    assert [[bundle.rows for bundle in pack] for pack in packs] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
+    first, second = planned(rows, max_tokens=4, ranks=2, batching=Batching(micro_batch_size=2))
+    assert [len(share) for share in (first, second)] == [2, 2]
+
+
+KINDS = ("tokens", "flops", "none")
+batches = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 30)), max_size=25)
+"""(group, prompt length, response length) of each row."""
+batchings = st.builds(
+    Batching, st.none() | st.integers(1, 4), st.sampled_from(KINDS), st.floats(0, 1).map(lambda cost: round(cost, 3))
+)
+
+
+@given(batches, batchings, st.integers(1, 4), st.integers(5, 60), st.booleans())
+def test_every_row_is_in_one_pack_packs_keep_the_limit_and_ranks_get_as_many(
+    sizes: list[tuple[int, int, int]], batching: Batching, ranks: int, max_tokens: int, share: bool
+):
+    rows = [row([group] * prompt, response, group) for group, prompt, response in sizes]
+    shares = planned(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
+    assert len(shares) == ranks
+    assert len({len(packs) for packs in shares}) == 1
+    packs = [pack for packs in shares for pack in packs]
     assert sorted(i for pack in packs for bundle in pack for i in bundle.rows) == list(range(len(rows)))
     for pack in packs:
-        assert tokens_of(pack) <= max_tokens or (len(pack) == 1 and len(pack[0].rows) == 1)
-    assert shares == planned(rows, max_tokens=max_tokens, ranks=ranks)
+        members = sum(len(bundle.rows) for bundle in pack)
+        if batching.micro_batch_size is not None:
+            assert members <= batching.micro_batch_size
+        else:  # an oversize row travels alone
+            assert tokens_of(pack) <= max_tokens or members == 1
+    assert shares == planned(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
+
+
+@given(batches, st.sampled_from(KINDS[:2]), st.integers(1, 4))
+def test_balanced_shares_are_never_heavier_than_those_dealt_in_turns(
+    sizes: list[tuple[int, int, int]], kind: Literal["tokens", "flops"], ranks: int
+):
+    rows = [row([group] * prompt, response, group) for group, prompt, response in sizes]
+    balanced, plain = Batching(balance=kind, pair_cost=0.25), replace(Batching(pair_cost=0.25), balance="none")
+    packs = packed(bundled(rows, max_tokens=40), max_tokens=40)
+    while len(packs) % ranks:
+        packs.append([])  # so that both deal the same packs
+    heaviest = [
+        max(sum(map(balanced.cost, share)) for share in dealt(packs, ranks=ranks, batching=batching))
+        for batching in (balanced, plain)
+    ]
+    assert heaviest[0] <= heaviest[1] + 1e-9
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
+def test_first_fit_opens_a_pack_only_where_no_earlier_one_has_room(tokens: list[int], max_tokens: int):
+    packs = packed([alone(n, i) for i, n in enumerate(tokens)], max_tokens=max_tokens)
+    for later in range(1, len(packs)):
+        first = packs[later][0].tokens
+        assert all(tokens_of(earlier) + first > max_tokens for earlier in packs[:later])
+    assert len(packs) <= len(tokens)

@@ -78,7 +78,10 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
             ["train.balance_by_flops=true", "train.use_dynamic_batch_size=false"],
             ["train.balance_by_flops", "train.use_dynamic_batch_size = true"],
         ),
-        (["train.balance_by_flops=true", "train.balance_data=false"], ["balance_by_flops", "train.balance_data = true"]),
+        (
+            ["train.balance_by_flops=true", "train.balance_data=false"],
+            ["balance_by_flops", "train.balance_data = true"],
+        ),
         (["train.micro_batch_size=2"], ["train.micro_batch_size: 2", "train.use_dynamic_batch_size"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
         (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimectl.algorithms.packing import Pack, planned
+from slimectl.algorithms.packing import DYNAMIC, Batching, Pack, planned
 from slimectl.errors import CheckpointError
 from slimectl.policies.freezing import trained
 from slimectl.policies.fsdp.layout import PackLayout, laid_out
@@ -62,6 +62,7 @@ class FsdpTrainer:
         *,
         optimizer: OptimizerOptions,
         max_tokens_per_pack: int = 4096,
+        batching: Batching = DYNAMIC,
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
         share_prompts: bool = True,
@@ -73,7 +74,7 @@ class FsdpTrainer:
         seed: int = 0,
     ) -> None:
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
-        self.max_tokens, self.share_prompts = max_tokens_per_pack, share_prompts
+        self.max_tokens, self.share_prompts, self.batching = max_tokens_per_pack, share_prompts, batching
         self.device, self.seed, self.step = torch.device(device), seed, 0
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -242,7 +243,9 @@ class FsdpTrainer:
         return {name: self.masters.shapes[name] for name in self.masters.trained}
 
     def _share(self, rows: Sequence[Row]) -> list[Pack]:
-        return planned(rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts)[self.rank]
+        return planned(
+            rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts, batching=self.batching
+        )[self.rank]
 
     def _forward(self, rows: Sequence[Row], pack: Pack, *, entropy: bool) -> tuple[PackLayout, Tensor, Tensor | None]:
         layout = laid_out(rows, pack, dtype=self.compute_dtype, device=self.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.packing import Pack, planned
+from slimectl.algorithms.packing import DYNAMIC, Batching, Pack, planned
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron.packed import PackedSequences, packed
 from slimectl.types import Row
@@ -42,12 +42,14 @@ class Batch:
         return {i: [next(values) for _ in range(rows[i].response_length)] for i in self.members}
 
 
-def shares(rows: Sequence[Row], layout: ParallelLayout, *, max_tokens: int, data: int) -> list[list[Pack]]:
+def shares(
+    rows: Sequence[Row], layout: ParallelLayout, *, max_tokens: int, data: int, batching: Batching = DYNAMIC
+) -> list[list[Pack]]:
     """The packs of every data-parallel rank, as many for each; `max_tokens` is what one GPU takes.
 
     Interleaved pipelines want a multiple of their stages: packs without rows fill up.
     """
-    dealt = planned(rows, max_tokens=max_tokens * layout.context, ranks=data, share=False)
+    dealt = planned(rows, max_tokens=max_tokens * layout.context, ranks=data, share=False, batching=batching)
     unit = layout.pipeline if layout.virtual_pipeline else 1
     count = -(-len(dealt[0]) // unit) * unit
     return [[*packs, *([[]] * (count - len(packs)))] for packs in dealt]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slimectl.algorithms.packing import DYNAMIC, Batching
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.freezing import trained
@@ -66,6 +67,7 @@ class MegatronTrainer:
         optimizer: OptimizerOptions,
         layout: ParallelLayout | None = None,
         max_tokens_per_pack: int = 4096,
+        batching: Batching = DYNAMIC,
         dtype: str = "float32",
         recompute: Recompute | None = None,
         args: Mapping[str, Any] | None = None,
@@ -86,6 +88,7 @@ class MegatronTrainer:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
         self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed
+        self.batching = batching
         self.step = self.updates = 0
         config = read_config(self.model_dir)
         family = family_of(config)
@@ -156,7 +159,8 @@ class MegatronTrainer:
         """
         if not rows:
             return []
-        everyones = shares(rows, self.layout, max_tokens=self.max_tokens, data=self.layout.data(self.ranks))
+        data = self.layout.data(self.ranks)
+        everyones = shares(rows, self.layout, max_tokens=self.max_tokens, data=data, batching=self.batching)
         packs = everyones[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
