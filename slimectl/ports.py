@@ -55,7 +55,8 @@ class TokenPack(Protocol):
     """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
 
     `logprobs_T` (and `entropy_T`, where the loss asked for it) carry gradients; all else is constant. `row_T` [T] int64
-    says which row of the pack a token belongs to, `rows` how many there are.
+    says which row of the pack a token belongs to, `rows` how many there are, `total_lengths` how many tokens each has,
+    its prompt included.
     """
 
     logprobs_T: Tensor
@@ -69,6 +70,7 @@ class TokenPack(Protocol):
     returns_T: Tensor | None
     row_T: Tensor
     rows: int
+    total_lengths: Sequence[int]
 
 
 class Policy(Protocol):

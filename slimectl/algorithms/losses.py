@@ -8,6 +8,7 @@ that factor too, as the loss does. A metric whose name ends in _max is a maximum
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class Pack(Protocol):
     def rollout_logprobs_T(self) -> Tensor | None: ...
     @property
     def row_T(self) -> Tensor: ...
+    @property
+    def total_lengths(self) -> Sequence[int]: ...
     @property
     def rows(self) -> int: ...
 
@@ -94,7 +97,7 @@ class PolicyLoss:
     def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         weights_T = pack.weights_T
         loss_T, values_T = self._surrogate(pack)
-        values_T["pg_loss"] = loss_T
+        pg_T = values_T["pg_loss"] = loss_T
         if (kl_T := self._divergence(pack)) is not None:
             values_T["kl_loss"] = kl_T
             if self.kl_loss_coef:
@@ -103,10 +106,18 @@ class PolicyLoss:
             values_T["entropy_loss"] = entropy_T
             if self.entropy_coef:
                 loss_T = loss_T - self.entropy_coef * entropy_T
-        metrics = {name: (weights_T * value_T.detach()).sum() for name, value_T in values_T.items()}
+        metrics = {name: self._summed(pack, name, value_T.detach()) for name, value_T in values_T.items()}
         if "tis" in values_T and len(weights_T):
             metrics["tis_max"] = torch.where(weights_T != 0, values_T["tis"], 0.0).max()
-        return (weights_T * loss_T).sum(), metrics
+        return self._total(pack, pg_T, loss_T), metrics
+
+    def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+        """A quantity of each token over the pack: a sum that adds up over packs."""
+        return (pack.weights_T * values_T).sum()
+
+    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+        """What is minimised, of the policy's part `pg_T` and the whole `loss_T` of each token."""
+        return self._summed(pack, "loss", loss_T)
 
     def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         """The corrected surrogate of each token, and what to report of it."""

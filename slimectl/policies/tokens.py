@@ -34,6 +34,7 @@ class ResponseTokens:
     rollout_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
     returns_T: Tensor | None = None
+    total_lengths: Sequence[int] = ()
 
 
 def present(rows: Sequence[Row]) -> list[str]:
@@ -69,7 +70,8 @@ def response_tokens(
         )
         for name in names
     }
-    return ResponseTokens(logprobs_R, entropy_R, row_R, len(members), **columns)
+    lengths = [len(rows[i].tokens) for i in members]
+    return ResponseTokens(logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths)
 
 
 def combined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

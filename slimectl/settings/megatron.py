@@ -48,6 +48,18 @@ class MegatronSettings(Section):
     use_routing_replay: bool = False
     """Train mixture-of-experts models on the routing of the pass that took the old log-probabilities."""
 
+    custom_model_provider_path: str | None = None
+    """Your own function, by path, that makes a rank's part of the model; `build()` makes ours."""
+
+    custom_init_path: str | None = None
+    """Function, by path, that every rank calls when its groups exist, before the model is made."""
+
+    custom_before_log_prob_hook_path: str | None = None
+    """Function of (args, model, store_prefix), by path, before every pass for log-probabilities."""
+
+    custom_before_train_step_hook_path: str | None = None
+    """Function of (args, rollout_id, step_id, model, optimizer, scheduler), by path, before every optimizer step."""
+
     args: dict[str, Any] = {}
     """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, by its name."""
 

@@ -97,4 +97,23 @@ class RolloutSettings(Section):
     """Do not train on what older weights wrote of an answer that went on."""
 
     custom_generate_function_path: str | None = None
-    """Your own async function for one attempt (multi-turn, tools), by path."""
+    """Your own async function for one attempt (multi-turn, tools), by path; for all attempts at a prompt where it asks
+    for `samples`."""
+
+    function_path: str | None = None
+    """Your own function for whole rounds, by path, in place of the loop over prompts."""
+
+    data_source_path: str | None = None
+    """Your own class that groups come from, by path, in place of `data`; saved and restored with the run."""
+
+    sample_hook_path: Texts = []
+    """Functions that see, and may change, every sample that has been generated, one after another."""
+
+    sample_filter_path: str | None = None
+    """Function of (args, data): sets remove_sample of samples that are not to be trained on."""
+
+    all_samples_process_path: str | None = None
+    """Function of (args, all_samples, data_source) that sees the groups of a round, those filtered out included."""
+
+    data_postprocess_path: str | None = None
+    """Function of (args, rollout_id, rollout_data) that may change what of a round is trained on."""

@@ -127,6 +127,13 @@ class TrackSettings(Section):
     always_use_train_step: bool = False
     """Put every metric on the axis of train steps."""
 
+    custom_rollout_log_function_path: str | None = None
+    """Function of (rollout_id, args, samples, rollout_extra_metrics, rollout_time), by path: true keeps the metrics of
+    a round's samples from trackers."""
+
+    custom_eval_rollout_log_function_path: str | None = None
+    """The same for evaluations: (rollout_id, args, data, extra_metrics)."""
+
     log_passrate: bool = False
     """Pass@k of every round."""
 

@@ -32,6 +32,10 @@ class ScoreSettings(Section):
     """Your own reward function, by path; it goes before rm_type. One that asks for `samples` rather than `sample` gets
     a list and returns a list."""
 
+    custom_reward_post_process_path: str | None = None
+    """Function of (args, samples), by path: the rewards of a round as they are logged, and as they become advantages
+    without being compared with siblings."""
+
     group_rm: bool = False
     """Hand all siblings of a prompt to the reward function in one call (or to remote_rm in one request)."""
 

@@ -37,6 +37,10 @@ class SyncSettings(Section):
     update_weight_delta_checksum: Literal["blake2b", "adler32"] = "blake2b"
     """Checksum of every tensor that a delta changes."""
 
+    custom_post_write_path: str | None = None
+    """Function of (args, version_dir, rollout_engines), by path, when disk or delta have written a push, before engines
+    read it."""
+
     check_weight_update_equal: bool = False
     """After every push compare checksums of every tensor on both sides."""
 

@@ -90,6 +90,16 @@ class TrainSettings(Section):
     """Your own loss, by path, in place of a policy gradient's: (args, batch, log_probs, sum_of_sample_mean); it returns
     (loss, metrics)."""
 
+    custom_tis_function_path: str | None = None
+    """Your own correction for the engine's other probabilities, by path, in place of algorithm.use_tis."""
+
+    custom_pg_loss_reducer_function_path: str | None = None
+    """Your own reduction of the policy loss, by path: it returns a function from a tensor of token losses to their
+    sum."""
+
+    custom_convert_samples_to_train_data_path: str | None = None
+    """Function of (args, samples), by path: a dict of lists with what of a round is trained on."""
+
     lora_rank: Annotated[int, Field(ge=1)] | None = None
     """Train adapters of this rank and leave the model as it is (fsdp only); merged wherever weights go."""
 

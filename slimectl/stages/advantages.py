@@ -26,14 +26,21 @@ from slimectl.types import Metrics, Row, Sample
 
 
 def set_advantages(
-    rows: list[Row], samples: list[Sample], rewards: list[float], algorithm: PolicyGradient, metrics: Metrics
+    rows: list[Row],
+    samples: list[Sample],
+    rewards: list[float],
+    algorithm: PolicyGradient,
+    metrics: Metrics,
+    *,
+    compare: bool = True,
 ) -> None:
     """Write `Row.advantages` (and `Row.returns` with a critic); the distance from a teacher goes to `metrics`.
 
-    Rows have the log-probabilities, and the values, that the algorithm needs.
+    Rows have the log-probabilities, and the values, that the algorithm needs. Without `compare` rewards are not set
+    against those of siblings: somebody has done so.
     """
     masks = [_tensor(row.weights) for row in rows]
-    by_token = _estimated(rows, samples, rewards, masks, algorithm)
+    by_token = _estimated(rows, samples, rewards, masks, algorithm, compare)
     if algorithm.opd_kl_coef and rows:
         distances = [_from_teacher(row, sample) for row, sample in zip(rows, samples, strict=True)]
         by_token = [a_T - algorithm.opd_kl_coef * d_T for a_T, d_T in zip(by_token, distances, strict=True)]
@@ -46,7 +53,12 @@ def set_advantages(
 
 
 def _estimated(
-    rows: list[Row], samples: list[Sample], rewards: list[float], masks: list[Tensor], algorithm: PolicyGradient
+    rows: list[Row],
+    samples: list[Sample],
+    rewards: list[float],
+    masks: list[Tensor],
+    algorithm: PolicyGradient,
+    compare: bool,
 ) -> list[Tensor]:
     """Rewards less divergence, compared with siblings, a critic or nothing, for every token."""
     penalties = [_divergence(row, algorithm) for row in rows]
@@ -63,7 +75,7 @@ def _estimated(
             for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
         ]
     if isinstance(algorithm, ReinforcePlusPlusBaseline):
-        centred = _compared(samples, rewards, algorithm)
+        centred = _compared(samples, rewards, algorithm) if compare else rewards
         return [
             advantage - algorithm.kl_coef * (torch.zeros_like(mask_T) if kl_T is None else kl_T)
             for advantage, kl_T, mask_T in zip(centred, penalties, masks, strict=True)
@@ -72,7 +84,7 @@ def _estimated(
         reward if kl_T is None else reward - algorithm.kl_coef * float((kl_T * mask_T).sum())
         for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
     ]
-    compared = _compared(samples, charged, algorithm)
+    compared = _compared(samples, charged, algorithm) if compare else charged
     return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(compared, masks, strict=True)]
 
 

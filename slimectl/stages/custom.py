@@ -1,35 +1,28 @@
-"""A user's own advantages and losses, called by parameter name."""
+"""A user's own advantages and losses, called by parameter name.
+
+T response tokens of a pack · R those of one sample
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.losses import Pack, PolicyLoss
 from slimectl.errors import HookError
-from slimectl.hooks import Args, Hook
+from slimectl.hooks import TRAINING, Args, Hook, check_hooks, hook
 from slimectl.ports import TokenPack
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Ppo
+from slimectl.stages.own_rows import checked_numbers, round_data
 from slimectl.types import Row, Sample
 
 ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_function_path"
-ADVANTAGE_OFFERS = ("args", "settings", "rollout_data")
-LOSS_OFFERS = ("args", "settings", "batch", "log_probs", "entropy", "sum_of_sample_mean")
-
-
-def check_custom(settings: Settings) -> None:
-    """Raises HookError if a function of [train] cannot be called; before any model is loaded."""
-    for path, setting, offers in (
-        (settings.train.custom_advantage_function_path, ADVANTAGE, ADVANTAGE_OFFERS),
-        (settings.train.custom_loss_function_path, LOSS, LOSS_OFFERS),
-    ):
-        if path is not None:
-            Hook(path, setting=setting, offers=offers)
+TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
 
 
 def custom_advantages(
@@ -40,49 +33,22 @@ def custom_advantages(
     It gets `rollout_data`, a dict of lists with an entry for every sample, and adds "advantages" to it, and "returns"
     where it has them: R numbers or a tensor [R] each. Raises HookError for anything else.
     """
-    path = settings.train.custom_advantage_function_path
-    assert path is not None
-    data: dict[str, Any] = {
-        "tokens": [row.tokens for row in rows],
-        "response_lengths": [row.response_length for row in rows],
-        "loss_masks": [[int(weight != 0) for weight in row.weights] for row in rows],
-        "rewards": list(rewards),
-        "group_indices": [sample.group_index for sample in samples],
-        "log_probs": [row.old_log_probs for row in rows],
-        "ref_log_probs": [row.ref_log_probs for row in rows],
-        "rollout_log_probs": [row.rollout_log_probs for row in rows],
-        "teacher_log_probs": [sample.teacher_log_probs for sample in samples],
-        "values": [row.values for row in rows],
-        "samples": list(samples),
-    }
-    args = Args(settings)
-    _advantage_hook(path)({"args": args, "settings": args, "rollout_data": data})
+    found = _loaded(settings, ADVANTAGE)
+    args, data = Args(settings), round_data(rows, samples, rewards)
+    del data["advantages"], data["returns"]
+    found({"args": args, "settings": args, "rollout_data": data})
+    where = f"{ADVANTAGE}: {found.path}"
     if "advantages" not in data:
-        raise HookError(f'{ADVANTAGE}: {path} left no rollout_data["advantages"]; write a list of R numbers a sample')
-    for row, advantages in zip(rows, _numbers(path, "advantages", data, rows), strict=True):
-        row.advantages = advantages
+        raise HookError(f'{where} left no rollout_data["advantages"]; write a list of R numbers a sample')
     if isinstance(settings.algorithm, Ppo) and "returns" not in data:
-        raise HookError(f'{ADVANTAGE}: {path} left no rollout_data["returns"], which the critic of ppo learns')
-    if "returns" in data:
-        for row, returns in zip(rows, _numbers(path, "returns", data, rows), strict=True):
-            row.returns = returns
-
-
-def _numbers(path: str, name: str, data: Mapping[str, Any], rows: Sequence[Row]) -> list[list[float]]:
-    given = [each.tolist() if isinstance(each, Tensor) else list(each) for each in data[name]]
-    if len(given) != len(rows):
-        raise HookError(f"{ADVANTAGE}: {path} wrote {len(given)} {name} for {len(rows)} samples; one list a sample")
-    for i, (numbers, row) in enumerate(zip(given, rows, strict=True)):
-        if len(numbers) != row.response_length or not all(map(_finite, numbers)):
-            raise HookError(
-                f"{ADVANTAGE}: {path}: {name} of sample {i}: must be {row.response_length} finite numbers, one a "
-                "response token"
-            )
-    return [[float(number) for number in numbers] for numbers in given]
-
-
-def _finite(number: Any) -> bool:
-    return isinstance(number, int | float) and abs(number) < float("inf")
+        raise HookError(f'{where} left no rollout_data["returns"], which the critic of ppo learns')
+    for name in ("advantages", "returns"):
+        if name not in data:
+            continue
+        if len(data[name]) != len(rows):
+            raise HookError(f"{where} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
+        for i, (row, given) in enumerate(zip(rows, data[name], strict=True)):
+            setattr(row, name, checked_numbers(found, name, given, i, row.response_length))
 
 
 @dataclass(frozen=True)
@@ -101,14 +67,12 @@ class CustomLoss:
         return bool(getattr(self.settings.algorithm, "entropy_coef", 0.0))
 
     def __call__(self, pack: TokenPack) -> tuple[Tensor, dict[str, Tensor]]:
-        path = self.settings.train.custom_loss_function_path
-        assert path is not None
-        args = Args(self.settings)
+        found, args = _loaded(self.settings, LOSS), Args(self.settings)
 
         def sum_of_sample_mean(values_T: Tensor) -> Tensor:
             return (pack.weights_T * values_T).sum()
 
-        made = _loss_hook(path)(
+        made = found(
             {
                 "args": args,
                 "settings": args,
@@ -120,15 +84,106 @@ class CustomLoss:
         )
         loss, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
-            raise HookError(f"{LOSS}: {path} returned {type(made).__name__}; return (a scalar tensor, a dict of them)")
+            raise found.returned(made, "(a scalar tensor, a dict of them)")
         return loss, {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
 
 
-@cache
-def _advantage_hook(path: str) -> Hook:
-    return Hook(path, setting=ADVANTAGE, offers=ADVANTAGE_OFFERS)
+@dataclass(frozen=True)
+class OwnPolicyLoss(PolicyLoss):
+    """PolicyLoss whose correction for the engine, or whose reduction, is the user's.
+
+    `rollouts` and `tokens` of the whole step: what its reductions are divided by.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    rollouts: int = 1
+    tokens: int = 1
+
+    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_T, values_T = super()._surrogate(pack)
+        found = hook(self.settings, TIS)
+        if found is None:
+            return loss_T, values_T
+        if pack.rollout_logprobs_T is None:
+            raise HookError(f"{TIS}: {found.path} needs rollout_log_probs, which these samples lack")
+        old_T = pack.logprobs_T.detach() if pack.old_logprobs_T is None else pack.old_logprobs_T
+        masks = _by_row((pack.weights_T != 0).to(loss_T.dtype), pack)
+        made = found(
+            self._offered(pack, masks)
+            | {
+                "pg_loss": loss_T,
+                "train_log_probs": _by_row(old_T, pack),
+                "rollout_log_probs": _by_row(pack.rollout_logprobs_T, pack),
+            }
+        )
+        if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[2], dict):
+            raise found.returned(made, "(pg_loss, loss_masks, a dict of metrics)")
+        own_T, masks, metrics = made
+        kept_T = torch.cat([torch.as_tensor(mask, device=loss_T.device) for mask in masks]) if len(masks) else loss_T
+        for name, value_T in (("pg_loss", own_T), ("loss_masks", kept_T)):
+            if not isinstance(value_T, Tensor) or value_T.shape != loss_T.shape:
+                raise found.returned(made, f"{name} of the {len(loss_T)} tokens that it got")
+        if not torch.isfinite(own_T).all():
+            raise HookError(f"{TIS}: {found.path} returned a pg_loss that is not finite; bound the weights")
+        shown = {name: torch.as_tensor(value, device=loss_T.device) for name, value in metrics.items()}
+        return own_T * (kept_T != 0), values_T | {
+            name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in shown.items()
+        }
+
+    def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+        found = hook(self.settings, REDUCER) if name == "pg_loss" else None
+        if found is None:
+            return super()._summed(pack, name, values_T)
+        by_token = bool(getattr(self.settings.algorithm, "calculate_per_token_loss", False))
+        masks = _by_row((pack.weights_T != 0).to(values_T.dtype), pack)
+        reduce = found(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
+        if not callable(reduce):
+            raise found.returned(reduce, "a function from a tensor to a scalar")
+        reduced = reduce(values_T)
+        if not isinstance(reduced, Tensor) or reduced.ndim:
+            raise HookError(f"{REDUCER}: {found.path}: what it returned gave no scalar of {len(values_T)} token losses")
+        return reduced / (self.tokens if by_token else self.rollouts)
+
+    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+        if self.settings.train.custom_pg_loss_reducer_function_path is None:
+            return super()._total(pack, pg_T, loss_T)
+        return self._summed(pack, "pg_loss", pg_T) + self._summed(pack, "loss", loss_T - pg_T)
+
+    def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
+        args = Args(self.settings)
+        return {
+            "args": args,
+            "settings": args,
+            "loss_masks": masks,
+            "total_lengths": list(pack.total_lengths),
+            "response_lengths": [len(mask) for mask in masks],
+        }
 
 
-@cache
-def _loss_hook(path: str) -> Hook:
-    return Hook(path, setting=LOSS, offers=LOSS_OFFERS)
+def own_policy_loss(loss: PolicyLoss, rows: Sequence[Row], executions: Sequence[int], settings: Settings) -> PolicyLoss:
+    """The loss of a step with what [train] puts in its place; `rows` are weighed. The same where it puts nothing."""
+    train = settings.train
+    if train.custom_tis_function_path is None and train.custom_pg_loss_reducer_function_path is None:
+        return loss
+    given = {each.name: getattr(loss, each.name) for each in fields(PolicyLoss)}
+    if train.custom_tis_function_path is not None:
+        given["use_tis"] = False  # the function stands in its place
+    tokens = sum(weight != 0 for row in rows for weight in row.weights)
+    return OwnPolicyLoss(**given, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
+
+
+def _by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
+    """A tensor [R] for every row of the pack."""
+    counts = torch.bincount(pack.row_T, minlength=pack.rows)
+    return list(torch.split(values_T, counts.tolist()))
+
+
+def _loaded(settings: Settings, setting: str) -> Hook:
+    found = hook(settings, setting)
+    assert found is not None
+    return found
+
+
+def check_custom(settings: Settings) -> None:
+    """Raises HookError if a function of training cannot be called; before any model is loaded."""
+    check_hooks(settings, *TRAINING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -104,11 +104,13 @@ def policy_rows(
     log_probs: Callable[[Sequence[Row]], list[list[float]]],
     critic: Critic | None = None,
     custom: Estimator | None = None,
+    shaped: Mapping[int, float] | None = None,
 ) -> tuple[list[Sample], list[Row]]:
     """The samples that carry signal, as rows with their advantages; what was dropped and why goes to `metrics`.
 
     `log_probs` is the policy's pass over rows, asked for only where an advantage depends on it; ppo needs a `critic`. A
-    `custom` estimator writes the advantages instead of the algorithm's. Raises RecordError if a sample lacks a reward,
+    `custom` estimator writes the advantages instead of the algorithm's. `shaped` are rewards, by the identity of their
+    sample, that become advantages without being compared with siblings. Raises RecordError if a sample lacks a reward,
     or log-probabilities that a setting needs.
     """
     rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
@@ -130,11 +132,11 @@ def policy_rows(
             row.old_log_probs = old
     if critic is not None:
         set_values(rows, critic)
-    numbers = [rewards[id(sample)] for sample in kept]
+    numbers = [(shaped or rewards)[id(sample)] for sample in kept]
     if custom is not None:
         custom(rows, kept, numbers)
     else:
-        set_advantages(rows, kept, numbers, algorithm, metrics)
+        set_advantages(rows, kept, numbers, algorithm, metrics, compare=shaped is None)
     return kept, rows
 
 

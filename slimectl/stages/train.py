@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 
+from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.statistics import rollout_metrics
 from slimectl.ports import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
+from slimectl.stages import own_rows
 from slimectl.stages.critic import critic_step
-from slimectl.stages.custom import CustomLoss, custom_advantages
+from slimectl.stages.custom import CustomLoss, custom_advantages, own_policy_loss
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.preferences import paired_rows, set_slopes
 from slimectl.stages.round_metrics import round_metrics, row_metrics
@@ -119,9 +121,15 @@ def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
 def _round(samples: list[Sample], learners: Learners, settings: Settings, state: TrainState) -> Iterator[StepReport]:
     started = time.perf_counter()
     metrics: Metrics = {}
-    made = _rows(samples, learners, settings, metrics)
+    own_rows.flag_removed(samples, settings)
+    given = own_rows.converted(samples, settings)
+    shaped = own_rows.shaped_rewards(given, settings)
+    made = _rows(given, learners, settings, metrics, state.rollout_id, rewards=shaped and shaped[1])
+    logged = shaped is not None and len(given) == len(samples)
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
+    rewards = shaped[0] if shaped and logged else rewards
     metrics |= rollout_metrics(samples, rewards) | round_metrics(samples, rewards, settings)
+    metrics |= own_rows.reward_metrics(shaped[1]) if shaped else {}
     state.pending += made
     waiting = [row for _, row in state.pending]
     steps = list(_steps(state, settings))
@@ -138,8 +146,19 @@ def _round(samples: list[Sample], learners: Learners, settings: Settings, state:
         yield report
 
 
-def _rows(samples: list[Sample], learners: Learners, settings: Settings, metrics: Metrics) -> list[tuple[int, Row]]:
-    """What of a round is trained on, as rows that lack nothing but the weights of their step, each with its rollout."""
+def _rows(
+    samples: list[Sample],
+    learners: Learners,
+    settings: Settings,
+    metrics: Metrics,
+    rollout_id: int,
+    *,
+    rewards: Sequence[float] | None,
+) -> list[tuple[int, Row]]:
+    """What of a round is trained on, as rows that lack nothing but the weights of their step, each with its rollout.
+
+    `rewards` given are already what becomes advantages.
+    """
     policy, algorithm, key = learners.policy, settings.algorithm, settings.score.reward_key
     kept = _fresh(samples, int(policy.weight_version), settings.run.max_staleness, metrics)
     if isinstance(algorithm, Pairwise):
@@ -156,7 +175,12 @@ def _rows(samples: list[Sample], learners: Learners, settings: Settings, metrics
             log_probs=policy.log_probs,
             critic=learners.critic,
             custom=partial(custom_advantages, settings=settings) if own else None,
+            shaped=None if rewards is None else {id(s): r for s, r in zip(samples, rewards, strict=True)},
         )
+        if settings.rollout.data_postprocess_path is not None:
+            _fix_old_log_probs(rows, policy, moves_on=True)
+            numbers = [reward_number(sample, key) for sample in kept]
+            own_rows.postprocess(rows, kept, numbers, settings, rollout_id)
     return list(zip((sample.execution for sample in kept), rows, strict=True))
 
 
@@ -227,7 +251,7 @@ def _step(
     if rows:
         executions = [execution for execution, _ in chosen]
         weigh(rows, executions, settings.algorithm)
-        metrics |= _learnt(rows, learners, settings, state)
+        metrics |= _learnt(rows, executions, learners, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
@@ -240,7 +264,9 @@ def _step(
     return StepReport(state.step, state.rollout_id, learners.policy.weight_version, metrics, samples, perf)
 
 
-def _learnt(rows: list[Row], learners: Learners, settings: Settings, state: TrainState) -> Metrics:
+def _learnt(
+    rows: list[Row], executions: list[int], learners: Learners, settings: Settings, state: TrainState
+) -> Metrics:
     """One update of everything that learns from weighed rows; what it reports."""
     policy, critic, algorithm = learners.policy, learners.critic, settings.algorithm
     preferred: Metrics = {}
@@ -254,5 +280,7 @@ def _learnt(rows: list[Row], learners: Learners, settings: Settings, state: Trai
             return metrics
     own = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
     loss = CustomLoss(settings) if own else loss_of(algorithm, rows)
+    if isinstance(loss, PolicyLoss):
+        loss = own_policy_loss(loss, rows, executions, settings)
     summed = policy.forward_backward(rows, loss) | policy.optim_step()
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

@@ -11,10 +11,11 @@ import pytest
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import HookError
+from slimectl.hooks import check_hooks
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
-from slimectl.stages.custom import CustomLoss, check_custom
+from slimectl.stages.custom import CustomLoss
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status
 
@@ -89,7 +90,7 @@ def test_what_computes_the_same_learns_the_same(model_dir: ModelDir, functions: 
     [
         ({"custom_advantage_function_path": "silent"}, r'left no rollout_data\["advantages"\]'),
         ({"custom_advantage_function_path": "short"}, "advantages of sample 1: must be 2 finite numbers"),
-        ({"custom_loss_function_path": "number"}, "returned float; return"),
+        ({"custom_loss_function_path": "number"}, "returned float 1.0; return"),
     ],
 )
 def test_what_does_not_fit_is_refused(model_dir: ModelDir, functions: str, keys: dict[str, str], said: str):
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_refused(model_dir: ModelDir, functions: str, keys:
 
 def test_a_wrong_signature_is_refused_before_anything_is_loaded(functions: str):
     with pytest.raises(HookError, match="wants logits; on offer are args, settings, batch, log_probs"):
-        check_custom(settings(custom_loss_function_path=f"{functions}:wants_logits"))
+        check_hooks(settings(custom_loss_function_path=f"{functions}:wants_logits"))
 
 
 def test_the_loss_travels_to_ranks(functions: str):

@@ -1,4 +1,4 @@
-"""User callables by path, called by parameter name."""
+"""A user's callable: found by its path, checked against what it is offered, called by parameter name."""
 
 from __future__ import annotations
 
@@ -6,44 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimectl.errors import HookError
-from slimectl.settings import Settings
-
-
-class Args:
-    """The resolved settings readable as flat attributes, by the names that people know.
-
-    >>> Args(Settings()).rollout_temperature, Args(Settings()).lr
-    (1.0, 1e-06)
-
-    `args.section` is the section itself; `args.section_key` and, where only one section has it, `args.key` its value.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        settings = self._settings
-        if name in type(settings).model_fields:
-            return getattr(settings, name)
-        sections = {section: getattr(settings, section) for section in type(settings).model_fields}
-        for section, values in sections.items():
-            key = name.removeprefix(f"{section}_")
-            if key != name and key in type(values).model_fields:
-                return getattr(values, key)
-        # The warm-up repeats names of [train]; a bare name means the main loop's.
-        main = [values for section, values in sections.items() if section != "warmup"]
-        having = [values for values in main if name in type(values).model_fields]
-        if len(having) == 1:
-            return getattr(having[0], name)
-        what = "stands in several sections" if having else "is no setting"
-        raise AttributeError(f"args.{name}: {name} {what}; use args.SECTION.KEY")
+from slimectl.errors import HookError, SlimectlError
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
@@ -88,18 +56,18 @@ def _load_file(path: Path) -> Any:
 class Hook:
     """A user's callable with the names that it is offered; checked once, before any model is loaded.
 
-    Calling it passes only what its parameters ask for. What it raises comes back as HookError with its own words, and
-    the coroutine of an async callable is returned as it is.
+    Calling it passes only what its parameters ask for. What it raises comes back as HookError with its own words, its
+    file and line; so does what the coroutine of an async callable raises when it is awaited.
     """
 
     def __init__(self, path: str, *, setting: str, offers: tuple[str, ...]) -> None:
         self.path = path
         self.setting = setting
         self.function = load_callable(path, setting=setting)
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = _parameters(self.function, f"{setting}: {path}")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._wanted = [p.name for p in named]
+        self.wanted = tuple(p.name for p in named)
         unknown = [p.name for p in named if p.name not in offers and p.default is p.empty]
         unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unknown:
@@ -107,11 +75,53 @@ class Hook:
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         try:
-            return self.bare(offered)
+            made = self.bare(offered)
         except Exception as error:
-            raise HookError(f"{self.setting}: {self.path} raised {type(error).__name__}: {error}") from error
+            raise self.raised(error) from error
+        return self._awaited(made) if inspect.isawaitable(made) else made
 
     def bare(self, offered: Mapping[str, Any]) -> Any:
         """The same call, with whatever it raises left as it is."""
-        chosen = offered if self._takes_all else {name: offered[name] for name in self._wanted if name in offered}
+        chosen = offered if self._takes_all else {name: offered[name] for name in self.wanted if name in offered}
         return self.function(**chosen)
+
+    async def _awaited(self, made: Awaitable[Any]) -> Any:
+        try:
+            return await made
+        except Exception as error:
+            raise self.raised(error) from error
+
+    def raised(self, error: Exception) -> SlimectlError:
+        """What it raised, with the place; an error of ours, of something that it called, says enough by itself."""
+        if isinstance(error, SlimectlError):
+            return error
+        return HookError(
+            f"{self.setting}: {self.path} raised {type(error).__name__}: {error} ({self._place(error)}); mend it there"
+        )
+
+    def returned(self, made: Any, wanted: str) -> HookError:
+        """The error for a result that cannot be used; `wanted` says what can."""
+        shown = f"{type(made).__name__} {made!r:.60}" if isinstance(made, int | float | str | None) else _form(made)
+        return HookError(f"{self.setting}: {self.path} returned {shown}; return {wanted}")
+
+    def _place(self, error: Exception) -> str:
+        """FILE:LINE: the last line of the hook's own file that was being run, else of any."""
+        frames = traceback.extract_tb(error.__traceback__)
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        frame = (own or list(frames))[-1]
+        return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise HookError(
+            f"{where}: its parameters cannot be read ({error}); wrap it in a function of your own"
+        ) from None
+
+
+def _form(made: Any) -> str:
+    """A value in a few words: its type, and how many it holds."""
+    return f"{type(made).__name__} of {len(made)}" if isinstance(made, list | tuple | dict) else type(made).__name__

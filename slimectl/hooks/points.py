@@ -1,0 +1,152 @@
+"""The one table of hooks: under which setting, of which shape, and what comes back."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+
+from slimectl.errors import HookError
+from slimectl.hooks import shapes
+from slimectl.hooks.calling import Hook
+from slimectl.settings import Settings
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place where a user's callable goes.
+
+    `shapes` are what it may look like: the second is taken where a callable asks for a name that only that offers.
+    """
+
+    setting: str
+    shapes: tuple[type, ...]
+    returns: str
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """Every name of the first shape; `settings` is another name for `args`."""
+        return _names(self.shapes[0])
+
+    def shape(self) -> str:
+        """As a person reads it: called with …; returns …"""
+        other = "".join(f"; or {', '.join(self._instead(one))} instead" for one in self.shapes[1:])
+        return f"called with {', '.join(self.offers)}{other}; returns {self.returns}"
+
+    def load(self, path: str) -> Hook:
+        """The callable at `path`. Raises HookError if it does not fit."""
+        first = self.shapes[0]
+        if first is shapes.DataSource:
+            return self._class(path)
+        for shape in self.shapes[1:]:
+            made = Hook(path, setting=self.setting, offers=_names(first) + self._instead(shape))
+            if set(made.wanted) & set(self._instead(shape)):
+                return Hook(path, setting=self.setting, offers=_names(shape))
+        return Hook(path, setting=self.setting, offers=self.offers)
+
+    def _instead(self, shape: type) -> tuple[str, ...]:
+        return tuple(name for name in _names(shape) if name not in self.offers)
+
+    def _class(self, path: str) -> Hook:
+        """A class whose instances have the methods of the protocol."""
+        made = Hook(path, setting=self.setting, offers=("args", "settings"))
+        methods = [name for name, value in vars(self.shapes[0]).items() if inspect.isfunction(value)]
+        wanted = [name for name in methods if not name.startswith("_") or name == "__len__"]
+        lacking = [name for name in wanted if not callable(getattr(made.function, name, None))]
+        if lacking:
+            raise HookError(
+                f"{self.setting}: {path} has no {', '.join(lacking)}; a data source is a class with {', '.join(wanted)}"
+            )
+        return made
+
+
+def _names(shape: type) -> tuple[str, ...]:
+    call = shape.__init__ if shape is shapes.DataSource else shape.__call__
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    both = [name for given in names for name in ((given, "settings") if given == "args" else (given,))]
+    return tuple(both)
+
+
+NOTHING = "None"
+POINTS: dict[str, Point] = {
+    setting: Point(setting, tuple(kinds), returns)
+    for setting, kinds, returns in (
+        ("rollout.function_path", [shapes.RolloutFunction], "groups of samples, or (groups, metrics)"),
+        ("rollout.data_source_path", [shapes.DataSource], "a data source: get_samples, add_samples, save, load, len"),
+        (
+            "rollout.custom_generate_function_path",
+            [shapes.GenerateFunction, shapes.GroupGenerateFunction],
+            "the Sample or a list of them",
+        ),
+        ("rollout.sample_hook_path", [shapes.SampleHook], "a Sample or None"),
+        ("rollout.dynamic_sampling_filter_path", [shapes.DynamicFilter], "True, False or (False, 'the reason')"),
+        ("rollout.buffer_filter_path", [shapes.BufferFilter], "a list of groups"),
+        ("rollout.all_samples_process_path", [shapes.AllSamplesProcess], NOTHING),
+        ("rollout.sample_filter_path", [shapes.SampleFilter], f"{NOTHING}; it sets remove_sample"),
+        ("rollout.data_postprocess_path", [shapes.DataPostprocess], f"{NOTHING}; it changes rollout_data"),
+        (
+            "score.custom_rm_path",
+            [shapes.RewardFunction, shapes.BatchRewardFunction],
+            "a number or a dict of them; a list of those for samples",
+        ),
+        (
+            "score.custom_reward_post_process_path",
+            [shapes.RewardPostProcess],
+            "(raw_rewards, rewards), a number a sample each",
+        ),
+        ("train.custom_convert_samples_to_train_data_path", [shapes.ConvertSamples], "a dict of lists"),
+        (
+            "train.custom_advantage_function_path",
+            [shapes.AdvantageFunction],
+            f'{NOTHING}; it writes rollout_data["advantages"]',
+        ),
+        ("train.custom_loss_function_path", [shapes.LossFunction], "(a scalar tensor, a dict of them)"),
+        (
+            "train.custom_tis_function_path",
+            [shapes.ImportanceSampling],
+            "(pg_loss, loss_masks, a dict of metrics)",
+        ),
+        ("train.custom_pg_loss_reducer_function_path", [shapes.LossReducer], "a callable: tensor [T] to scalar"),
+        ("megatron.custom_model_provider_path", [shapes.ModelProvider], "the model: what build() makes, or its like"),
+        ("megatron.custom_init_path", [shapes.MegatronInit], NOTHING),
+        ("megatron.custom_before_log_prob_hook_path", [shapes.BeforeLogProb], NOTHING),
+        ("megatron.custom_before_train_step_hook_path", [shapes.BeforeTrainStep], NOTHING),
+        ("sync.custom_post_write_path", [shapes.PostWrite], NOTHING),
+        ("track.custom_rollout_log_function_path", [shapes.RolloutLog], "True to skip the default log, else False"),
+        ("track.custom_eval_rollout_log_function_path", [shapes.EvalLog], "True to skip the default log, else False"),
+    )
+}
+"""Every hook, by its setting."""
+
+
+def hooks(settings: Settings, setting: str) -> list[Hook]:
+    """The callables that a setting names, checked. Raises HookError."""
+    section, _, key = setting.partition(".")
+    given = getattr(getattr(settings, section), key)
+    paths = given if isinstance(given, list) else [] if given is None else [given]
+    return [_loaded(setting, path) for path in paths]
+
+
+@cache
+def _loaded(setting: str, path: str) -> Hook:
+    return POINTS[setting].load(path)
+
+
+def hook(settings: Settings, setting: str) -> Hook | None:
+    """The one callable of a setting that has at most one."""
+    found = hooks(settings, setting)
+    return found[0] if found else None
+
+
+def check_hooks(settings: Settings, *of: str) -> None:
+    """Load every callable of the settings that begin so (of all, where none is given), before any model is loaded.
+
+    Raises HookError for what is not there or does not fit.
+    """
+    for setting in POINTS:
+        if not of or setting.startswith(of):
+            hooks(settings, setting)
+
+
+TRAINING = ("train.", "megatron.", "rollout.sample_filter", "rollout.data_post", "score.custom_reward_post")
+"""The hooks that are called where samples are trained on."""
