@@ -112,6 +112,16 @@ class Policy(Protocol):
     def close(self) -> None: ...
 
 
+class LogProbs(Protocol):
+    """What is only asked how likely given tokens are: a frozen policy, or a server that has one."""
+
+    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+        """As a policy's."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Critic(Protocol):
     """A model with one value per response token, and its optimizer; what it shares with Policy means the same."""
 

@@ -113,7 +113,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     if isinstance(algorithm, PolicyGradient):
-        yield from algorithm_contradictions(algorithm)
+        yield from algorithm_contradictions(algorithm, temperature=rollout.temperature)
         return
     for key in ("custom_advantage_function_path", "custom_loss_function_path"):
         if getattr(train, key):

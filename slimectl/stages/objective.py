@@ -153,10 +153,11 @@ def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> 
     """Raises RecordError if a sample lacks log-probabilities that a setting makes use of."""
     sampled = "sample with `slimectl rollout`, which records them"
     reference = "add --reference DIR to `slimectl score`"
+    teacher = "set algorithm.opd_teacher_load or algorithm.opd_teacher_url"
     wanted = {
         "algorithm.kl_coef": (algorithm.kl_coef > 0, "ref_log_probs", reference),
         "algorithm.kl_loss_coef": (algorithm.kl_loss_coef > 0, "ref_log_probs", reference),
-        "algorithm.opd_kl_coef": (algorithm.opd_kl_coef > 0, "teacher_log_probs", "set algorithm.opd_teacher_load"),
+        "algorithm.opd_kl_coef": (algorithm.opd_kl_coef > 0, "teacher_log_probs", teacher),
         "algorithm.use_tis": (algorithm.use_tis, "rollout_log_probs", sampled),
         "algorithm.use_rs": (algorithm.use_rs, "rollout_log_probs", sampled),
         "algorithm.use_rollout_logprobs": (algorithm.use_rollout_logprobs, "rollout_log_probs", sampled),

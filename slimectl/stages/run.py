@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from slimectl.data.buffer import SamplingState
-from slimectl.ports import Critic, Executor, Policy
+from slimectl.ports import Critic, Executor, LogProbs, Policy
 from slimectl.settings import Settings
 from slimectl.stages.rounds import Clock
 from slimectl.stages.score import referenced
@@ -40,7 +40,7 @@ def run(
     *,
     executor: Executor,
     reference: Policy | None = None,
-    teacher: Policy | None = None,
+    teacher: LogProbs | None = None,
     critic: Critic | None = None,
     state: TrainState | None = None,
     clock: Clock = time.perf_counter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from slimectl.ports import Policy
+from slimectl.ports import LogProbs
 from slimectl.streams import batched
 from slimectl.types import Row, Sample
 
@@ -14,7 +14,7 @@ BATCH = 64
 
 
 def with_log_probs(
-    samples: Iterable[Sample], model: Policy, field: Literal["ref_log_probs", "teacher_log_probs"]
+    samples: Iterable[Sample], model: LogProbs, field: Literal["ref_log_probs", "teacher_log_probs"]
 ) -> Iterator[Sample]:
     """Every sample with the log-probabilities that `model` gives its response under `field`; those it has stay."""
     for batch in batched(samples, BATCH):

@@ -13,8 +13,8 @@ from slimectl.wiring.models import (
     tokenizer,
 )
 from slimectl.wiring.places import check_executor, executor, graders, placement
-from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, reference, teacher, total_steps
-from slimectl.wiring.references import MovingReference
+from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, total_steps
+from slimectl.wiring.references import MovingReference, reference, teacher
 from slimectl.wiring.sources import agent, from_buffer, keep, prompts, reward, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers

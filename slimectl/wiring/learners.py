@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Dpo, PolicyGradient, RewardModel
 from slimectl.stages.custom import check_custom
-from slimectl.wiring.policies import critic, policy, reference, teacher, total_steps
+from slimectl.wiring.policies import critic, policy, total_steps
+from slimectl.wiring.references import reference, teacher
 
 if TYPE_CHECKING:
-    from slimectl.ports import Executor, Policy
+    from slimectl.ports import Executor, LogProbs
 
 Field = Literal["ref_log_probs", "teacher_log_probs"]
 
@@ -26,7 +27,7 @@ class Learners:
 
     policy: Any
     critic: Any
-    asked: dict[Field, Policy] = field(default_factory=dict)
+    asked: dict[Field, LogProbs] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """The policy into `path`, a critic of its own into `path`/critic."""
@@ -52,7 +53,7 @@ def learners(settings: Settings, folder: Path, *, executor: Executor) -> Learner
     # A divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
     if isinstance(algorithm, Dpo) and (asked := reference(settings, folder, executor=executor)):
         made.asked["ref_log_probs"] = asked
-    distilled = isinstance(algorithm, PolicyGradient) and algorithm.opd_teacher_load
+    distilled = isinstance(algorithm, PolicyGradient) and (algorithm.opd_teacher_load or algorithm.opd_teacher_url)
     if distilled and (asked := teacher(settings, folder, executor=executor)):
         made.asked["teacher_log_probs"] = asked
     return made

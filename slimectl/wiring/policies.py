@@ -12,9 +12,9 @@ from slimectl import cards
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Dpo, PolicyGradient, Ppo, RewardModel
+from slimectl.settings.algorithm import Ppo, RewardModel
 from slimectl.stages.custom import check_custom
-from slimectl.wiring.models import device, is_gguf, model_folder, tokenizer
+from slimectl.wiring.models import device, is_gguf, model_folder
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import Batching
@@ -103,7 +103,7 @@ def _check_models(settings: Settings) -> None:
     """The models that an algorithm names are there, and the functions that [train] names."""
     check_custom(settings)
     given = settings.algorithm.model_dump()
-    if given.get("opd_kl_coef"):
+    if given.get("opd_kl_coef") and not given["opd_teacher_url"]:
         model_folder(given["opd_teacher_load"], setting="algorithm.opd_teacher_load")
     for key in ("ref_load", "critic_load"):
         if given.get(key):
@@ -229,30 +229,3 @@ def total_steps(settings: Settings) -> int | None:
 def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None) -> Policy:
     """A model that is only asked for log-probabilities."""
     return policy(settings, folder, total_steps=None, lr=0.0, trains=False, executor=executor)
-
-
-def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
-    algorithm = settings.algorithm
-    measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
-    if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
-        return None
-    path = algorithm.ref_load
-    folder = model_folder(path, setting="algorithm.ref_load") if path else start
-    return frozen(settings, folder, executor=executor)
-
-
-def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """The frozen teacher of on-policy distillation, of the vocabulary of the model at `start`.
-
-    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary.
-    """
-    algorithm = settings.algorithm
-    if not isinstance(algorithm, PolicyGradient) or not algorithm.opd_kl_coef:
-        return None
-    folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
-    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
-        raise SettingsError(
-            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
-        )
-    return frozen(settings, folder, executor=executor)

@@ -1,4 +1,4 @@
-"""A reference that becomes the policy every so many rounds, and is found again when a run goes on."""
+"""Settings to models that are only asked: a reference, which may follow the policy in a run, and a teacher."""
 
 from __future__ import annotations
 
@@ -7,10 +7,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimectl.data.rundir import write_folder
+from slimectl.errors import SettingsError
 from slimectl.settings import Settings
+from slimectl.settings.algorithm import Dpo, PolicyGradient
+from slimectl.wiring.models import model_folder, tokenizer
+from slimectl.wiring.policies import frozen
 
 if TYPE_CHECKING:
-    from slimectl.ports import Policy
+    from slimectl.ports import Executor, LogProbs, Policy
+
+
+def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
+    """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
+    algorithm = settings.algorithm
+    measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
+    if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
+        return None
+    path = algorithm.ref_load
+    folder = model_folder(path, setting="algorithm.ref_load") if path else start
+    return frozen(settings, folder, executor=executor)
+
+
+def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbs | None:
+    """The frozen teacher of on-policy distillation, of the vocabulary of the model at `start`.
+
+    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
+    server that should have it does not answer.
+    """
+    algorithm = settings.algorithm
+    if not isinstance(algorithm, PolicyGradient) or not algorithm.opd_kl_coef:
+        return None
+    if algorithm.opd_teacher_url:
+        from slimectl.engines.sglang.scoring import ServedModel
+
+        limit = settings.engine.request_timeout_s
+        served = ServedModel(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        served.check_vocabulary(tokenizer(start), of=start)
+        return served
+    folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
+    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
+        raise SettingsError(
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
+        )
+    return frozen(settings, folder, executor=executor)
 
 
 class MovingReference:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,8 +16,9 @@ from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.intake import Intake
 from slimectl.engines.embedded.model import Model
 from slimectl.engines.embedded.request import requested
-from slimectl.engines.embedded.runner import Runner, Stats
+from slimectl.engines.embedded.runner import Runner, Stats, not_numbers
 from slimectl.engines.embedded.sequence import Sequence as Running
+from slimectl.engines.limits import check_tokens
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
 
@@ -111,8 +114,27 @@ class EmbeddedEngine:
         with self._lock:
             if not self._intake.usable:
                 raise BackendError("the embedded engine has no weights; call load_weights before generate")
-            self._runner.scheduler.add(sequence)
+            if sequence.limit:
+                self._runner.scheduler.add(sequence)
+        if not sequence.limit:  # nothing is to be written
+            sequence.finish = "length"
+            self._deliver(sequence)
         self._drive_here()
+
+    def log_probs(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """log p(token), at temperature 1, of what follows place `start` in each given sequence; one pass, no sampling.
+
+        Raises SettingsError for a sequence that the model cannot read, BackendError while there are no weights.
+        """
+        for tokens in sequences:
+            check_tokens(tokens, vocabulary=self._model.vocabulary, most=self.max_context)
+        with self._lock, torch.inference_mode():
+            if not self._intake.whole:
+                raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
+            found = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
+        if not all(map(math.isfinite, itertools.chain.from_iterable(found))):
+            raise not_numbers(self.weight_version)
+        return found
 
     async def abort(self) -> None:
         """End every request in flight; each returns what it has, with finish "abort"."""

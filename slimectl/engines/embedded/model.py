@@ -1,6 +1,7 @@
 """The forward pass of the llama, qwen2 and qwen3 families.
 
-N rows (one a token) · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers · T tokens.
+N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
+T tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+CHUNK_LOGITS = 2**23
+"""Logits that are held at once where given tokens are judged: 32 MiB in float32."""
 
 
 @dataclass(slots=True)
@@ -58,13 +61,34 @@ class Model:
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> list[Prefix]:
         """Compute whole prompts in one pass."""
+        attend, _, stream_NE = self._passed(prompts)
+        logits_BV = self._logits(stream_NE[attend.last_B])
+        pieces = torch.split(attend.keys_values, [len(prompt) for prompt in prompts], dim=1)
+        return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
+
+    def given(self, sequences: list[tuple[int, ...]], starts: list[int]) -> list[list[float]]:
+        """log p(token), at temperature 1, of all tokens after place `start` of each sequence, in one pass."""
+        _, tokens_N, stream_NE = self._passed(sequences)
+        found: list[list[float]] = []
+        first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
+        for sequence, start in zip(sequences, starts, strict=True):
+            log_probs: list[float] = []
+            last = first + len(sequence) - 1
+            for at in range(first + start, last, chunk):
+                end = min(at + chunk, last)
+                log_p_CV = torch.log_softmax(self._logits(stream_NE[at:end]), -1, dtype=torch.float32)
+                log_probs += log_p_CV.gather(1, tokens_N[at + 1 : end + 1, None])[:, 0].tolist()
+            found.append(log_probs)
+            first = last + 1
+        return found
+
+    def _passed(self, prompts: list[tuple[int, ...]]) -> tuple[Prefill, Tensor, Tensor]:
+        """Whole prompts laid end to end: what attended, their tokens [N], the residual stream [N, E]."""
         lengths = [len(prompt) for prompt in prompts]
         attend = Prefill(lengths, layers=len(self.weights.layers), heads=self.heads, device=self._device)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         rope = self._rope.prompt_rows(attend.positions_N, lengths)
-        logits_BV = self._logits(self._hidden(tokens_N, rope, attend)[attend.last_B])
-        pieces = torch.split(attend.keys_values, lengths, dim=1)
-        return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
+        return attend, tokens_N, self._hidden(tokens_N, rope, attend)
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: Cache) -> Tensor:
         """Logits [B, V] after one more token in each of the first B slots; no sequence is longer than `longest`."""

@@ -55,10 +55,7 @@ class Runner:
         tokens_B, log_probs_B = sampled(logits_BV, batch)
         log_probs = log_probs_B.tolist()
         if not math.isfinite(sum(log_probs)):
-            raise SlimectlError(
-                f"the logits of weight version {weight_version!r} are not numbers: training has diverged, or the "
-                f"checkpoint is damaged; go back to an earlier one"
-            )
+            raise not_numbers(weight_version)
         for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
             if not sequence.finish:  # else it was aborted, and its answer is somebody's already
                 sequence.append(token, log_prob, weight_version)
@@ -144,3 +141,10 @@ class Runner:
     def free(self) -> None:
         """Give back the memory of the cache; nothing may run."""
         self._cache = self.model.new_cache()
+
+
+def not_numbers(weight_version: str) -> SlimectlError:
+    return SlimectlError(
+        f"the logits of weight version {weight_version!r} are not numbers: training has diverged, or the checkpoint "
+        f"is damaged; go back to an earlier one"
+    )

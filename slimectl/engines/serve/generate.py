@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -12,11 +12,12 @@ from slimectl.engines.serve.answers import Answer
 from slimectl.engines.serve.fields import Fields, read
 from slimectl.engines.serve.refusals import Refused
 from slimectl.engines.serve.sampling import MOST_ANSWERS, Wish, from_sglang
+from slimectl.engines.serve.scoring import Judged, judged, starts
 from slimectl.engines.serve.service import SERVICE, STREAMED, EventStream, Service, dumped
 
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
     "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "token_ids_logprob": (),
-    "top_logprobs_num": (0,), "logprob_start_len": (-1,), "return_hidden_states": (), "return_sampling_mask": (),
+    "top_logprobs_num": (0,), "return_hidden_states": (), "return_sampling_mask": (),
     "lora_path": (), "session_params": (), "custom_logit_processor": (), "return_routed_experts": (),
 }  # fmt: skip
 
@@ -31,6 +32,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if sum(wish.n for _, wish in asked) > MOST_ANSWERS:
         raise Refused(f"{sum(wish.n for _, wish in asked)} answers at once, and {MOST_ANSWERS} are the most")
     rid, rids = _rids(fields, len(prompts), many)
+    known = await judged(service, prompts, starts(fields, prompts))
     form = Form(
         log_probs=fields.flag("return_logprob"),
         with_text=fields.flag("return_text_in_logprobs"),
@@ -38,6 +40,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         listed=many or asked[0][1].n > 1,
         token_text=service.desk.token_text,
         version=service.thread.engine.weight_version,
+        inputs=[each for each, (_, wish) in zip(known, asked, strict=True) for _ in range(wish.n)],
     )
     if fields.flag("stream"):
         return await _streamed(request, service, asked, rids, rid, form)
@@ -116,6 +119,7 @@ class Form:
         listed: bool,
         token_text: Callable[[int], str],
         version: str,
+        inputs: list[Judged],
     ) -> None:
         self.listed = listed
         self._version = version
@@ -123,6 +127,7 @@ class Form:
         self._with_text = with_text
         self._incremental = incremental
         self._token_text = token_text
+        self._inputs = [self._triples(each) for each in inputs]
         self._before: dict[int, tuple[str, str]] = {}
 
     def whole(self, answer: Answer) -> str:
@@ -145,16 +150,20 @@ class Form:
         tokens = answer.sequence.tokens[start:end]
         if not self._log_probs:
             return ",".join(map(str, tokens)), ""
-        log_probs = answer.sequence.log_probs[start:end]
-        texts = [dumped(self._token_text(token)) if self._with_text else "null" for token in tokens]
-        triples = [f"[{p!r},{t},{text}]" for p, t, text in zip(log_probs, tokens, texts, strict=True)]
-        return ",".join(map(str, tokens)), ",".join(triples)
+        pairs = zip(answer.sequence.log_probs[start:end], tokens, strict=True)
+        return ",".join(map(str, tokens)), self._triples(pairs)
+
+    def _triples(self, pairs: Iterable[tuple[float | None, int]]) -> str:
+        """[logprob, id, text or null], as the inside of a JSON list."""
+        told = (lambda token: dumped(self._token_text(token))) if self._with_text else (lambda token: "null")
+        return ",".join(f"[{'null' if p is None else repr(p)},{token},{told(token)}]" for p, token in pairs)
 
     def _object(self, answer: Answer, tokens: str, log_probs: str, *, text: str, count: int | None = None) -> str:
         count = answer.count if count is None else count
         meta = dumped(self._meta(answer, count))
         if self._log_probs:
-            listed = f'"input_token_logprobs":[],"output_token_logprobs":[{log_probs}]'
+            inputs = self._inputs[answer.index]
+            listed = f'"input_token_logprobs":[{inputs}],"output_token_logprobs":[{log_probs}]'
             meta = f'{meta[:-1]},{listed},"output_token_logprobs_length":{count}}}'
         index = f',"index":{answer.index}' if self.listed else ""
         return f'{{"text":{dumped(text)},"output_ids":[{tokens}],"meta_info":{meta}{index}}}'

@@ -52,7 +52,7 @@ def from_sglang(fields: Fields, *, interval: int = 1) -> Wish:
     fields.check_names(KNOWN)
     fields.refuse_beyond(UNSUPPORTED)
     params = SamplingParams(
-        max_tokens=fields.whole("max_new_tokens", 128, low=1),
+        max_tokens=fields.whole("max_new_tokens", 128),
         min_tokens=fields.whole("min_new_tokens", 0),
         seed=fields.seed("sampling_seed"),
         **_shared(fields),

@@ -15,8 +15,11 @@ SWITCHED = {
 """Keys that do nothing before their switch is on. Bounds of TIS are none: what they would change is reported."""
 
 
-def algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
-    """Each contradiction within [algorithm], as a line that names the keys and the way out."""
+def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -> Iterator[str]:
+    """Each contradiction within [algorithm], as a line that names the keys and the way out.
+
+    `temperature` is that of the rollout.
+    """
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         yield (
             "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward or "
@@ -26,8 +29,23 @@ def algorithm_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
         yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
     if algorithm.calculate_per_token_loss and algorithm.fixed_length:
         yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
+    yield from _of_teachers(algorithm, temperature)
     yield from _of_corrections(algorithm)
     yield from _without_effect(algorithm)
+
+
+def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
+    urls = algorithm.opd_teacher_url
+    if urls and algorithm.opd_teacher_load:
+        yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
+    if urls and temperature != 1.0:
+        yield (
+            f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} exclude each other: servers tell the "
+            f"probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
+        )
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
 
 
 def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
@@ -59,8 +77,9 @@ def _without_effect(algorithm: PolicyGradient) -> Iterator[str]:
             "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward; use "
             "algorithm.kl_loss_coef"
         )
-    if algorithm.opd_teacher_load and not algorithm.opd_kl_coef:
-        yield "algorithm.opd_teacher_load has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
+    for key in ("opd_teacher_load", "opd_teacher_url"):
+        if getattr(algorithm, key) and not algorithm.opd_kl_coef:
+            yield f"algorithm.{key} has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
     for switch, keys in SWITCHED.items():
         for key in keys:
             if not getattr(algorithm, switch) and getattr(algorithm, key) != type(algorithm).model_fields[key].default:

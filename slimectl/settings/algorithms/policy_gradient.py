@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slimectl.settings.base import Section
+from slimectl.settings.base import Section, Texts
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "none"]
 Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
@@ -59,8 +59,11 @@ class PolicyGradient(Section):
     """On-policy distillation: times log p(token) - log p_teacher(token), off each advantage of any algorithm."""
 
     opd_teacher_load: str | None = None
-    """The teacher's model directory, of the same vocabulary; needed with opd_kl_coef unless samples carry
-    teacher_log_probs."""
+    """The teacher's model directory, of the same vocabulary; this or opd_teacher_url is needed with opd_kl_coef unless
+    samples carry teacher_log_probs."""
+
+    opd_teacher_url: Texts = []
+    """Servers that have the teacher instead, asked in turn: SGLang's, or `slimectl serve`."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; 0 builds no entropy graph."""

@@ -240,3 +240,42 @@ def test_memory_given_back_is_taken_again_and_answers_go_on(
         return (await first)[1]
 
     assert server.run(scene)["output_ids"] == wanted
+
+
+def test_a_prompt_is_judged_from_any_token_on_as_it_would_have_been_written(server: Any) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": {"temperature": 1, "max_new_tokens": 20, "sampling_seed": 4}}
+    written = server.good("/generate", body | {"return_logprob": True})
+    whole = PROMPT + written["output_ids"]
+    nothing = {"temperature": 1, "max_new_tokens": 0}
+    ask = {"input_ids": [whole, PROMPT], "logprob_start_len": [len(PROMPT) - 1, 0], "return_logprob": True}
+    judged, other = server.good("/generate", ask | {"sampling_params": nothing})
+    first, *rest = judged["meta_info"]["input_token_logprobs"]
+    assert first == [None, PROMPT[-1], None]
+    assert [token for _, token, _ in rest] == written["output_ids"]
+    output = [log_prob for log_prob, _, _ in written["meta_info"]["output_token_logprobs"]]
+    assert [log_prob for log_prob, _, _ in rest] == pytest.approx(output, abs=1e-5)
+    assert (judged["text"], judged["output_ids"], judged["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert judged["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert len(other["meta_info"]["input_token_logprobs"]) == len(PROMPT)
+
+
+def test_a_prompt_is_judged_beside_its_answers_and_passes_do_not_show(server: Any, monkeypatch: Any) -> None:
+    prompts = [list(b"once upon"), list(b"a"), list(b"a time, long ago")]
+    ask = {"input_ids": prompts, "logprob_start_len": 0, "return_logprob": True, "return_text_in_logprobs": True}
+    params = {"max_new_tokens": 2, "ignore_eos": True, "n": 2}
+    together = server.good("/generate", ask | {"sampling_params": params})
+    monkeypatch.setattr("slimectl.engines.serve.scoring.TOGETHER", 8)
+    apart = server.good("/generate", ask | {"sampling_params": params})
+    for one, other, prompt in zip(together, apart, [each for each in prompts for _ in range(2)], strict=True):
+        given, again = (answer["meta_info"]["input_token_logprobs"] for answer in (one, other))
+        assert [text for _, _, text in given] == [chr(token) for token in prompt]
+        assert [p for p, _, _ in given[1:]] == pytest.approx([p for p, _, _ in again[1:]], abs=1e-5)
+        assert len(one["output_ids"]) == 2
+
+
+@pytest.mark.parametrize("start", [-2, 16, "0", True, [0, 0]])
+def test_a_start_outside_the_prompt_is_refused(start: Any, server: Any) -> None:
+    body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": start}
+    status, answer = server.ask("/generate", body)
+    assert status == 400
+    assert answer["error"]["param"] == "logprob_start_len"

@@ -1,0 +1,80 @@
+"""What every teacher promises: a checkpoint, `slimectl serve` and SGLang say the same of given tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from slimectl import wiring
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.sglang.scoring import ServedModel
+from slimectl.errors import BackendError, SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.settings import Settings
+from slimectl.stages.teaching import with_log_probs
+from slimectl.stages.train import train
+from slimectl.types import Row, Sample, Status, StepReport
+
+ModelDir = Callable[..., Path]
+
+
+@pytest.fixture(params=["served", "sglang"])
+def url(request: pytest.FixtureRequest, model_dir: ModelDir) -> str:
+    """A server with the weights of the small model."""
+    found: str = request.getfixturevalue(request.param)
+    serving.client([found], model_dir()).load_weights(HFCheckpoint().read(model_dir()), version="0")
+    return found
+
+
+def answers() -> Iterator[Sample]:
+    """More than one request's worth, of many lengths."""
+    for i in range(20):
+        prompt, answer = list(b"say " + bytes([65 + i]) * (1 + i % 5)), [(7 * i + k) % 256 for k in range(1 + i % 7)]
+        yield Sample(i // 2, i, tokens=prompt + answer, response_length=len(answer), status=Status.COMPLETED)
+
+
+def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepReport]:
+    """What the teacher says of the answers, and the step that is made of it."""
+    rounds = {"run": {"rollout_batch_size": 10}, "rollout": {"n_samples_per_prompt": 2}}
+    settings = Settings.model_validate({"algorithm": {"name": "opd", **teacher}, **rounds})
+    with closing(wiring.learners(settings, folder, executor=LocalExecutor())) as by:
+        samples = list(with_log_probs(answers(), by.asked["teacher_log_probs"], "teacher_log_probs"))
+        (report,) = train(samples, by.policy, settings)
+    return [sample.teacher_log_probs or [] for sample in samples], report
+
+
+def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
+    student = model_dir("llama_untied")
+    told, step = distilled(student, opd_teacher_url=url)
+    known, own = distilled(student, opd_teacher_load=str(model_dir()))
+    for one, other in zip(told, known, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    for name in ("opd_reverse_kl", "pg_loss", "grad_norm"):
+        assert step.metrics[f"train/{name}"] == pytest.approx(own.metrics[f"train/{name}"], rel=1e-4, abs=1e-6)
+    assert own.metrics["train/grad_norm"] > 0
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(url: str, model_dir: ModelDir):
+    tokenizer = wiring.tokenizer(model_dir())
+    facts = json.loads(tokenizer.backend_tokenizer.to_str())
+    facts["model"]["vocab"] = {text: 255 - i for text, i in facts["model"]["vocab"].items()}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(facts)))
+    teacher = ServedModel([url], setting="algorithm.opd_teacher_url", timeout_s=60)
+    teacher.check_vocabulary(tokenizer, of="DIR")
+    with pytest.raises(SettingsError, match=r"opd_teacher_url: the model at \S+ has another vocabulary than DIR"):
+        teacher.check_vocabulary(other, of="DIR")
+
+
+def test_what_the_teacher_cannot_read_is_told_in_the_servers_words(url: str):
+    teacher = ServedModel([url], setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
+    too_long = Row([1] * 4000, 1, [1.0])
+    with pytest.raises(BackendError, match=rf"the teacher at {url}/generate: answered 400: .*\d\d\d.*"):
+        teacher.log_probs([too_long])
