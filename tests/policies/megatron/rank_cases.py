@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ class Rebuilt:
     policy: Any = None
 
     def build(self, model_dir: Path, options: dict[str, Any]) -> None:
+        self.hold(partial(megatron, model_dir, **options))
+
+    def hold(self, make: Callable[[], Any]) -> None:
         self.policy = None
         gc.collect()  # the last policy's references keep its groups, and they their threads
         parallel.stop()
-        self.policy = megatron(model_dir, **options)
+        self.policy = make()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.policy, method)(*arguments)
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         return self.policy.values(rows)
@@ -80,6 +87,15 @@ class Ranks(GroupPolicy):
     def build(self, model_dir: Path, **options: Any) -> Ranks:
         self._call("build", model_dir, options)
         return self
+
+    def hold(self, make: Callable[[], Any]) -> Ranks:
+        """Let every rank hold what it makes."""
+        self._call("hold", make)
+        return self
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """A method of what is held."""
+        return self._call("ask", method, *arguments)
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         return self._call("values", rows)
