@@ -29,6 +29,7 @@ from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.rewards.regex import Regex
 from slimectl.rewards.remote_rm import RemoteRm
 from slimectl.rewards.repetition import Repetition
+from slimectl.rewards.reward_model import RewardModel
 from slimectl.rewards.verdict import Verdict, Verifier, nothing
 from slimectl.rewards.weighted import Part, WeightedSum
 from slimectl.types import Sample
@@ -106,6 +107,7 @@ TYPES: dict[str, type[Verifier]] = {
     "regex": Regex,
     "remote_rm": RemoteRm,
     "repetition": Repetition,
+    "reward_model": RewardModel,
 }
 
 

@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "overlong": {"limit": 100, "buffer": 50},
     "regex": {"pattern": r"Answer:\s*(.*)"},
 }
-APART = ("code", "ifbench", "ifeval", "judge", "random", "reasoning_gym", "remote_rm")
+APART = ("code", "ifbench", "ifeval", "judge", "random", "reasoning_gym", "remote_rm", "reward_model")
 NAMES = [prefix + name for name in known_types() if name not in APART for prefix in ("", "boxed_")]
 VERIFIERS: dict[str, Verifier] = {
     **{name: verifier(name, **OPTIONS.get(name.removeprefix("boxed_"), {})) for name in NAMES},

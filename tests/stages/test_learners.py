@@ -91,6 +91,12 @@ def test_a_reward_model_is_saved_with_its_head_and_begins_from_there(workshop: W
     assert json.loads(line)["metrics"]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
     (again,) = workshop.slimectl(*learn, "--model", "judge").decode().splitlines()
     assert json.loads(again)["metrics"]["train/loss"] < 0.69
+    grading = ["-s", "score.rm_type=reward_model", "-s", 'score.rm_options={path = "judge"}']
+    short = ["-s", "run.num_rollout=1", "-s", "score.custom_rm_path=none", "--name", "judged"]
+    workshop.slimectl("run", *STEADY, *grading, *short)
+    (step,) = steps(workshop, "judged")
+    assert step["metrics"]["rollout/raw_reward"] != 0
+    assert step["metrics"]["train/grad_norm"] > 0
 
 
 def test_a_preference_without_an_answer_is_refused_by_its_line(workshop: Workshop):

@@ -1,0 +1,113 @@
+"""A trained reward model as a verifier: its numbers are those that it learnt to give."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.errors import SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.policies.fsdp.value import FsdpCritic
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.rewards import verifier
+from slimectl.settings import Settings
+from slimectl.stages.score import Grader, score
+from slimectl.stages.train import train
+from slimectl.types import Row, Sample, Status
+
+ModelDir = Callable[..., Path]
+ANSWERS = ["a", "bbbb", "", "a longer answer, with an end<|end|>", "\ud800 half a pair", "x" * 700]
+
+
+def answer(i: int, text: str) -> Sample:
+    prompt, tokens = list(b"say it: "), [*text.encode(errors="replace"), 256]
+    return Sample(i, i, prompt="say it: ", tokens=prompt + tokens, response=text, response_length=len(tokens),
+                  status=Status.COMPLETED)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FsdpCritic]:
+    """A reward model after a few steps, saved."""
+    critic = FsdpCritic(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2, weight_decay=0.0))
+    pairs = [answer(i // 2, text) for i, text in enumerate(ANSWERS[:4])]
+    for i, sample in enumerate(pairs):
+        sample.index, sample.rollout_id, sample.reward = i, i, float(i % 2)
+    settings = Settings.model_validate({"algorithm": {"name": "reward_model"}, "run": {"rollout_batch_size": 2}})
+    for _ in train(pairs * 3, critic, settings, critic=critic):
+        pass
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    folder.mkdir()
+    critic.save(folder)
+    return folder, critic
+
+
+def graded(folder: Path, samples: list[Sample], **options: object) -> list[float]:
+    given = {"rm_type": "reward_model", "rm_options": {"path": str(folder), **options}}
+    settings = Settings.model_validate({"score": given})
+    found = score(samples, Grader(settings), settings.score, executor=LocalExecutor())
+    return [float(sample.reward) for sample in found]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_rewards_are_the_values_after_the_last_token_whatever_stands_beside(
+    trained: tuple[Path, FsdpCritic], batch_size: int
+):
+    folder, critic = trained
+    samples = [answer(i, text) for i, text in enumerate(ANSWERS[:5])]
+    rows = [Row([*s.tokens, 0], 1, [1.0]) for s in samples]
+    expected = [values[0] for values in critic.values(rows)]
+    assert graded(folder, samples, batch_size=batch_size) == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 0.1
+
+
+def test_a_classifier_from_elsewhere_gives_what_transformers_gives(
+    model_dir: ModelDir, tmp_path: Path, trained: tuple[Path, FsdpCritic]
+):
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(model_dir(), num_labels=1, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    tokenizer.save_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "hello"}]
+    text = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "yes"}], tokenize=False)
+    tokens = torch.tensor([tokenizer.encode(text)])
+    assert graded(tmp_path, [Sample(prompt=chat, response="yes")]) == pytest.approx([model(tokens).logits.item()])
+    # With other tokens than its own it is asked by text.
+    foreign = Sample(prompt=chat, response="yes", tokens=[9000, 4], response_length=1)
+    assert graded(tmp_path, [foreign], input="text") == pytest.approx([model(tokens).logits.item()])
+    with pytest.raises(SettingsError, match=r'token 9000 of sample 0 is outside the vocabulary .* set input = "text"'):
+        graded(tmp_path, [foreign])
+
+
+@pytest.mark.parametrize("source", ["tokens", "text"])
+def test_nothing_that_a_model_wrote_is_too_much(trained: tuple[Path, FsdpCritic], source: str):
+    samples = [answer(i, text) for i, text in enumerate(ANSWERS)] + [Sample(index=9, response="no tokens")]
+    rewards = graded(trained[0], samples, input=source)
+    assert len(rewards) == 7
+    assert all(abs(reward) < 1e3 for reward in rewards)
+
+
+def test_it_explains_travels_and_has_no_bounds(trained: tuple[Path, FsdpCritic]):
+    made = verifier("reward_model", path=str(trained[0]))
+    assert pickle.loads(pickle.dumps(made)) == made
+    verdict = made.explain(answer(0, "a"))
+    assert verdict.why == f"{trained[0]} gives {verdict.reward:.4g}"
+    assert made.bounds == (-float("inf"), float("inf"))
+
+
+def test_what_is_no_reward_model_is_refused_in_one_line(model_dir: ModelDir, tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"score.rm_options.path: missing"):
+        verifier("reward_model")
+    with pytest.raises(SettingsError, match=re.escape(f"{tmp_path} is no model directory; make one with")):
+        verifier("reward_model", path=str(tmp_path))
+    with pytest.raises(SettingsError, match=r"has no score.weight, so it is no reward model"):
+        verifier("reward_model", path=str(model_dir()))(answer(0, "a"))
+    with pytest.raises(SettingsError, match=r"batch_size: 0 is below 1"):
+        verifier("reward_model", path=str(model_dir()), batch_size=0)
