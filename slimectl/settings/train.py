@@ -101,7 +101,7 @@ class TrainSettings(Section):
     """Function of (args, samples), by path: a dict of lists with what of a round is trained on."""
 
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    """Train adapters of this rank and leave the model as it is (fsdp only); merged wherever weights go."""
+    """Train adapters of this rank and leave the model as it is; merged wherever weights go."""
 
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Their scale, times the rank; twice the rank where not given."""

@@ -18,7 +18,7 @@ from slimectl.wiring.models import device, is_gguf, model_folder
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import Batching
-    from slimectl.policies.fsdp.lora import LoraOptions
+    from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.ports import Critic, Executor, Policy
 
@@ -82,21 +82,21 @@ def check_policy(settings: Settings) -> None:
     _check_models(settings)
     if settings.train.policy != "megatron":
         return
-    if settings.train.lora_rank is not None:
-        raise SettingsError('train.lora_rank: the megatron trainer has no adapters; set train.policy = "fsdp"')
     if find_spec("megatron") is None:
         raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"')
     path, card = settings.model.path, settings.model.card
     if path is not None and is_gguf(path):
         return
+    from slimectl.weights.adapters import chosen, linear_layers
     from slimectl.weights.complete import completed, read_config
     from slimectl.weights.families import family_of
 
     config = read_config(model_folder(path)) if path is not None else completed(cards.load(str(card))["config"])
-    for problem in problems(
-        layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
-    ):
+    family = family_of(config)
+    for problem in problems(layout(settings), family.architecture(config).transformer, settings.cluster.ranks):
         raise SettingsError(problem)
+    if settings.train.lora_rank is not None:
+        chosen(linear_layers(family.links(config)), settings.train.lora_targets)
 
 
 def _check_models(settings: Settings) -> None:
@@ -125,6 +125,7 @@ def _build(
         "freeze": train.freeze_params_name_list,
         "train_only": train.only_train_params_name_list,
         "trains": trains,
+        "lora": _lora(settings) if trains else None,
         "device": device(train.device),
         "seed": settings.run.seed,
     }
@@ -139,7 +140,6 @@ def _build(
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
             share_prompts=train.share_prompts,
-            lora=_lora(settings) if trains else None,
             **shared,
         )
     from slimectl.policies.megatron.config import Recompute
@@ -179,7 +179,7 @@ def _batching(settings: Settings, folder: Path) -> Batching:
 
 
 def _lora(settings: Settings) -> LoraOptions | None:
-    from slimectl.policies.fsdp.lora import LoraOptions
+    from slimectl.policies.lora import LoraOptions
 
     train = settings.train
     if train.lora_rank is None:

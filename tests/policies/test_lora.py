@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.lora import LoraOptions
 from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.group import GroupPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 
 ModelDir = Callable[..., Path]

@@ -111,9 +111,9 @@ def test_what_needs_no_rollouts_is_no_run(workshop: Workshop, name: str):
     assert f"algorithm.name: {name} needs no rollouts; use `slimectl train`" in workshop.stderr
 
 
-def test_a_run_with_adapters_pushes_merged_weights_and_goes_on(workshop: Workshop):
+def test_a_run_with_adapters_pushes_merged_weights_and_goes_on_with_either_trainer(workshop: Workshop):
     lora = [*STEADY, "-s", "train.lora_rank=4", "-s", "train.lr=1e-2", "-s", "run.num_rollout=3"]
-    workshop.slimectl("run", *lora, "--name", "adapted")
+    workshop.slimectl("run", *lora, "-s", "train.policy=megatron", "--name", "adapted")
     whole = steps(workshop, "adapted")
     # The engine samples with what the trainer computes: adapters are in what was pushed.
     assert all(line["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in whole[1:])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.errors import SettingsError
-from slimectl.policies.fsdp.lora import is_adapter
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, decoder_layers
 from slimectl.ports import CheckpointFormat
+from slimectl.weights.adapters import is_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

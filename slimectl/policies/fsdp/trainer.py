@@ -18,18 +18,11 @@ from slimectl.algorithms.packing import DYNAMIC, Batching, Pack, planned
 from slimectl.errors import CheckpointError
 from slimectl.policies.freezing import trained
 from slimectl.policies.fsdp.layout import PackLayout, laid_out
-from slimectl.policies.fsdp.lora import (
-    FOLDER,
-    Adapters,
-    LoraOptions,
-    adapter_config,
-    check_config,
-    read_adapter,
-    write_adapter,
-)
+from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.masters import DTYPES, Masters
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
 from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
+from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
 from slimectl.policies.state import (
     MOMENTS,
@@ -89,6 +82,10 @@ class FsdpTrainer:
         if lora is not None:
             self.adapters = Adapters(hf, lora, seed=seed)
             added |= self.adapters.initial
+            if lora.load is not None:
+                base_of(lora.load, lora, known=self.adapters.initial)
+                shapes = {name: tensor.shape for name, tensor in self.adapters.initial.items()}
+                added |= dict(read_adapter(lora.load, shapes))
         self.model = self._packed(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trained(present_names, freeze=freeze, train_only=train_only)
@@ -168,7 +165,7 @@ class FsdpTrainer:
         for name, parameter in self.masters.in_checkpoint:
             full = self._whole(parameter)
             if self.adapters is not None and (pair := self.adapters.pair(parameter)):
-                full = self.adapters.merged(full, *map(self._whole, pair))
+                full = self.adapters.options.merged(full, *map(self._whole, pair))
             yield name, full
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
@@ -184,7 +181,6 @@ class FsdpTrainer:
             self.checkpoint.write(path, self.weights())
             write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
             if self.adapters is not None:
-                (path / FOLDER).mkdir()
                 write_adapter(path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained())
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype)
@@ -223,8 +219,7 @@ class FsdpTrainer:
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
         """What was trained, and the model under it where that is another than this one began as."""
-        check_config(path, options)
-        base = Path(adapter_config(path)["base_model_name_or_path"])
+        base = base_of(path, options, known=self._shapes())
         if base != self.base_dir.resolve():
             self.masters.read(self.checkpoint, base)
             self.base_dir = base

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from slimectl.policies.lora import FOLDER, LoraOptions, read_adapter, write_adapter
 from slimectl.policies.megatron.masters import PARAM
 from slimectl.policies.megatron.state import LinkedState
 from slimectl.policies.state import MOMENTS, OPTIMIZER, copy_companions, read_tensors, write_float32, write_trainer
@@ -22,26 +24,39 @@ def save(
     checkpoint: CheckpointFormat,
     state: LinkedState,
     *,
-    names: Sequence[str],
+    weights: Iterator[tuple[str, Tensor]],
     updated: Sequence[Link],
     companions: Path,
     facts: dict[str, Any],
+    adapter: tuple[LoraOptions, Path] | None = None,
 ) -> None:
-    """Float32 weights called `names` as a Hugging Face directory, the moments of `updated`, and `facts`.
+    """Float32 `weights` as a Hugging Face directory, the moments of `updated`, and `facts`.
 
-    Config and tokenizer are those of `companions`.
+    Config and tokenizer are those of `companions`. With `adapter`, its options and the model under it, what was updated
+    is written in peft's format too.
     """
-    weights, moments = state.tensors(names, PARAM), state.each(updated, MOMENTS)
+    moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
     if dist.get_rank() == 0:
         checkpoint.write(path, weights)
         write_float32(path / OPTIMIZER, _moment_shapes(updated), moments)
+        if adapter is not None:
+            write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
         copy_companions(companions, path, torch.float32)
         write_trainer(path, **facts)
     else:
         # The first rank's tensors are made of all ranks' parts.
-        for _ in chain(weights, moments):
+        for _ in chain(weights, moments, learned):
             pass
     dist.barrier()
+
+
+def load_adapter(path: Path, state: LinkedState, links: Iterable[Link]) -> None:
+    """Take this rank's part of the tensors of `links` from a folder in peft's format. Raises CheckpointError."""
+    mine = state.mine(links)
+    stream = read_adapter(path, shapes_of(mine))
+    for link in mine:
+        parts = dict(next(stream) for _ in link.hf)
+        state.put(link, PARAM, parts.__getitem__)
 
 
 def load_moments(path: Path, state: LinkedState, updated: Iterable[Link], *, updates: int) -> None:
@@ -52,6 +67,11 @@ def load_moments(path: Path, state: LinkedState, updated: Iterable[Link], *, upd
         for what in MOMENTS:
             parts = {name: next(stream)[1] for name in link.hf}
             state.put(link, what, parts.__getitem__, updates=updates)
+
+
+def shapes_of(links: Iterable[Link]) -> dict[str, torch.Size]:
+    """The Hugging Face tensors of the links, in order."""
+    return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
 def _moment_shapes(links: Iterable[Link]) -> dict[str, torch.Size]:

@@ -6,6 +6,7 @@ width · F an expert's inner width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,11 +47,22 @@ class Experts(SequentialMLP):
     def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
         """Every row through its expert, times its weight; rows come one expert after another."""
         ends_E = tokens_per_expert_E.to(rows_NI.device).cumsum(0).to(torch.int32)
-        up = [expert.linear_fc1.weight for expert in self.local_experts]
-        down = [expert.linear_fc2.weight for expert in self.local_experts]
-        gate_NF, up_NF = _GroupedLinear.apply(rows_NI, ends_E, *up).chunk(2, dim=-1)
+        up = [expert.linear_fc1 for expert in self.local_experts]
+        down = [expert.linear_fc2 for expert in self.local_experts]
+        gate_NF, up_NF = _product(rows_NI, ends_E, up).chunk(2, dim=-1)
         inner_NF = (self.config.activation_func(gate_NF) * up_NF * weights_N[:, None]).to(rows_NI.dtype)
-        return _GroupedLinear.apply(inner_NF, ends_E, *down), None
+        return _product(inner_NF, ends_E, down), None
+
+
+def _product(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
+    """Rows through the matrix of their expert, and its adapter where there are any (lora.py)."""
+    output_NO = _GroupedLinear.apply(rows_NI, ends_E, *(linear.weight for linear in linears))
+    adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter")]
+    if adapters:
+        inner_NK = _GroupedLinear.apply(rows_NI, ends_E, *(adapter.down() for adapter in adapters))
+        added_NO = _GroupedLinear.apply(inner_NK, ends_E, *(adapter.up() for adapter in adapters))
+        output_NO = output_NO + adapters[0].scale * added_NO
+    return output_NO
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -25,7 +25,7 @@ def held(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
     for chunk in chunks:
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
             if name != HEAD or not chunk.share_embeddings_and_output_weights:
-                found[_global(name, chunk)] = tensor
+                found[global_name(name, chunk)] = tensor
     return found
 
 
@@ -37,7 +37,8 @@ def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
     return None
 
 
-def _global(name: str, chunk: PackedGPT) -> str:
+def global_name(name: str, chunk: PackedGPT) -> str:
+    """The name over the whole model of what this rank's `chunk` calls `name`."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name

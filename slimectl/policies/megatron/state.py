@@ -109,7 +109,7 @@ def trained_links(links: Sequence[Link], names: set[str]) -> set[str]:
     return chosen
 
 
-def _group(link: Link) -> dist.ProcessGroup:
+def group_of(link: Link) -> dist.ProcessGroup:
     """The ranks that `link.split` cuts the parameter for."""
     if link.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
@@ -117,7 +117,7 @@ def _group(link: Link) -> dist.ProcessGroup:
 
 
 def _joined(link: Link, part: Tensor) -> Tensor:
-    group = _group(link)
+    group = group_of(link)
     if link.split is None or group.size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -126,7 +126,7 @@ def _joined(link: Link, part: Tensor) -> Tensor:
 
 
 def _shard(link: Link, whole: Tensor) -> Tensor:
-    group = _group(link)
+    group = group_of(link)
     return whole if link.split is None else link.split.shard(whole, group.rank(), group.size())
 
 

@@ -17,11 +17,13 @@ from slimectl.algorithms.packing import DYNAMIC, Batching
 from slimectl.errors import SettingsError
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.freezing import trained
+from slimectl.policies.lora import FOLDER, LoraOptions, base_of
 from slimectl.policies.megatron import files, model, naming, optimizer, parallel, schedule, torch_dist
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.gathering import per_row, totals
 from slimectl.policies.megatron.loading import checked_names
+from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.masters import PARAM, masters
 from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.replay import RoutingReplay
@@ -56,7 +58,8 @@ class MegatronTrainer:
     """Everything of a policy but what is computed from the hidden states.
 
     Every rank of torch.distributed's group (or this process alone) builds one and makes the same calls. What is saved
-    has the files of the FSDP policy: either takes it back, at any layout.
+    has the files of the FSDP policy: either takes it back, at any layout. With `lora` the model itself stays as it is,
+    as with the FSDP policy; `freeze` and `train_only` are not looked at.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class MegatronTrainer:
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
         trains: bool = True,
+        lora: LoraOptions | None = None,
         device: str | None = None,
         routing_replay: bool = False,
         seed: int = 0,
@@ -94,11 +98,11 @@ class MegatronTrainer:
         family = family_of(config)
         self.architecture, self.carried = family.architecture(config), family.carried
         self.links = [*family.links(config), *self._links()]
+        self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size() if grouped else 1
         parallel.check(self.layout, self.architecture, self.ranks)
-        names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
-        self.trained = trained_links(self.links, names) - self._untrained() if trains else set()
+        self.trained = self._trained(freeze, train_only) if trains else set()
         self.device = model.device()
         if device is not None and torch.device(device).type != self.device.type:
             raise SettingsError(
@@ -111,12 +115,27 @@ class MegatronTrainer:
         self.balance = Balance(self.chunks)
         self.replay = RoutingReplay(self.chunks) if routing_replay else None
         self._read_weights(self.model_dir)
+        if self.adapters is not None:
+            self.adapters.begin(self.state, seed)
+
+    def _trained(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
+        """Megatron names of what is trained."""
+        if self.adapters is not None:
+            return {link.megatron for link in [*self.adapters.links, *self._links()]}
+        names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
+        return trained_links(self.links, names) - self._untrained()
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
         bare = model.build(self.architecture, self.layout, **fields)
         self._add(bare)
+        links = self.links
+        if self.adapters is not None:
+            self.adapters.attach(bare, self.device)
+            links = [*links, *self.adapters.links]
+        if self.trained and bare[0].pre_process:
+            bare[0].embedding.register_forward_hook(_with_gradient)
         held = naming.held(bare)
-        held = {link.megatron: held[link.megatron] for link in self.links if link.megatron in held}
+        held = {link.megatron: held[link.megatron] for link in links if link.megatron in held}
         copy = naming.tied_copy(bare)
         for name, tensor in [*held.items(), *([(naming.EMBEDDING, copy)] if copy is not None else [])]:
             tensor.requires_grad_(isinstance(tensor, torch.nn.Parameter) and name in self.trained)
@@ -125,8 +144,8 @@ class MegatronTrainer:
         self.optimizer = optimizer.build(self.chunks, self.options, choices)
         made = masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
         of_copy = made.pop() if copy is not None else None
-        self.state = LinkedState(self.links, dict(zip(held, made, strict=True)), of_copy, self.device)
-        self.updated = [link for link in self.links if link.megatron in self.trained and not link.buffer]
+        self.state = LinkedState(links, dict(zip(held, made, strict=True)), of_copy, self.device)
+        self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
 
     def _read_weights(self, path: Path) -> None:
         weights = self._opened(path)
@@ -202,27 +221,48 @@ class MegatronTrainer:
         return {"grad_norm": norm, "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Float32 masters, whole, in checkpoint order."""
+        """Float32 masters, whole, adapters merged into them, in checkpoint order."""
+        if self.adapters is not None:
+            return self.adapters.merged(self.state, self.names)
         return self.state.tensors(self.names, PARAM)
 
     def save(self, path: Path) -> None:
-        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json."""
+        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+
+        With adapters they are merged into the weights, and stand beside them in the folder `adapter` (peft's format).
+        """
         facts = {"step": self.step, "updates": self.updates, "seed": self.seed, "optimizer": asdict(self.options)}
         files.save(
-            path, self.checkpoint, self.state, names=self.names, updated=self.updated, companions=self.model_dir,
-            facts=facts,
+            path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated, companions=self.model_dir,
+            facts=facts, adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
         )  # fmt: skip
 
     def load(self, path: Path) -> None:
         saved = read_trainer(path)
-        self._read_weights(path)
+        if self.adapters is None:
+            self._read_weights(path)
+        else:
+            self._read_adapter(path / FOLDER, self.adapters.options)
         self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
         files.load_moments(path, self.state, self.updated, updates=self.updates)
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
 
+    def _read_adapter(self, path: Path, options: LoraOptions) -> None:
+        """What was trained, and the model under it where that is another than this one began as."""
+        base = base_of(path, options, known=files.shapes_of(self.updated))
+        if base != self.base_dir.resolve():
+            self._read_weights(base)
+            self.base_dir = base
+        files.load_adapter(path, self.state, self.updated)
+
     def save_torch_dist(self, path: Path) -> None:
-        """Besides the port: the same in Megatron's own layout, see torch_dist.py, with config and tokenizer."""
+        """Besides the port: the same in Megatron's own layout, see torch_dist.py, with config and tokenizer.
+
+        Raises SettingsError with adapters, which that layout does not know.
+        """
+        if self.adapters is not None:
+            raise SettingsError("train.lora_rank: adapters are not saved as torch_dist; save as hf and convert that")
         torch_dist.save(path, self.chunks, self.optimizer, step=self.step, updates=self.updates)
         if dist.get_rank() == 0:
             copy_companions(self.model_dir, path, self.last.config.params_dtype)
@@ -233,3 +273,9 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """Nothing outlives the process; the groups of the layout serve other models of it."""
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """A forward hook: mcore (0.16.1) recomputes a layer with gradients only if its input has one; a frozen table gives
+    none. Delete when its checkpoint asks the parameters too."""
+    return embedded if embedded.requires_grad or not torch.is_grad_enabled() else embedded.requires_grad_()

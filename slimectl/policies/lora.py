@@ -1,0 +1,131 @@
+"""Low-rank adapters, whoever trains them: what they compute, what they begin as, and their files in peft's format.
+
+I inputs · O outputs of a layer · K rank
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.state import read_tensors, write_float32
+from slimectl.weights.adapters import is_adapter
+
+FOLDER = "adapter"
+"""Beside the merged weights: transformers would take an adapter in the same folder for the model."""
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False, "alpha_pattern": {},
+         "rank_pattern": {}}  # fmt: skip
+"""What peft can do besides, switched off."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """W + alpha / rank B A for the linear layers whose last name is among `targets` (Hu et al. 2021, arXiv:2106.09685).
+
+    `load`: a peft adapter's directory to begin from.
+    """
+
+    rank: int
+    alpha: float
+    targets: Sequence[str]
+    load: Path | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def merged(self, weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor) -> Tensor:
+        """What a layer computes as one matrix."""
+        return weight_OI + self.scale * (b_OK @ a_KI).to(weight_OI.dtype)
+
+
+def initial(name: str, shape: Sequence[int], *, seed: int) -> Tensor:
+    """What the parameter of an adapter begins as: A at random, the same wherever it is drawn, and B as zeros."""
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(*shape)
+    number = int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
+    bound = shape[1] ** -0.5
+    return torch.empty(*shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+
+
+def write_adapter(
+    path: Path,
+    options: LoraOptions,
+    base: Path,
+    shapes: Mapping[str, torch.Size],
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Everything that was trained, into the new directory `path`, as peft's PeftModel takes it."""
+    others = sorted({name.split(".")[0] for name in shapes if not is_adapter(name)})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(options.targets),
+        "modules_to_save": others or None,
+        "inference_mode": True,
+        **PLAIN,
+    }
+    path.mkdir()
+    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    named = ((PREFIX + name, tensor) for name, tensor in tensors)
+    write_float32(path / WEIGHTS, {PREFIX + name: shape for name, shape in shapes.items()}, named)
+
+
+def read_adapter(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters named in `shapes`, float32, one at a time. Raises CheckpointError."""
+    wanted = {PREFIX + name: shape for name, shape in shapes.items()}
+    for name, tensor in read_tensors(path / WEIGHTS, wanted):
+        yield name.removeprefix(PREFIX), tensor.float()
+
+
+def base_of(path: Path, options: LoraOptions, known: Collection[str]) -> Path:
+    """The model under an adapter that computes what these options do with parameters called `known`, or fewer.
+
+    Raises CheckpointError for any other, or if `path` is no adapter of peft's.
+    """
+    config = _config(path)
+    wanted = {"r": options.rank, "lora_alpha": options.alpha, "peft_type": "LORA", **PLAIN}
+    for key, value in wanted.items():
+        if (config.get(key) or None) != (value or None) and not (key == "bias" and config.get(key) is None):
+            raise CheckpointError(
+                f"{path}: {key} is {config.get(key)!r}, expected {value!r}; set train.lora_rank and train.lora_alpha to"
+                " the adapter's own, or merge it with peft first"
+            )
+    for name in _names(path / WEIGHTS):
+        if name not in known:
+            raise CheckpointError(
+                f"{path}: holds {name}, which would not be used; name its layer in train.lora_targets, or merge the"
+                " adapter with peft first"
+            )
+    return Path(str(config.get("base_model_name_or_path")))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / CONFIG).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no {CONFIG}; give the directory of a peft adapter") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / CONFIG}: damaged ({error}); copy the adapter again") from error
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return [name.removeprefix(PREFIX) for name in opened.keys()]
+    except Exception as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); copy the adapter again") from error

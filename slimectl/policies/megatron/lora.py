@@ -1,0 +1,162 @@
+"""Low-rank adapters on the linear layers of mcore's model: a pair of matrices for every Hugging Face layer in them.
+
+T tokens · K rank · I inputs · O outputs of a Megatron matrix, as far as this rank holds them · P layers in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from slimectl.errors import SettingsError
+from slimectl.policies.lora import LoraOptions, base_of, initial
+from slimectl.policies.megatron import naming
+from slimectl.policies.megatron.files import load_adapter, shapes_of
+from slimectl.policies.megatron.masters import PARAM
+from slimectl.policies.megatron.model import PackedGPT
+from slimectl.policies.megatron.state import LinkedState, group_of
+from slimectl.weights.adapters import adapter_links, chosen, linear_layers
+from slimectl.weights.links import Link
+
+Pair = tuple[Link, Link]
+
+_REFUSED = {
+    "moe_router_bias_update_rate": "it moves the model under the adapters, which are saved without it",
+    "moe_shared_expert_overlap": "its layers do not see their tokens as adapters do",
+}
+
+
+class Adapter(nn.Module):
+    """B A of the Hugging Face layers that are one Megatron matrix, scaled: what the matrix computes more.
+
+    Tensor parallelism cuts it as it cuts the matrix. Of a matrix cut by rows B is cut and every rank's A sees its own
+    tokens; of one cut by columns A is cut and B sees the rank's own tokens.
+    """
+
+    def __init__(self, link: Link, pairs: Sequence[Pair], scale: float, config: Any, device: torch.device) -> None:
+        super().__init__()
+        self.scale, self.axis, self.group = scale, None if link.split is None else link.split.axis, group_of(link)
+        self.routed, self.sequence_parallel = link.expert is not None, config.sequence_parallel
+        self.outputs = link.shape[0] // (self.group.size() if self.axis == 0 else 1)
+        self.A, self.B, self.rows = nn.ParameterDict(), nn.ParameterDict(), {}
+        for a, b in pairs:
+            name = a.megatron.rpartition(".")[2]
+            self.A[name] = self._parameter(a, config.params_dtype, device)
+            self.B[name] = self._parameter(b, config.params_dtype, device)
+            self.rows[name] = self._rows(link, b.hf[0], device)
+
+    def _parameter(self, half: Link, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        shape, cut = list(half.shape), half.split
+        if cut is not None:
+            shape[cut.axis] //= self.group.size()
+        parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        # The marks by which mcore shares gradients and counts each once in their norm.
+        set_tensor_model_parallel_attributes(parameter, self.routed or cut is not None, cut.axis if cut else -1, 1)
+        if self.routed:
+            parameter.allreduce = False
+            parameter.shared = cut is None and self.group.rank() > 0
+        elif cut is None:
+            parameter.sequence_parallel = self.sequence_parallel
+        return parameter
+
+    def _rows(self, link: Link, half: str, device: torch.device) -> Tensor | None:
+        """At which of this rank's outputs the rows of B stand; None if B has a row for each, in order."""
+        if len(link.hf) == 1:
+            return None
+        part = next(i for i, name in enumerate(link.hf) if half.startswith(name.removesuffix("weight")))
+        sizes = [shape[0] for shape in link.shapes]
+        numbers = torch.arange(sum(sizes)).split(sizes)
+        held, mine = link.join.whole(numbers), numbers[part]
+        if link.split is not None:
+            held = link.split.shard(held, self.group.rank(), self.group.size())
+            mine = mine.chunk(self.group.size())[self.group.rank()]
+        places = torch.full((sum(sizes),), -1)
+        places[held] = torch.arange(len(held))
+        assert (places[mine] >= 0).all()
+        return places[mine].to(device)
+
+    def down(self) -> Tensor:
+        """All A below each other, [P K, I]."""
+        return torch.cat([self._whole(a, cut=self.axis == 1) for a in self.A.values()])
+
+    def up(self) -> Tensor:
+        """All B, each at its layer's outputs and its A's ranks, zeros elsewhere: [O, P K]."""
+        found = []
+        for name, b in self.B.items():
+            rows, b = self.rows[name], self._whole(b, cut=self.axis == 0)
+            found.append(b if rows is None else b.new_zeros(self.outputs, b.shape[1]).index_copy(0, rows, b))
+        return torch.cat(found, dim=1)
+
+    def _whole(self, parameter: Tensor, *, cut: bool) -> Tensor:
+        """For routed experts: ranks that share an expert each have a part of an uncut matrix's gradient."""
+        if not self.routed or cut or self.group.size() == 1:
+            return parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=self.group)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """What to add to the matrix's output for its input `states` [T, 1, I]."""
+        inner = F.linear(states, self.down())
+        if self.sequence_parallel and self.axis == 0:
+            inner = gather_from_sequence_parallel_region(inner, group=self.group)
+        elif self.sequence_parallel and self.axis == 1:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return self.scale * F.linear(inner, self.up())
+
+
+class Adapters:
+    """The adapters of a model, on all ranks by link and on this one as modules."""
+
+    def __init__(self, options: LoraOptions, links: Sequence[Link], args: Mapping[str, Any]) -> None:
+        """Raises SettingsError if a target names no linear layer, or for arguments of mcore that cannot be had."""
+        for name in (name for name in _REFUSED if args.get(name)):
+            raise SettingsError(f"megatron.args.{name}: is not possible with train.lora_rank ({_REFUSED[name]})")
+        self.options = options
+        layers = set(chosen(linear_layers(links), options.targets))
+        found = [(link, adapter_links(link, layers, options.rank)) for link in links]
+        self.of_matrix = {link.megatron: (link, pairs) for link, pairs in found if pairs}
+        pairs = [pair for _, pairs in self.of_matrix.values() for pair in pairs]
+        self.of_weight = {a.hf[0].removesuffix("lora_A.weight") + "weight": (a, b) for a, b in pairs}
+        self.links = [half for pair in pairs for half in pair]
+
+    def attach(self, chunks: Sequence[PackedGPT], device: torch.device) -> None:
+        """Give the linear layers that this rank holds theirs."""
+        for chunk in chunks:
+            for name, module in list(chunk.named_modules()):
+                link, pairs = self.of_matrix.get(naming.global_name(f"{name}.weight", chunk), (None, []))
+                if link is not None:
+                    module.add_module("adapter", Adapter(link, pairs, self.options.scale, chunk.config, device))
+                    module.register_forward_hook(_add)
+
+    def begin(self, state: LinkedState, seed: int) -> None:
+        """The values before the first step: drawn, or those of the adapter to begin from. Raises CheckpointError."""
+        load = self.options.load
+        if load is not None:
+            base_of(load, self.options, known=shapes_of(self.links))
+            load_adapter(load, state, self.links)
+            return
+        for link in state.mine(self.links):
+            state.put(link, PARAM, lambda name, link=link: initial(name, link.shape, seed=seed))
+
+    def merged(self, state: LinkedState, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """state.tensors with the adapters merged into the matrices."""
+        for name, tensor in state.tensors(names, PARAM):
+            if name in self.of_weight:
+                tensor = self.options.merged(tensor, *(state.whole(half, PARAM) for half in self.of_weight[name]))
+            yield name, tensor
+
+
+def _add(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    """A forward hook: mcore's layers give a bias beside their output."""
+    if isinstance(output, tuple):
+        return output[0] + module.adapter(inputs[0]), *output[1:]
+    return output + module.adapter(inputs[0])
