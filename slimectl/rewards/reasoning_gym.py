@@ -7,6 +7,7 @@ import copy
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -48,7 +49,9 @@ class ReasoningGym(Verifier):
             why = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
         else:
             try:
-                reward = min(1.0, max(0.0, float(scorer(answer.text, _entry(sample)))))
+                with warnings.catch_warnings():  # numpy's would quote the answer on stderr
+                    warnings.simplefilter("ignore")
+                    reward = min(1.0, max(0.0, float(scorer(answer.text, _entry(sample)))))
                 why = f"the scorer of {task} gives {reward:g}; the label is {shown(str(sample.label))}"
             except Exception as error:  # whatever a scorer trips over is an answer that it does not accept
                 why = f"the scorer of {task} does not accept it: {type(error).__name__}"

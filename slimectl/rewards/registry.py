@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -30,7 +29,7 @@ from slimectl.rewards.regex import Regex
 from slimectl.rewards.remote_rm import RemoteRm
 from slimectl.rewards.repetition import Repetition
 from slimectl.rewards.reward_model import RewardModel
-from slimectl.rewards.verdict import Verdict, Verifier, nothing
+from slimectl.rewards.verdict import Verdict, Verifier, is_number, nothing
 from slimectl.rewards.weighted import Part, WeightedSum
 from slimectl.types import Sample
 
@@ -131,7 +130,7 @@ def weighted(parts: list[dict[str, Any]]) -> Verifier:
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
         if not isinstance(rm_type, str):
             raise SettingsError(f"{where}.type: missing; name a verifier ({', '.join(known_types())})")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        if isinstance(weight, bool) or not is_number(weight):
             raise SettingsError(f"{where}.weight: {weight!r} is no finite number")
         name, key = str(options.pop("name", rm_type)), str(options.pop("key", "score"))
         if name == "score" or name in {part.name for part in made}:

@@ -9,7 +9,7 @@ from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
 from slimectl.rewards.asking import Asker, Patience, check_url
-from slimectl.rewards.verdict import Remote, Verdict
+from slimectl.rewards.verdict import Remote, Verdict, is_number
 from slimectl.types import Sample
 
 
@@ -74,8 +74,7 @@ class RemoteRm(Remote):
         )
 
     def _verdict(self, reward: Any, sample: Sample) -> Verdict:
-        number = isinstance(reward, int | float) and math.isfinite(reward)
-        if not number and not isinstance(reward, dict):
+        if not is_number(reward) and not isinstance(reward, dict):
             raise BackendError(
                 f"the reward model at {self.url}: answered {str(reward)[:60]!r} for sample {sample.index}; "
                 f"a number or an object is expected"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,14 @@ class Remote(Verifier):
         from slimectl.rewards.asking import finished
 
         return finished(lambda asker: self.asked([sample], asker))[0]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold; JSON also has NaN, and integers of any length."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def shown(text: str) -> str:

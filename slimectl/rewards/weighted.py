@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import HookError
-from slimectl.rewards.verdict import Verdict, Verifier
+from slimectl.rewards.verdict import Verdict, Verifier, is_number
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class Part:
 
     def number(self, reward: float | dict[str, Any]) -> float:
         """Raises HookError for a dict without `key`: what a server sends is checked nowhere else."""
-        try:
-            return float(reward[self.key] if isinstance(reward, dict) else reward)
-        except (KeyError, TypeError, ValueError):
-            raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}") from None
+        number = reward.get(self.key) if isinstance(reward, dict) else reward
+        if not is_number(number):
+            raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}")
+        return float(number)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

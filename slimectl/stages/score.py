@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from slimectl.errors import HookError, SlimectlError
 from slimectl.ports import Executor, Policy
 from slimectl.rewards import Verdict
 from slimectl.rewards.asking import Asker
+from slimectl.rewards.verdict import is_number
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Calls, Grader, as_calls
 from slimectl.streams import batched
@@ -138,7 +138,7 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
         value = value[reward_key]
     if isinstance(value, bool):
         value = float(value)
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         raise HookError(
             f"reward of sample {sample.index} is {value!r}, not a finite number; mend the reward function"
             + ("" if not isinstance(sample.reward, dict) else f" (key {reward_key!r})")

@@ -95,6 +95,11 @@ def test_only_literals_and_small_arithmetic_are_inert(text, inert):
     assert is_inert(text) is inert
 
 
+def test_a_scorer_that_warns_writes_nothing(recwarn):
+    assert verifier("reasoning_gym")(made("pool_matrix", answer="")) < 0.1
+    assert list(recwarn) == []
+
+
 def test_metadata_that_names_no_task_is_a_record_error():
     with pytest.raises(RecordError, match=r"metadata\.source_dataset: missing"):
         verifier("reasoning_gym")(Sample(response="5"))

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from graders import grading
 
-from slimectl.errors import BackendError, SettingsError
+from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.rewards import asking, verifier, weighted
 from slimectl.rewards.asking import Asker
@@ -79,6 +79,14 @@ def test_it_is_a_part_of_a_sum():
         assert scored.reward == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
 
 
+@pytest.mark.parametrize("number", [10**400, float("nan"), "1", None])
+def test_a_part_that_is_no_number_stops_the_sum(number):
+    with grading(lambda body: web.json_response({"help": number})) as server:
+        sum_ = weighted([{"type": "remote_rm", "url": server.url, "key": "help"}])
+        with pytest.raises(HookError, match=r"score\.rm: remote_rm: no number under 'help' in \{'help': "):
+            sum_(SAMPLE)
+
+
 def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
     answers = [web.Response(status=503, text="busy"), web.Response(status=429, headers={"Retry-After": "0"}),
@@ -97,6 +105,7 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
         (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
         (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
         (web.Response(text="NaN"), 1, "answered 'nan' for sample 3; a number or an object is expected"),
+        (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3; a number"),
         (web.Response(text="null"), 1, "answered 'None' for sample 3"),
         (web.Response(text="[1.0]"), 1, r"answered '\[1\.0\]' for sample 3"),
         (web.Response(body=b"1" * 20_000_000), 1, "the answer is longer than 16 MiB"),

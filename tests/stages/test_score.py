@@ -111,6 +111,8 @@ def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(execut
     assert reward_number(sample, "format") == 0.25
     assert reward_number(Sample(reward={"score": 0.5, "why": ""}), None) == 0.5  # the key that needs no setting
     assert reward_number(Sample(reward=True), None) == 1.0
+    with pytest.raises(HookError, match=r"reward of sample 0 is 10{400}, not a finite number"):
+        reward_number(Sample(reward=10**400), None)
     with pytest.raises(HookError, match=r"'style' is not in the reward of sample 0 \(accuracy, format, why\)"):
         next(score([answered("x")], graded, ScoreSettings(reward_key="style"), executor=executor))
     with pytest.raises(HookError, match=r"'right', not a finite number; .* \(key 'why'\)"):
