@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from slimectl.types import Sample
 
@@ -116,7 +116,7 @@ class Remote(Verifier):
         return finished(lambda asker: self.asked([sample], asker))[0]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is a finite number that a float can hold; JSON also has NaN, and integers of any length."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)

@@ -29,7 +29,7 @@ class Part:
         number = reward.get(self.key) if isinstance(reward, dict) else reward
         if not is_number(number):
             raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}")
-        return float(number)  # type: ignore[arg-type]
+        return float(number)
 
 
 @dataclass(frozen=True)
