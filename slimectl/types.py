@@ -47,6 +47,8 @@ class Prompt:
     index: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    where: str = field(default="", compare=False)
+    """Where it was read, FILE:LINE, for errors."""
 
 
 @dataclass(frozen=True, slots=True)

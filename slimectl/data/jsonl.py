@@ -27,7 +27,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
     """The JSON object on a line. Raises RecordError; NaN and Infinity are not JSON."""
     try:
-        obj = _decode(line.rstrip(b"\r\n").decode())
+        obj = decode(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         raise RecordError(f"{where}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -43,7 +43,7 @@ def _refuse_constant(token: str) -> float:
     raise ValueError(f"{token} is not a JSON number")
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False).encode
 

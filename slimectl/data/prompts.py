@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_label, a_mapping, shown
+from slimectl.data.generators import jsonable
 from slimectl.data.mixing import check_weights, mixed, shuffled_order
 from slimectl.data.sources import open_table
 from slimectl.data.tables import Row, Table
@@ -113,7 +114,7 @@ def _size(table: Table) -> int:
 def _prompt(row: Row, index: int, keys: Keys) -> Prompt:
     where, value = row
     if isinstance(value, Prompt):
-        return replace(value, index=index)
+        return replace(value, index=index, where=where)
     if not isinstance(value, dict):
         raise RecordError(f"{where}: expected an object, got {shown(value)}")
     if keys.input not in value:
@@ -126,6 +127,7 @@ def _prompt(row: Row, index: int, keys: Keys) -> Prompt:
         index=index,
         metadata=_checked(where, keys.metadata, value, _metadata),
         tools=_checked(where, keys.tool, value, _tools),
+        where=where,
     )
 
 
@@ -148,7 +150,9 @@ def _given_chat(value: Any) -> Any:
 
 
 def _metadata(value: Any) -> dict[str, Any]:
-    return a_mapping(_parsed(value) or {})
+    parsed = _parsed(value)
+    # Other programs' tables and functions have dates, numpy's numbers and tuples in it: it is to become JSON again.
+    return {} if parsed in (None, "") else jsonable(a_mapping(parsed))
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:

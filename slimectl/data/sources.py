@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import glob
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.data.bytestreams import byte_lines
 from slimectl.data.generators import generated
-from slimectl.data.jsonl import parse_line
+from slimectl.data.jsonl import decode, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import MissingExtraError, RecordError, SettingsError
 
@@ -46,7 +46,8 @@ def _table(source: str, replay: bool) -> Table:
     if not paths[0].exists() and glob.has_magic(source):
         paths = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if Path(path).is_file()]
         if not paths:
-            raise SettingsError(f"{source}: no file matches")
+            hint = "; a slice is written path@[a:b]" if "@[" in source else ""
+            raise SettingsError(f"{source}: no file matches{hint}")
     tables = [(str(path), _file(path, replay)) for path in paths]
     return tables[0][1] if len(tables) == 1 else Chained(tables)
 
@@ -56,7 +57,8 @@ def _file(path: Path, replay: bool) -> Table:
         raise SettingsError(f"{path}: a directory; give its files, such as '{path}/*.jsonl'")
     if not path.exists():
         raise SettingsError(f"{path}: no such prompt file; give {FORMS}")
-    kind = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zst")][-1:]
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    kind = [suffix for suffix in suffixes if suffix not in (".gz", ".zst")][-1:]
     packed = path.suffix in (".gz", ".zst")
     if kind == [".parquet"]:
         return Spooled(partial(_parquet_rows, path))
@@ -82,9 +84,9 @@ def _starts_with_bracket(path: Path) -> bool:
 
 def _json_array(path: Path) -> list[Any]:
     try:
-        rows = json.loads(b"".join(line for _, line in byte_lines(path)))
-    except ValueError as error:
-        raise RecordError(f"{path}: not JSON: {error}") from None
+        rows = decode(b"".join(line for _, line in byte_lines(path)).decode())
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not JSON that can be read: {error}") from None
     if type(rows) is not list:
         raise RecordError(f"{path}: more follows its first JSON array; give one array, or one object a line")
     return rows
@@ -92,15 +94,31 @@ def _json_array(path: Path) -> list[Any]:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(_text_lines(path), strict=True)
     try:
-        reader = csv.DictReader((line.decode() for _, line in byte_lines(path)), strict=True)
+        columns = reader.fieldnames or ()
+        _check_columns(f"{path}:1", columns)
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if None in row or None in row.values():
-                raise RecordError(f"{where}: not as many columns as the {len(reader.fieldnames or ())} of the header")
+                raise RecordError(f"{where}: not as many columns as the {len(columns)} of the header")
             yield where, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: not CSV in UTF-8: {error}") from None
+    except csv.Error as error:
+        raise RecordError(f"{path}:{reader.reader.line_num}: not CSV: {error}") from None
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    for number, line in byte_lines(path):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise RecordError(f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+
+
+def _check_columns(where: str, columns: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise RecordError(f"{where}: two columns are called {twice[0]!r}; rename one of them")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -110,7 +128,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
+        file = parquet.ParquetFile(path)
+        _check_columns(str(path), file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 yield f"{path}[{number}]", row
                 number += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slimectl.data.chat import sft_sample
+from slimectl.data.imitation import sft_sample
 from slimectl.errors import RecordError
 from slimectl.ports import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings

@@ -97,7 +97,9 @@ def test_keys_are_named_by_settings(tmp_path: Path):
     row = {"q": [{"role": "user", "content": "1+1"}], "a": 2, "m": {"k": 1}, "t": [tool]}
     path.write_text(json.dumps(row) + "\n")
     given = open_prompts([str(path)], input_key="q", label_key="a", metadata_key="m", tool_key="t")
-    assert list(given) == [Prompt(text=row["q"], label=2, metadata={"k": 1}, tools=[tool])]
+    (prompt,) = given
+    assert prompt == Prompt(text=row["q"], label=2, metadata={"k": 1}, tools=[tool])
+    assert prompt.where == f"{path}:1"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def test_keys_are_named_by_settings(tmp_path: Path):
         ({"prompt": [{"text": "hi"}]}, {}, "prompt: message 0 of the chat: expected {role, content}, got an object"),
         ({"prompt": "q", "label": [1]}, {}, "label: expected a string or a number, got a list; put anything else"),
         ({"prompt": "q", "metadata": "x"}, {}, "metadata: expected an object or its JSON, got 'x'"),
+        ({"prompt": "q", "metadata": 0}, {}, "metadata: expected an object, got 0"),
         ({"prompt": "q", "tools": {"a": 1}}, {}, "tools: expected a list of tool schemas, got an object"),
     ],
 )  # fmt: skip

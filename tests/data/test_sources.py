@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,38 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
             next(open_prompts([str(tmp_path / "empty.jsonl")], **options))
 
 
-def test_csv_and_json_that_are_broken_are_named(tmp_path: Path):
-    (tmp_path / "p.csv").write_text("prompt,label\nfine,1\nonly\n")
-    with pytest.raises(RecordError, match=r"p\.csv:3: not as many columns as the 2 of the header"):
-        texts(tmp_path / "p.csv")
-    (tmp_path / "p.json").write_text('[{"prompt": "x"}')
-    with pytest.raises(RecordError, match=r"p\.json: not JSON"):
-        texts(tmp_path / "p.json")
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("p.csv", b"prompt,label\nfine,1\nonly\n", r"p\.csv:3: not as many columns as the 2 of the header"),
+        ("p.csv", b"prompt,label\nfine,1\n\xff,2\n", r"p\.csv:3: not UTF-8 at byte 1; save the file as UTF-8"),
+        ("p.csv", b'prompt,label\nfine,1\n"open,2\n', r"p\.csv:3: not CSV: unexpected end of data"),
+        ("p.CSV", b"prompt,label,prompt\na,1,b\n", r"p\.CSV:1: two columns are called 'prompt'; rename one"),
+        ("p.json", b'[{"prompt": "x"}', r"p\.json: not JSON that can be read: Expecting ',' delimiter"),
+        ("p.json", b'[{"prompt": "x", "metadata": {"a": NaN}}]', r"p\.json: not JSON .*NaN is not a JSON number"),
+        ("p.json", b"[" * 100_000, r"p\.json: not JSON that can be read: maximum recursion"),
+    ],
+)
+def test_files_that_are_broken_are_named_with_the_line(tmp_path: Path, name: str, body: bytes, message: str):
+    (tmp_path / name).write_bytes(body)
+    with pytest.raises(RecordError, match=message):
+        texts(tmp_path / name)
+    with pytest.raises(SettingsError, match=r"no file matches; a slice is written path@\[a:b\]"):
+        texts(f"{tmp_path / name}@[1]")
+
+
+def test_tables_of_other_programs_hold_more_than_json(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    parquet.write_table(pa.table({"prompt": ["x"], "metadata": [{"at": when, "n": 3}]}), tmp_path / "p.parquet")
+    (prompt,) = open_prompts([str(tmp_path / "p.parquet")])
+    assert prompt.metadata == {"at": str(when), "n": 3}
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    parquet.write_table(twice, tmp_path / "q.parquet")
+    with pytest.raises(RecordError, match="two columns are called 'prompt'"):
+        texts(tmp_path / "q.parquet")
 
 
 SOURCE = """
