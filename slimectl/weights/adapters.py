@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from slimectl.errors import SettingsError
+from slimectl.weights.joins import Rows
 from slimectl.weights.links import Link, Split
 
 _LINEAR = re.compile(r"decoder\.layers\.\d+\..*\b(linear_\w+|in_proj|out_proj)\.weight")
@@ -56,11 +57,8 @@ def adapter_links(link: Link, layers: Collection[str], rank: int) -> list[tuple[
     """
     found = []
     module = f"{link.megatron.removesuffix('.weight')}.adapter"
-    by_rows = link.split if link.split is not None and link.split.axis == 0 else None
-    if by_rows is not None and len(link.hf) > 1:
-        by_rows = Split(0)  # of a fused matrix every rank holds a run of each layer's rows
     by_columns = link.split if link.split is not None and link.split.axis == 1 else None
-    for name, shape in zip(link.hf, link.shapes, strict=True):
+    for name, shape, by_rows in zip(link.hf, link.shapes, _by_rows(link), strict=True):
         layer = name.removesuffix(".weight")
         if layer in layers:
             (outputs, inputs), (a, b) = shape, halves(layer)
@@ -69,6 +67,22 @@ def adapter_links(link: Link, layers: Collection[str], rank: int) -> list[tuple[
                 Link(f"{module}.B.{_last(layer)}", (b,), ((outputs, rank),), split=by_rows),
             ))  # fmt: skip
     return found
+
+
+def _by_rows(link: Link) -> list[Split | None]:
+    """How tensor parallelism cuts the rows of each Hugging Face layer of a matrix."""
+    if link.split is None or link.split.axis != 0:
+        return [None] * len(link.hf)
+    if not isinstance(link.join, Rows):
+        # One layer is cut as the matrix is; of groups every rank holds a run, and so a run of each layer's rows.
+        return [link.split if len(link.hf) == 1 else Split(0)] * len(link.hf)
+    blocks, cuts = iter(link.split.blocks), list[Split | None]()
+    for shape in link.shapes:
+        inside = [next(blocks)]
+        while sum(inside) < shape[0]:
+            inside.append(next(blocks))
+        cuts.append(Split(0, tuple(inside)))
+    return cuts
 
 
 def _last(layer: str) -> str:

@@ -53,7 +53,7 @@ class Adapter(nn.Module):
             name = a.megatron.rpartition(".")[2]
             self.A[name] = self._parameter(a, config.params_dtype, device)
             self.B[name] = self._parameter(b, config.params_dtype, device)
-            self.rows[name] = self._rows(link, b.hf[0], device)
+            self.rows[name] = self._rows(link, b, device)
 
     def _parameter(self, half: Link, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         shape, cut = list(half.shape), half.split
@@ -69,17 +69,17 @@ class Adapter(nn.Module):
             parameter.sequence_parallel = self.sequence_parallel
         return parameter
 
-    def _rows(self, link: Link, half: str, device: torch.device) -> Tensor | None:
+    def _rows(self, link: Link, half: Link, device: torch.device) -> Tensor | None:
         """At which of this rank's outputs the rows of B stand; None if B has a row for each, in order."""
         if len(link.hf) == 1:
             return None
-        part = next(i for i, name in enumerate(link.hf) if half.startswith(name.removesuffix("weight")))
+        part = next(i for i, name in enumerate(link.hf) if half.hf[0].startswith(name.removesuffix("weight")))
         sizes = [shape[0] for shape in link.shapes]
         numbers = torch.arange(sum(sizes)).split(sizes)
         held, mine = link.join.whole(numbers), numbers[part]
-        if link.split is not None:
+        if link.split is not None and half.split is not None:
             held = link.split.shard(held, self.group.rank(), self.group.size())
-            mine = mine.chunk(self.group.size())[self.group.rank()]
+            mine = half.split.shard(mine, self.group.rank(), self.group.size())
         places = torch.full((sum(sizes),), -1)
         places[held] = torch.arange(len(held))
         assert (places[mine] >= 0).all()

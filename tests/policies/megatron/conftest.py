@@ -34,6 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_key_value_heads": 4, "head_dim": 8,
     },
+    "delta": {
+        "model_type": "qwen3_5_text", "tie_word_embeddings": False,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
 }  # fmt: skip
 
 

@@ -165,6 +165,14 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(four_layers: ModelDi
         )
 
 
+def test_recomputed_layers_learn_over_a_frozen_embedding(four_layers: ModelDir):
+    found, expected = (
+        steps(megatron(four_layers(), freeze=["embed_tokens"], recompute=Recompute(granularity)))
+        for granularity in ("full", "none")
+    )
+    assert found[1] == pytest.approx(expected[1], rel=2e-6)
+
+
 def test_half_of_a_fused_matrix_cannot_be_frozen(four_layers: ModelDir):
     with pytest.raises(SettingsError, match=r"q_proj.weight is frozen and .*k_proj.weight is not.*freeze both"):
         megatron(four_layers(), freeze=["q_proj"])
