@@ -16,13 +16,16 @@ from slimectl.rewards.asking import Asker, finished
 from slimectl.settings import Settings
 from slimectl.stages.own_reward import Own
 from slimectl.streams import batched
-from slimectl.types import Sample
+from slimectl.types import Sample, Status
 
 ASKS_SERVERS = ("judge", "remote_rm")
 
 
 class Calls(Protocol):
-    """A reward as the stage uses it: samples are cut into calls, each of which gives as many rewards."""
+    """A reward as the stage uses it: samples are cut into calls, each of which gives as many rewards.
+
+    Nobody is asked about attempts that failed, unless siblings that did not are graded with them.
+    """
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]: ...
 
@@ -52,13 +55,22 @@ class OneByOne:
         return ([sample] for sample in samples)
 
     def many(self, samples: list[Sample]) -> list[Any]:
-        return [self._reward(sample) for sample in samples]
+        return _nothing(samples) if failed(samples) else [self._reward(sample) for sample in samples]
 
     def waits(self, samples: list[Sample]) -> bool:
         return False
 
     async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]:
         return self.many(samples)
+
+
+def failed(samples: Sequence[Sample]) -> bool:
+    """Whether none of them is an answer."""
+    return all(sample.status is Status.FAILED for sample in samples)
+
+
+def _nothing(samples: Sequence[Sample]) -> list[Any]:
+    return [0.0] * len(samples)
 
 
 def as_calls(reward: Callable[[Sample], Any]) -> Calls:
@@ -124,6 +136,8 @@ class Grader:
 
     def many(self, samples: list[Sample]) -> list[Any]:
         """The rewards of one call, or verdicts if the settings say explain."""
+        if failed(samples):
+            return _nothing(samples)
         own, explains = self._own_for(samples[0]), self.settings.score.explain
         if own:
             rewards = self._returned(own, samples)
@@ -135,6 +149,8 @@ class Grader:
         return [grade.explain(samples[0]) if explains else grade(samples[0])]
 
     def waits(self, samples: list[Sample]) -> bool:
+        if failed(samples):
+            return False
         own = self._own_for(samples[0])
         return own.waits if own else self.verifier_of(samples[0]).waits
 
@@ -174,6 +190,8 @@ class Grader:
 
     def _company(self, sample: Sample) -> tuple[str, int, int | None]:
         """Who grades it; how many samples in one call, or else of which group it is that is graded whole."""
+        if failed([sample]) and not self.settings.score.group_rm:
+            return "", 1, None
         path = sample.custom_rm_path or self.settings.score.custom_rm_path
         name = path or str(sample.metadata.get("rm_type") or "")
         if path:

@@ -14,7 +14,7 @@ from slimectl.rewards import Verdict
 from slimectl.rewards.asking import Asker
 from slimectl.rewards.verdict import is_number
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import Calls, Grader, as_calls
+from slimectl.stages.grader import Calls, Grader, as_calls, failed
 from slimectl.streams import batched
 from slimectl.types import Row, Sample, Status
 
@@ -106,7 +106,7 @@ def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any]
 def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_key: str | None) -> Iterator[Sample]:
     """The samples of one call with what came of it. Raises what is not to be mended by going on."""
     late = isinstance(result, TimeoutError)
-    if isinstance(result, SlimectlError) and not all(sample.status is Status.FAILED for sample in samples):
+    if isinstance(result, SlimectlError) and not failed(samples):
         raise result
     rewards = [0.0] * len(samples) if isinstance(result, BaseException) else result
     for sample, reward in zip(samples, rewards, strict=True):

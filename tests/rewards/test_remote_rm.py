@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 
 import pytest
 from aiohttp import web
-from graders import grading
+from graders import grading, says
 
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
@@ -16,7 +17,7 @@ from slimectl.rewards import asking, verifier, weighted
 from slimectl.rewards.asking import Asker
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
-from slimectl.types import Sample
+from slimectl.types import Sample, Status
 
 SAMPLE = Sample(index=3, prompt="1+1=", response="2", label="2")
 
@@ -52,6 +53,17 @@ def test_many_are_asked_at_once_and_answered_in_order():
         assert time.perf_counter() - started < 1.9  # one by one: 100 x 0.02 s
     assert 10 < server.most <= 25
     assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
+
+
+@pytest.mark.parametrize("rm_type", ["remote_rm", "judge"])
+def test_failed_attempts_are_asked_about_by_nobody(rm_type):
+    samples = [
+        Sample(index=i, response=f"no. {i}", status=Status.FAILED if i % 2 else Status.COMPLETED) for i in range(4)
+    ]
+    with grading(lambda body: web.json_response(1.0) if rm_type == "remote_rm" else says("Score: 10")) as server:
+        assert graded(server.url, samples, rm_type=rm_type) == [1.0, 0.0, 1.0, 0.0]
+    asked = json.dumps(server.bodies)
+    assert [f"no. {i}" in asked for i in range(4)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

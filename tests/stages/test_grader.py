@@ -147,6 +147,17 @@ def test_failed_siblings_are_seen_but_get_0(file, executor):
     assert rewards(settings_of(f"{file}:ranks", group_rm=True), samples, executor) == [0.0, 0.0, 2.0]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nobody_is_asked_about_failed_attempts(file, executor, workers):
+    samples = siblings(5)
+    for at in (0, 2, 3):
+        samples[at].status = Status.FAILED
+    settings = settings_of(f"{file}:lengths", workers=workers)
+    assert rewards(settings, samples, executor) == [0.0, 1.0, 0.0, 0.0, 4.0]
+    if not workers:
+        assert sizes_seen(settings) == [[1], [4]]
+
+
 def test_samples_may_name_graders_of_their_own(file, executor):
     samples = siblings(2, 2)
     samples[1].custom_rm_path = f"{file}:awaited"
