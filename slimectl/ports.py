@@ -42,7 +42,7 @@ class Loss(Protocol):
     """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
 
     Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
-    name ends in _max is a maximum instead.
+    name ends in _max or _min is an extreme instead.
     """
 
     @property

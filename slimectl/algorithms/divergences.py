@@ -42,3 +42,17 @@ def unbiased_kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprob
     the gradient of k3 that of the divergence itself.
     """
     return ratio(logprobs_T, old_logprobs_T.detach()) * kl_estimate(logprobs_T, ref_logprobs_T, kind)
+
+
+def movement(logprobs_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
+    """What is always reported of the distance from the policy that sampled, by metric name; each [T], constant.
+
+    With the ratio exp(logp - old): two estimates of KL(old || policy), whose tokens `old` sampled, ppo_kl = old - logp
+    and approxkl = (logp - old)² / 2 (Schulman 2020, joschu.net/blog/kl-approx.html), and the ratio itself as ois.
+    """
+    logprobs_T, old_logprobs_T = logprobs_T.detach(), old_logprobs_T.detach()
+    return {
+        "ppo_kl": old_logprobs_T - logprobs_T,
+        "approxkl": (logprobs_T - old_logprobs_T).square() / 2,
+        "ois": ratio(logprobs_T, old_logprobs_T),
+    }

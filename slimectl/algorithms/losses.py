@@ -2,12 +2,14 @@
 
 T tokens. A loss is a frozen picklable value, so that it travels to every rank. All that it returns is a sum over the
 pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum to 1 (a
-mean) unless samples were masked whole or the reduction is by a fixed length (see reductions.py): metrics then carry
-that factor too, as the loss does. A metric whose name ends in _max is a maximum, and packs' are combined so.
+mean) unless samples were masked whole or the reduction is by a fixed length (see reductions.py): pg_loss, kl_loss and
+entropy_loss then carry that factor, as the loss does that they make up; all other metrics are means. A metric whose
+name ends in _max or _min is an extreme, and packs' are combined so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,10 +18,13 @@ import torch
 from torch import Tensor
 
 from slimectl.algorithms.corrections import importance_weights, kept_in_bounds, mismatch
-from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
+from slimectl.algorithms.divergences import kl_estimate, movement, unbiased_kl_estimate
 from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, sequence_logprobs
-from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, ppo_clip, ratio, soft_gate
+from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, outside, ppo_clip, soft_gate
 from slimectl.errors import SettingsError
+
+PARTS = ("pg_loss", "kl_loss", "entropy_loss")
+"""What the loss is the sum of, reduced as it is."""
 
 
 class Pack(Protocol):
@@ -56,11 +61,12 @@ class PolicyLoss:
     Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. Where the pack has no
     `old_logprobs_T`, the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
 
-    Metrics: pg_loss (after the correction), pg_clipfrac, ppo_kl (old - logp), ois (ratio); with a reference kl_loss;
-    with entropy entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied),
-    tis_masked (what TIS and rejection zeroed), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the
-    step's mean weight where weights are normalised (corrections.batch_mean). The loss itself is the first of the pair
-    and not repeated among them.
+    Metrics: pg_loss (after the correction), pg_clipfrac, those of `movement` and `outside` and the extremes ratio_max
+    and ratio_min, where gspo's ratio is the sequence's; with a reference kl_loss; with entropy entropy_loss; with
+    rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked (what TIS and rejection
+    zeroed), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the step's mean weight where weights are
+    normalised (corrections.batch_mean), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself is the
+    first of the pair and not repeated among them.
 
     Raises SettingsError if the pack lacks what a coefficient asks for.
     """
@@ -89,6 +95,7 @@ class PolicyLoss:
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     report_entropy: bool = False
+    report_scale: float = 1.0
 
     @property
     def needs_entropy(self) -> bool:
@@ -107,8 +114,12 @@ class PolicyLoss:
             if self.entropy_coef:
                 loss_T = loss_T - self.entropy_coef * entropy_T
         metrics = {name: self._summed(pack, name, value_T.detach()) for name, value_T in values_T.items()}
-        if "tis" in values_T and len(weights_T):
-            metrics["tis_max"] = torch.where(weights_T != 0, values_T["tis"], 0.0).max()
+        metrics = {name: value * (1.0 if name in PARTS else self.report_scale) for name, value in metrics.items()}
+        if (weights_T != 0).any():
+            ratio_T = values_T["ois"][weights_T != 0]
+            metrics |= {"ratio_max": ratio_T.max(), "ratio_min": ratio_T.min()}
+            if "tis" in values_T:
+                metrics["tis_max"] = values_T["tis"][weights_T != 0].max()
         return self._total(pack, pg_T, loss_T), metrics
 
     def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
@@ -124,13 +135,13 @@ class PolicyLoss:
         if pack.advantages_T is None:
             raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
         old_T = _old(pack)
-        logprobs_T, advantages_T = pack.logprobs_T, pack.advantages_T
-        loss_T, clipped_T = self._of_kind(pack, old_T, advantages_T)
-        values_T = {
-            "pg_clipfrac": clipped_T,
-            "ppo_kl": old_T - logprobs_T,
-            "ois": ratio(logprobs_T.detach(), old_T),
-        }
+        logprobs_T, advantages_T, mask_T = pack.logprobs_T, pack.advantages_T, pack.weights_T != 0
+        if self.surrogate == "gspo":
+            logprobs_T = sequence_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
+        loss_T, clipped_T = self._of_kind(pack, logprobs_T, old_T, advantages_T)
+        values_T = {"pg_clipfrac": clipped_T} | movement(logprobs_T, old_T)
+        if self.surrogate != "sapo":
+            values_T |= outside(values_T["ois"], **self._ratio_bounds)
         if pack.rollout_logprobs_T is not None:
             values_T |= mismatch(old_T, pack.rollout_logprobs_T)
             correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
@@ -140,9 +151,8 @@ class PolicyLoss:
             name = "use_tis" if self.use_tis else "use_rs"
             raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
-            mask_T = pack.weights_T != 0
             kept_T = off_policy_kept(
-                logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, delta=self.opsm_delta
+                pack.logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, delta=self.opsm_delta
             )
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
@@ -164,10 +174,21 @@ class PolicyLoss:
             factor_T = factor_T * kept_T
         return factor_T, changed_T
 
-    def _of_kind(self, pack: Pack, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _bounds(self) -> dict[str, float]:
+        return {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
+
+    @property
+    def _ratio_bounds(self) -> dict[str, float]:
+        """The bounds as those of a ratio; gmpo's are of its logarithm."""
+        bounds = self._bounds
+        if self.surrogate != "gmpo":
+            return bounds
+        return {"low": -math.expm1(-bounds["low"]), "high": math.expm1(bounds["high"])}
+
+    def _of_kind(self, pack: Pack, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
         """The surrogate of each token before any correction, and where it was clipped."""
-        logprobs_T, mask_T = pack.logprobs_T, pack.weights_T != 0
-        bounds = {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
+        mask_T, bounds = pack.weights_T != 0, self._bounds
         if self.surrogate == "cispo":
             return clipped_weight(logprobs_T, old_T, advantages_T, **bounds)
         if self.surrogate == "sapo":
@@ -175,9 +196,7 @@ class PolicyLoss:
             return loss_T, torch.zeros_like(loss_T)
         if self.surrogate == "gmpo":
             return geometric_mean(logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, **bounds)
-        if self.surrogate == "gspo":
-            logprobs_T = sequence_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
-        elif self.surrogate != "ppo_clip":
+        if self.surrogate not in ("ppo_clip", "gspo"):
             raise ValueError(f"no surrogate {self.surrogate!r}; there are ppo_clip, gspo, cispo, sapo, gmpo")
         loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)
         return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **bounds)
@@ -201,14 +220,15 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Mean negative log-probability of the tokens that the mask keeps; no metrics beside the loss."""
+    """Mean negative log-probability of the tokens that the mask keeps; the metric sft_loss is the same."""
 
     @property
     def needs_entropy(self) -> bool:
         return False
 
     def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(pack.weights_T * pack.logprobs_T).sum(), {}
+        loss = -(pack.weights_T * pack.logprobs_T).sum()
+        return loss, {"sft_loss": loss.detach()}
 
 
 def _old(pack: Pack) -> Tensor:

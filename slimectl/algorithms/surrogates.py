@@ -58,6 +58,18 @@ def clip_fraction(
         return (clipped_T > unclipped_T).to(logprobs_T.dtype)
 
 
+def outside(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
+    """1.0 for tokens whose ratio lies above 1 + high, and below 1 - low, by metric name; each [T], no gradient.
+
+    Whatever their advantages: `clip_fraction` counts those alone whose gradient the bound stops (arXiv:1707.06347).
+    """
+    ratio_T = ratio_T.detach()
+    return {
+        "ratio_high_clipfrac": (ratio_T > 1 + high).to(ratio_T.dtype),
+        "ratio_low_clipfrac": (ratio_T < 1 - low).to(ratio_T.dtype),
+    }
+
+
 def clipped_weight(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,10 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], mask
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The weighted sum of `clipped_value_loss`; metrics value_loss and value_clipfrac.
+    """The weighted sum of `clipped_value_loss`.
+
+    Metrics, weighted too: value_loss, value_clipfrac, the values that the round began with (value) and present ones
+    (vpred), and the squared error of these without any clipping (error).
 
     Raises SettingsError if the pack has no values and returns to learn from.
     """
@@ -82,4 +85,11 @@ class ValueLoss:
             raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
         loss_T, clipped_T = clipped_value_loss(pack.logprobs_T, pack.values_T, pack.returns_T, clip=self.value_clip)
         loss = (pack.weights_T * loss_T).sum()
-        return loss, {"value_loss": loss.detach(), "value_clipfrac": (pack.weights_T * clipped_T).sum()}
+        present_T = pack.logprobs_T.detach()
+        told = {
+            "value_clipfrac": clipped_T,
+            "value": pack.values_T,
+            "vpred": present_T,
+            "error": (present_T - pack.returns_T).square(),
+        }
+        return loss, {"value_loss": loss.detach()} | {name: (pack.weights_T * x_T).sum() for name, x_T in told.items()}

@@ -66,12 +66,16 @@ class _LinearLogProbs(torch.autograd.Function):
             logprobs_R = shard.sum(logprobs_R.mul_(here_R))
             entropy_R = shard.sum(entropy_R) if entropy else entropy_R
         ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, *kept)
-        ctx.temperature, ctx.chunk, ctx.entropy, ctx.shard = temperature, chunk, entropy, shard
+        # An entropy that is only reported comes back without a gradient, and costs no backward pass.
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         return logprobs_R, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_RH, weight_VH, targets_R, entropy_R, *kept = ctx.saved_tensors
+        if grad_logprobs_R is None:
+            grad_logprobs_R = torch.zeros_like(entropy_R)
         rows_VH = _rows(weight_VH, ctx.shard)
         place_R, here_R = _places(targets_R, ctx.shard)
         grad_hidden_RH = torch.empty_like(hidden_RH)
@@ -80,7 +84,7 @@ class _LinearLogProbs(torch.autograd.Function):
             C = slice(start, start + ctx.chunk)
             log_p_CV = kept[i] if i < len(kept) else _log_p(hidden_RH[C], weight_VH, ctx.temperature, ctx.shard)
             # In place from here on: kept ones are read once.
-            if ctx.entropy:
+            if grad_entropy_R is not None:
                 # dH/dz = -p (log p + H)
                 slope_C1 = grad_entropy_R[C, None]
                 scale_CV = (log_p_CV + entropy_R[C, None]).mul_(-slope_C1).sub_(grad_logprobs_R[C, None])

@@ -75,12 +75,14 @@ def response_tokens(
 
 
 def combined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of packs or ranks as those of all: sums by name, in order, and maxima where a name ends in _max."""
+    """Metrics of packs or ranks as those of all: sums by name, in order; extremes where a name ends in _max or _min."""
     found: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
             if name not in found:
                 found[name] = value
+            elif name.endswith(("_max", "_min")):
+                found[name] = (max if name.endswith("_max") else min)(found[name], value)
             else:
-                found[name] = max(found[name], value) if name.endswith("_max") else found[name] + value
+                found[name] = found[name] + value
     return found

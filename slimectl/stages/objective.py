@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -34,7 +35,12 @@ def loss_of(algorithm: PolicyGradient | Pairwise | Sft, rows: Sequence[Row]) -> 
         return SftLoss()
     if isinstance(algorithm, Pairwise):
         return SlopeLoss()
-    loss = PolicyLoss(surrogate=algorithm.surrogate, **algorithm.model_dump(include=LOSS_SETTINGS))
+    total = math.fsum(weight for row in rows for weight in row.weights)
+    loss = PolicyLoss(
+        surrogate=algorithm.surrogate,
+        report_scale=1 / total if total else 1.0,
+        **algorithm.model_dump(include=LOSS_SETTINGS),
+    )
     if algorithm.use_tis and algorithm.tis_batch_normalize:
         return replace(loss, tis_scale=1 / _mean_weight(rows, algorithm))
     return loss

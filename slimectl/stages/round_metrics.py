@@ -40,6 +40,13 @@ def row_metrics(rows: Sequence[Row]) -> Metrics:
     return metrics
 
 
+def sample_counts(rows: Sequence[Row]) -> Metrics:
+    """How many samples of a step have a token that is trained on, and which share of those with any response."""
+    answered = sum(row.response_length > 0 for row in rows)
+    valid = sum(any(row.weights) for row in rows)
+    return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
+
+
 def _kept(rows: Sequence[Row], columns: Sequence[list[float] | None]) -> list[float]:
     """The values of the tokens that have a weight, of all rows; nothing if a row lacks the column."""
     if not all(column and len(column) == row.response_length for row, column in zip(rows, columns, strict=True)):

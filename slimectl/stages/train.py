@@ -18,7 +18,7 @@ from slimectl.stages.critic import critic_step
 from slimectl.stages.custom import CustomLoss, custom_advantages, own_policy_loss
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.preferences import paired_rows, set_slopes
-from slimectl.stages.round_metrics import round_metrics, row_metrics
+from slimectl.stages.round_metrics import round_metrics, row_metrics, sample_counts
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
@@ -251,7 +251,7 @@ def _step(
     if rows:
         executions = [execution for execution, _ in chosen]
         weigh(rows, executions, settings.algorithm)
-        metrics |= _learnt(rows, executions, learners, settings, state)
+        metrics |= sample_counts(rows) | _learnt(rows, executions, learners, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))

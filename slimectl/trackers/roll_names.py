@@ -18,6 +18,9 @@ def roll_named(metrics: Mapping[str, float], *, prompts_per_round: int) -> Metri
     found |= {ROLL_NAMES[name]: value for name, value in metrics.items() if name in ROLL_NAMES}
     if "train/ppo_kl" in metrics:
         found["actor/policykl"] = -metrics["train/ppo_kl"]  # ROLL's grows with the probability of what was sampled
+    if "train/ratio_high_clipfrac" in metrics:
+        sides = (metrics[f"train/ratio_{side}_clipfrac"] for side in ("high", "low"))
+        found["actor/ppo_ratio_clipfrac"] = sum(sides)
     if "rollout/step" in metrics:
         found["system/samples"] = metrics["rollout/step"] * prompts_per_round
     return found | _validation(metrics)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.divergences import kl_estimate, unbiased_kl_estimate
+from slimectl.algorithms.divergences import kl_estimate, movement, unbiased_kl_estimate
 
 
 def tensor(*values):
@@ -55,6 +55,17 @@ def test_unbiased_k3_has_the_gradient_of_the_divergence_itself():
     (exact_V,) = torch.autograd.grad(exact, logits_V, retain_graph=True)
     (estimate_V,) = torch.autograd.grad(estimate, logits_V)
     assert estimate_V.tolist() == pytest.approx(exact_V.tolist())
+
+
+def test_movement_away_from_the_policy_that_sampled():
+    logprobs_T = tensor(-1.0, -2.0).requires_grad_()
+    found = movement(logprobs_T, tensor(-1.5, -2.0))
+    assert {name: value_T.tolist() for name, value_T in found.items()} == {
+        "ppo_kl": [-0.5, 0.0],
+        "approxkl": [0.125, 0.0],  # 0.5² / 2
+        "ois": [pytest.approx(1.6487213), 1.0],  # e^0.5
+    }
+    assert not any(value_T.requires_grad for value_T in found.values())
 
 
 def test_an_unknown_kind_names_the_known():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.errors import SettingsError
+from slimectl.policies.tokens import combined
 
 
 def tensor(*values):
@@ -65,7 +66,12 @@ def test_policy_loss_is_the_weighted_sum_of_the_clipped_surrogate():
             "pg_loss": -0.15,
             "pg_clipfrac": 0.75,  # first and last token: 1/4 + 1/2
             "ppo_kl": -0.25 * math.log(1.5) + 0.5 * math.log(2),  # old - logp
+            "approxkl": (0.25 * math.log(1.5) ** 2 + 0.5 * math.log(2) ** 2) / 2,
             "ois": 0.25 * 1.5 + 0.25 * 1 + 0.5 * 0.5,
+            "ratio_high_clipfrac": 0.25,
+            "ratio_low_clipfrac": 0.5,
+            "ratio_max": 1.5,
+            "ratio_min": 0.5,
         }
     )
 
@@ -82,7 +88,25 @@ def test_without_old_logprobs_the_gradient_is_advantage_times_weight():
     loss.backward()
     assert on_policy.logprobs_T.grad.tolist() == pytest.approx([-0.25, -0.25, 0.5])  # -A w, ratio 1
     assert loss.item() == pytest.approx(-0.25 - 0.25 + 0.5)
-    assert numbers(metrics) == pytest.approx({"pg_loss": 0.0, "pg_clipfrac": 0.0, "ppo_kl": 0.0, "ois": 1.0})
+    zeros = dict.fromkeys(("pg_loss", "pg_clipfrac", "ppo_kl", "approxkl"), 0.0)
+    zeros |= dict.fromkeys(("ratio_high_clipfrac", "ratio_low_clipfrac"), 0.0)
+    assert numbers(metrics) == pytest.approx(zeros | dict.fromkeys(("ois", "ratio_max", "ratio_min"), 1.0))
+
+
+def test_what_makes_up_the_loss_is_reduced_as_it_is_and_all_else_is_a_mean():
+    scaled = pack(weights_T=tensor(0.25, 0.25, 0.5) / 10, ref_logprobs_T=tensor(1.5, 0.5, 0.5).log())
+    loss, metrics = PolicyLoss(kl_loss_coef=0.1, report_scale=10.0)(scaled)
+    assert loss.item() == pytest.approx(-0.015 + 0.1 * 0.025 * math.log(2))  # all by a constant length, say
+    assert metrics["pg_loss"].item() == pytest.approx(-0.015)
+    assert metrics["kl_loss"].item() == pytest.approx(0.025 * math.log(2))
+    assert (metrics["pg_clipfrac"].item(), metrics["ratio_low_clipfrac"].item()) == pytest.approx((0.75, 0.5))
+
+
+def test_tokens_without_weight_have_no_say_in_the_extremes():
+    masked = pack(logprobs_T=tensor(5.0, 1.1, 0.1).log(), weights_T=tensor(0.0, 1.0, 0.0))
+    metrics = PolicyLoss()(masked)[1]
+    assert (metrics["ratio_max"].item(), metrics["ratio_min"].item()) == pytest.approx((1.1, 1.1))
+    assert "ratio_max" not in PolicyLoss()(pack(weights_T=tensor(0, 0, 0)))[1]
 
 
 def test_divergence_enters_the_loss_with_its_coefficient():
@@ -146,8 +170,7 @@ def test_truncated_importance_multiplies_the_surrogate():
 
 def test_sft_is_the_weighted_negative_log_likelihood():
     loss, metrics = SftLoss()(pack())
-    assert loss.item() == pytest.approx(-0.25 * math.log(1.5) + 0.5 * math.log(2))
-    assert metrics == {}
+    assert loss.item() == metrics["sft_loss"].item() == pytest.approx(-0.25 * math.log(1.5) + 0.5 * math.log(2))
 
 
 def test_what_a_coefficient_asks_for_must_be_there():
@@ -193,17 +216,14 @@ def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens
     first_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
     value, metrics = loss(whole)
     value.backward()
-    largest = metrics.pop("tis_max").item()
-    total, sums, maxima = 0.0, dict.fromkeys(metrics, 0.0), []
+    total, parts = 0.0, []
     for keep_T in (first_T, ~first_T):
         part, part_metrics = loss(parted.part(keep_T))
         part.backward()
         total += part.item()
-        maxima += [part_metrics["tis_max"].item()] if "tis_max" in part_metrics else []
-        sums = {name: sums[name] + part_metrics[name].item() for name in sums}
+        parts.append(numbers(part_metrics))
     assert total == pytest.approx(value.item(), abs=1e-9)
-    assert sums == pytest.approx(numbers(metrics), abs=1e-9)
-    assert max(maxima) == largest
+    assert combined(parts) == pytest.approx(numbers(metrics), abs=1e-9)
     assert parted.logprobs_T.grad.tolist() == pytest.approx(whole.logprobs_T.grad.tolist(), abs=1e-9)
 
 

@@ -42,6 +42,10 @@ def test_gspo_has_one_ratio_for_a_sequence_and_clips_whole_sequences():
     # row 0: ratio e^0.2 > 1.1, clipped: -1.1; row 1: ratio e^-0.2: 2 e^-0.2; each half of the weight
     assert loss.item() == pytest.approx(0.5 * -1.1 + 0.5 * 2 * math.exp(-0.2))
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.5)
+    # what is reported of the ratio is the sequence's: e^0.2 above 1.1, e^-0.2 not below 1 / 2
+    assert (metrics["ratio_max"].item(), metrics["ratio_min"].item()) == pytest.approx((math.exp(0.2), math.exp(-0.2)))
+    assert (metrics["ratio_high_clipfrac"].item(), metrics["ratio_low_clipfrac"].item()) == pytest.approx((0.5, 0.0))
+    assert metrics["ois"].item() == pytest.approx((math.exp(0.2) + math.exp(-0.2)) / 2)
     loss.backward()
     each = 0.5 * 2 * math.exp(-0.2) / 2  # d ratio / d logp = ratio / 2 for either token
     assert given.logprobs_T.grad.tolist() == pytest.approx([0, 0, 0, each, each])
@@ -75,6 +79,8 @@ def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_on_the_side_they_are_pu
     # row 0: (min(0.3, 0.2) + 0.1) / 2 = 0.15; row 1, A < 0: (max(-0.5, -0.4) + 0.1) / 2 = -0.15
     assert loss.item() == pytest.approx(-0.5 * math.exp(0.15) + math.exp(-0.15))
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.5)
+    # log-ratios 0.3, 0.1, -0.5 and 0.1, bounds 0.2 and -0.4
+    assert (metrics["ratio_high_clipfrac"].item(), metrics["ratio_low_clipfrac"].item()) == (0.25, 0.25)
     loss.backward()
     expected = [0.0, -0.25 * math.exp(0.15), 0.0, 0.0, 0.5 * math.exp(-0.15)]
     assert given.logprobs_T.grad.tolist() == pytest.approx(expected)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.surrogates import clip_fraction, ppo_clip, ratio
+from slimectl.algorithms.surrogates import clip_fraction, outside, ppo_clip, ratio
 
 
 def logs(*ratios):
@@ -37,6 +37,14 @@ def test_clip_fraction_marks_tokens_whose_clipped_branch_is_strictly_larger():
     marks_T = clip_fraction(logs(1.5, 0.5, 1.5, 0.5, 9.0), zeros(5), advantages_T, low=0.2, high=0.28)
     assert marks_T.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0]  # advantage 0: both branches 0, not strictly larger
     assert not marks_T.requires_grad
+
+
+def test_ratios_out_of_bounds_are_counted_on_either_side_whatever_the_advantage():
+    sides = outside(logs(1.5, 1.2, 0.5, 0.9).exp(), low=0.2, high=0.28)
+    assert {name: marks_T.tolist() for name, marks_T in sides.items()} == {
+        "ratio_high_clipfrac": [1.0, 0.0, 0.0, 0.0],
+        "ratio_low_clipfrac": [0.0, 0.0, 1.0, 0.0],
+    }
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only():

@@ -64,6 +64,8 @@ def test_the_value_loss_is_the_weighted_sum_and_stops_its_gradient_where_it_is_c
     loss.backward()
     assert loss.item() == pytest.approx(0.25 * 3.24 + 0.75 * 3.61)
     assert metrics["value_clipfrac"].item() == 0.25
+    assert metrics["vpred"].item() == pytest.approx(0.25 * 1.0 + 0.75 * 0.1)
+    assert (metrics["value"].item(), metrics["error"].item()) == pytest.approx((0.0, 0.25 * 1.0 + 0.75 * 1.9**2))
     assert pack.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
     with pytest.raises(SettingsError, match="needs values and returns"):
         ValueLoss()(Pack(tensor(1.0), tensor(1.0)))

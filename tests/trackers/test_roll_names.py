@@ -15,6 +15,8 @@ from slimectl.trackers.roll_names import roll_named
 ROUND = {
     "train/lr": 0.5,
     "train/ppo_kl": 0.25,
+    "train/ratio_high_clipfrac": 0.0625,
+    "train/ratio_low_clipfrac": 0.125,
     "train/step": 4.0,
     "rollout/raw_reward": 0.75,
     "rollout/step": 2.0,
@@ -31,6 +33,9 @@ def test_a_round_is_told_in_rolls_words():
     assert roll_named(ROUND, prompts_per_round=8) == {
         "actor/lr": 0.5,
         "actor/policykl": -0.25,  # the mean of present minus old: ours is old minus present
+        "actor/ppo_ratio_high_clipfrac": 0.0625,
+        "actor/ppo_ratio_low_clipfrac": 0.125,
+        "actor/ppo_ratio_clipfrac": 0.1875,
         "critic/score/mean": 0.75,
         "system/samples": 16.0,  # two rounds of eight prompts
         "train/step": 4.0,

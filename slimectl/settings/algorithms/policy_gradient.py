@@ -68,6 +68,9 @@ class PolicyGradient(Section):
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; 0 builds no entropy graph."""
 
+    report_entropy: bool = True
+    """Measure the entropy in every step; off saves the forward half of computing it."""
+
     use_rollout_logprobs: bool = False
     """Take the engine's log-probabilities as those of the old policy instead of recomputing them."""
 
