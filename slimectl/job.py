@@ -17,15 +17,17 @@ from slimectl import wiring
 from slimectl.data.manifest import Manifest
 from slimectl.data.rundir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, SettingsError, SlimectlError
+from slimectl.hooks import check_hooks
 from slimectl.journal import Journal
 from slimectl.ports import Policy
 from slimectl.sampler import SamplingSide, VersionedSync
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
+from slimectl.stages.evaluate import settings_for
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
-from slimectl.types import Metrics, StepReport
+from slimectl.types import Metrics, Sample, StepReport
 
 WARMUP_CHECK = 128
 """Prompts on which the warm-up looks at its accuracy."""
@@ -47,10 +49,10 @@ class Job:
         self.journal = Journal(self.folder, settings)
         self.executor: Any = None
         self.state = TrainState()
-        wiring.reward(settings)  # what they name is looked for before a folder is made
-        wiring.agent(settings)
-        wiring.keep(settings)
-        wiring.from_buffer(settings)
+        check_hooks(settings)  # what they name is looked for before a folder is made
+        for name in settings.eval.data:
+            check_hooks(settings_for(settings, name), "rollout.", "score.")
+        wiring.reward(settings)
 
     def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
         """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
@@ -143,7 +145,8 @@ class Job:
             if report.step % warmup.check_interval == 0:
                 sync.push()
                 # On the first prompts of the run itself: the held-out ones stay unseen.
-                metrics["warmup/accuracy"] = side.sampler.accuracy(list(self.settings.rollout.data), WARMUP_CHECK)
+                sources = list(self.settings.rollout.data or warmup.data)
+                metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
                 say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
             self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
             if metrics.get("warmup/accuracy", 0.0) >= warmup.until_accuracy:
@@ -266,20 +269,22 @@ class Job:
             sync.push()
         metrics: Metrics = {}
         started = time.perf_counter()
+        seen: dict[str, list[Sample]] = {}
         for name in self.settings.eval.data:
-            samples, found = side.sampler.evaluation(name)
+            samples, found = side.sampler.evaluation(name, self.state.rollout_id)
             metrics |= found
+            seen[name] = samples
             if self.settings.eval.keep_samples:
                 out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
                 self.journal.keep_samples(out, samples)
-        self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started)
+        self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started, seen)
 
 
 def check_runnable(settings: Settings) -> None:
     """What a run needs beyond what each stage needs. Raises SettingsError before anything is loaded."""
     if settings.model.path is None and settings.model.card is None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
-    if not settings.rollout.data:
+    if not settings.rollout.data and settings.rollout.data_source_path is None:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
     if not isinstance(settings.algorithm, PolicyGradient):
         kind = "demonstrations" if isinstance(settings.algorithm, Sft) else "preferences or scored samples"

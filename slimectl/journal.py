@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from slimectl.data.rundir import RunDir, explained_storage, write_text
 from slimectl.errors import CheckpointError
 from slimectl.ports import Critic, Policy, Tracker
 from slimectl.settings import Settings
+from slimectl.stages.own_log import own_eval_log, own_rollout_log
 from slimectl.stages.round_metrics import round_perf
 from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Row, Sample, StepReport
@@ -56,15 +57,24 @@ class Journal:
         self.append("perf.jsonl", {"step": report.step, "metrics": report.perf})
         if "rollout/raw_reward" in report.metrics:
             self.scores.append((report.rollout_id, report.metrics["rollout/raw_reward"]))
-        self._track(report.metrics | report.perf, report.step)
+        tracked = report.metrics | report.perf
+        self._track(own_rollout_log(report, tracked, self.settings) if report.samples else tracked, report.step)
 
-    def record_evaluation(self, state: TrainState, version: str, metrics: Metrics, seconds: float) -> None:
+    def record_evaluation(
+        self,
+        state: TrainState,
+        version: str,
+        metrics: Metrics,
+        seconds: float,
+        samples: Mapping[str, Sequence[Sample]],
+    ) -> None:
+        """One evaluation, with the samples of every dataset."""
         metrics["eval/step"] = float(state.rollout_id)
         place = {"step": state.step, "rollout_id": state.rollout_id, "weight_version": version}
         self.append("metrics.jsonl", {**place, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
-        self._track(metrics, state.step)
+        self._track(own_eval_log(state.rollout_id, samples, metrics, self.settings), state.step)
 
     def _track(self, metrics: Metrics, step: int) -> None:
         for tracker in self.trackers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -120,6 +120,14 @@ class LogProbs(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Stepped(Protocol):
+    """A policy that is told which optimizer step comes, for what its ranks do before it."""
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """The `step_id`-th step (from 0) of round `rollout_id` comes next."""
+        ...
 
 
 class Critic(Protocol):
@@ -275,6 +283,9 @@ RewardFn = Callable[[Sample], "float | dict[str, Any]"]
 
 Agent = Callable[..., Any]
 """`async (prompt, sample, generate, …) -> Sample`: how one attempt unfolds; called by parameter name."""
+
+OnSample = Callable[[Sample, int | None, bool], Awaitable[Sample]]
+"""Sees a sample that has been generated, and may give another: (sample, round where it is known, evaluation)."""
 
 Keep = Callable[[list[Sample]], "bool | tuple[bool, str]"]
 """Whether a finished group goes on to training, and why not."""

@@ -41,6 +41,7 @@ class Sampler:
         self.reward = wiring.reward(settings)
         self.agent = wiring.agent(settings)
         self.keep, self.from_buffer = wiring.keep(settings), wiring.from_buffer(settings)
+        self.source = wiring.data_source(settings)
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = wiring.graders()
         if addresses:
@@ -51,7 +52,7 @@ class Sampler:
     def rounds(self, state: SamplingState) -> Iterator[Round]:
         """Scored rounds, from where sampling stood on."""
         return sampled_rounds(
-            self._prompts(state.position),
+            self._prompts(state.position) if self.source is None else iter(()),
             self.engine,
             self.tokenizer,
             self.reward,
@@ -60,6 +61,8 @@ class Sampler:
             agent=self.agent,
             keep=self.keep,
             from_buffer=self.from_buffer,
+            source=self.source,
+            count=self._count,
             state=state.snapshot(),
         )
 
@@ -68,28 +71,43 @@ class Sampler:
         epochs = None if run.num_rollout else run.num_epoch or 1
         return wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
 
-    def evaluation(self, name: str) -> tuple[list[Sample], Metrics]:
-        """Every prompt of a held-out dataset, sampled and graded, and the summary."""
+    def _count(self) -> int:
+        """Prompts of one epoch."""
+        return sum(1 for _ in wiring.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
+
+    def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
+        """Every prompt of a held-out dataset, sampled and graded after so many rounds, and the summary."""
         if name not in self._datasets:
             own = settings_for(self.settings, name)
             self._datasets[name] = own, wiring.reward(own), wiring.agent(own)
         own, reward, agent = self._datasets[name]
         prompts = wiring.prompts(own, [own.eval.sources[name]], shuffle=False)
-        return self._evaluated(name, prompts, own, reward, agent)
+        return self._evaluated(name, prompts, own, reward, agent, rollout_id)
 
     def accuracy(self, sources: Sequence[str], count: int) -> float:
         """The share of right answers to the first `count` prompts, one answer each."""
         once = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
         prompts = islice(wiring.prompts(self.settings, list(sources)), count)
-        own = self.settings.model_copy(update={"eval": once})
+        # The answers themselves are asked for, whoever makes the rounds.
+        plain = self.settings.rollout.model_copy(update={"function_path": None})
+        own = self.settings.model_copy(update={"eval": once, "rollout": plain})
         _, metrics = self._evaluated("warmup", prompts, own, self.reward, self.agent)
         return metrics["eval/warmup_accuracy"]
 
     def _evaluated(
-        self, name: str, prompts: Iterator[Prompt], settings: Settings, reward: RewardFn, agent: Agent | None
+        self,
+        name: str,
+        prompts: Iterator[Prompt],
+        settings: Settings,
+        reward: RewardFn,
+        agent: Agent | None,
+        rollout_id: int = 0,
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
-        found = evaluate(prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent)
+        found = evaluate(
+            prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
+            rollout_id=rollout_id,
+        )  # fmt: skip
         return list(summarized(name, found, metrics, settings, answer=answer_of(reward))), metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:

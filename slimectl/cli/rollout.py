@@ -62,12 +62,17 @@ def rollout(
     needs_destination(out)
     from slimectl import wiring
     from slimectl.cli.records import told, up_to_date, write_out
-    from slimectl.stages.rollout import rollout as stage
+    from slimectl.hooks import check_hooks
 
     settings = found.settings
-    agent = wiring.agent(settings)
+    check_hooks(settings, "rollout.")
     folder = wiring.model_folder(settings.model.path)
-    prompts = wiring.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
+    source = wiring.data_source(settings)
+    prompts = (
+        iter(())
+        if source is not None
+        else wiring.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
+    )
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, out, force)
     if manifest is None:
@@ -75,8 +80,8 @@ def rollout(
     tokenizer = wiring.tokenizer(folder)
     with wiring.engines(settings, folder, tokenizer) as sampling:
         too_long: list[int] = []
-        samples = stage(
-            prompts, sampling, tokenizer, settings.rollout, agent=agent, left_out=lambda p: too_long.append(p.index)
+        samples = wiring.rolled_out(
+            settings, prompts, sampling, tokenizer, source=source, left_out=lambda p: too_long.append(p.index)
         )
         counts = write_out(samples, out, manifest, inputs)
         told(counts, {"prompts too long": len(too_long)} if too_long else {})

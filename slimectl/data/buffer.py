@@ -23,15 +23,18 @@ class SamplingState:
     buffer: list[list[Sample]] = field(default_factory=list)
     """Groups that wait for a later round, oldest first: finished ones with rewards, and some that were broken off."""
 
+    source: Any = None
+    """What the user's own data source wants to be told again, as JSON."""
+
     def snapshot(self) -> SamplingState:
         """A state that stays as it is when this one goes on (samples in the buffer are not touched before then)."""
-        return SamplingState(self.position, self.rounds, [list(group) for group in self.buffer])
+        return SamplingState(self.position, self.rounds, [list(group) for group in self.buffer], self.source)
 
     def to_json(self) -> dict[str, Any]:
         buffer = [[sample_to_json(sample) for sample in group] for group in self.buffer]
-        return {"position": self.position, "rounds": self.rounds, "buffer": buffer}
+        return {"position": self.position, "rounds": self.rounds, "buffer": buffer, "source": self.source}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> SamplingState:
         buffer = [[sample_from_json(sample) for sample in group] for group in facts["buffer"]]
-        return cls(facts["position"], facts["rounds"], buffer)
+        return cls(facts["position"], facts["rounds"], buffer, facts.get("source"))

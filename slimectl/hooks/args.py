@@ -30,8 +30,8 @@ class Args:
             key = name.removeprefix(f"{section}_")
             if key != name and key in type(values).model_fields:
                 return getattr(values, key)
-        # The warm-up repeats names of [train]; a bare name means the main loop's.
-        main = [values for section, values in sections.items() if section != "warmup"]
+        # The warm-up repeats names of [train], evaluations those of [rollout]; a bare name means the main loop's.
+        main = [values for section, values in sections.items() if section not in ("warmup", "eval")]
         having = [values for values in main if name in type(values).model_fields]
         if len(having) == 1:
             return getattr(having[0], name)

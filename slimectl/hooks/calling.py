@@ -107,8 +107,8 @@ class Hook:
     def _place(self, error: Exception) -> str:
         """FILE:LINE: the last line of the hook's own file that was being run, else of any."""
         frames = traceback.extract_tb(error.__traceback__)
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        file = getattr(sys.modules.get(self.function.__module__), "__file__", None)
+        own = [frame for frame in frames if frame.filename == file]
         frame = (own or list(frames))[-1]
         return f"{Path(frame.filename).name}:{frame.lineno}"
 

@@ -33,6 +33,11 @@ class ExclusivePolicy:
         with self._turn:
             return self._policy.forward_backward(rows, loss)
 
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """ports.Stepped's, where the policy has it."""
+        with self._turn:
+            self._policy.before_step(rollout_id, step_id)  # type: ignore[attr-defined]
+
     def optim_step(self) -> Metrics:
         with self._turn:
             return self._policy.optim_step()

@@ -59,6 +59,10 @@ class GroupPolicy:
         """ports.Critic's, where the ranks are a critic."""
         return self._call("values", rows)
 
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """ports.Stepped's, where the ranks have it."""
+        self._call("before_step", rollout_id, step_id)
+
     def optim_step(self) -> Metrics:
         return self._call("optim_step")
 

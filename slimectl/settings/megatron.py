@@ -76,6 +76,9 @@ def megatron_contradictions(megatron: MegatronSettings, policy: str, ranks: int)
     if policy != "megatron":
         for name, value in chosen.items():
             yield f'megatron.{name}: {value} has no effect on train.policy = "{policy}"; set train.policy = "megatron"'
+        for name, value in megatron:
+            if name.startswith("custom_") and value:
+                yield f'megatron.{name} has no effect on train.policy = "{policy}"; set train.policy = "megatron"'
         return
     model_ranks = (
         megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size

@@ -14,6 +14,7 @@ from slimectl.settings.engine import EngineSettings, SglangSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.megatron import MegatronSettings, megatron_contradictions
 from slimectl.settings.model import ModelSettings
+from slimectl.settings.of_hooks import hook_contradictions
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.run import RunSettings, TrackSettings, WarmupSettings
 from slimectl.settings.score import ScoreSettings
@@ -112,12 +113,9 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
+    yield from hook_contradictions(settings)
     if isinstance(algorithm, PolicyGradient):
         yield from algorithm_contradictions(algorithm, temperature=rollout.temperature)
-        return
-    for key in ("custom_advantage_function_path", "custom_loss_function_path"):
-        if getattr(train, key):
-            yield f"train.{key} has no effect with algorithm.name {algorithm.name}, whose loss is its own; drop it"
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:

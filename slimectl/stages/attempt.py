@@ -14,7 +14,7 @@ from typing import Any
 from slimectl.algorithms.seeds import sample_seed
 from slimectl.data.chat import render
 from slimectl.errors import HookError, SlimectlError
-from slimectl.ports import Agent, Engine
+from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
@@ -59,6 +59,9 @@ async def single_turn(
 class Attempts:
     """Everything that the attempts of one rollout share.
 
+    An agent with `together` gets all samples of a group in one call. `on_sample` sees each sample that has been
+    generated, with the number of the round (`rollout_id`, where it is known) and whether this is an evaluation.
+
     `breaking_off`: what is under way ends now, to be gone on with later. A sample that was broken off keeps its
     tokens if its agent can go on from them (`agent.resumes` is true, as of a single turn); others begin again.
     """
@@ -70,6 +73,8 @@ class Attempts:
     params: SamplingParams | None = None
     evaluation: bool = False
     breaking_off: bool = False
+    on_sample: OnSample | None = None
+    rollout_id: int | None = None
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         settings = self.settings
@@ -82,8 +87,12 @@ class Attempts:
 
     async def group(self, prompt: Prompt) -> list[Sample]:
         """All answers to one prompt."""
+        return await self.rest(self.begun(prompt))
+
+    def begun(self, prompt: Prompt) -> list[Sample]:
+        """The samples of one prompt before anything is written."""
         tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
-        begun = [
+        return [
             Sample(
                 group_index=prompt.index,
                 index=prompt.index * n + i,
@@ -94,53 +103,71 @@ class Attempts:
             )
             for i in range(n)
         ]
-        return await self.rest(begun)
 
     async def rest(self, group: list[Sample]) -> list[Sample]:
         """The group with its unfinished samples finished; the others stay as they are."""
 
         async def finished(sample: Sample) -> list[Sample]:
-            return await self._one(sample) if sample.status in UNFINISHED else [sample]
+            return await self._tried([sample]) if sample.status in UNFINISHED else [sample]
 
+        if getattr(self.agent, "together", False):
+            left = [sample for sample in group if sample.status in UNFINISHED]
+            done = [sample for sample in group if sample.status not in UNFINISHED]
+            return [*done, *(await self._tried(left) if left else [])]
         made = await asyncio.gather(*map(finished, group))
         return [sample for samples in made for sample in samples]
 
-    async def _one(self, sample: Sample) -> list[Sample]:
-        if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
-            # What older weights wrote is read, and no longer taught.
-            sample.loss_mask = [0] * sample.response_length
-            sample.rollout_log_probs = [0.0] * sample.response_length
-        sample.status = Status.PENDING
-        given = copy.deepcopy(sample) if self.settings.partial_rollout else None
-        asked = _Asked(self, sample)
-        offered = {"sample": sample, "sampling_params": asked.params, "generate": asked.generate}
+    async def _tried(self, samples: list[Sample]) -> list[Sample]:
+        """What one call of the agent makes of these samples."""
+        for sample in samples:
+            self._begin(sample)
+        given = copy.deepcopy(samples) if self.settings.partial_rollout else None
+        asked = _Asked(self, samples)
+        which = {"samples": samples} if getattr(self.agent, "together", False) else {"sample": samples[0]}
+        offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
         offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
             made = _samples(await _called(self.agent, offered))
         except SlimectlError:
             raise
         except Exception as error:
-            sample.status, sample.remove_sample = Status.FAILED, True
-            sample.metadata["error"] = f"{type(error).__name__}: {error}"
-            made = [sample]
+            for sample in samples:
+                sample.status, sample.remove_sample = Status.FAILED, True
+                sample.metadata["error"] = f"{type(error).__name__}: {error}"
+            made = samples
         if asked.aborted:
             if (
                 given is not None
                 and self.breaking_off
                 and not getattr(self.agent, "resumes", self.agent is single_turn)
             ):
-                given.status = Status.ABORTED
-                return [given]
+                for sample in given:
+                    sample.status = Status.ABORTED
+                return given
             made[0].status = made[-1].status = Status.ABORTED
-        return asked.signed(made)
+        made = asked.signed(made)
+        if self.on_sample is None or (asked.aborted and self.breaking_off):
+            return made
+        return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in made]
+
+    def _begin(self, sample: Sample) -> None:
+        if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
+            # What older weights wrote is read, and no longer taught.
+            sample.loss_mask = [0] * sample.response_length
+            sample.rollout_log_probs = [0.0] * sample.response_length
+        sample.status = Status.PENDING
 
 
 class _Asked:
-    """What one attempt asks of the engine, and what it heard."""
+    """What one call of an agent asks of the engine, and what it heard.
 
-    def __init__(self, attempts: Attempts, sample: Sample) -> None:
+    A draw whose parameters name no seed gets one by its number: those of a whole group are not the same.
+    """
+
+    def __init__(self, attempts: Attempts, samples: list[Sample]) -> None:
         self._attempts = attempts
-        self._sample = sample
+        sample = self._sample = samples[0]
+        self._together, self._unseeded = len(samples) > 1, 0
         self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
         self._versions: list[str] = []
         self._cached = 0
@@ -150,15 +177,15 @@ class _Asked:
         text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
         if sample.response_length:
             text = f"{text}\0{sample.response_length}"  # the rest of an answer: not the draws of its beginning again
-        self.params = dataclasses.replace(
-            attempts.params or sampling_params(settings), seed=sample_seed(settings.seed, text, sample.index)
-        )
+        self._text = text
+        seed = None if self._together else sample_seed(settings.seed, text, sample.index)
+        self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
 
     async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
         if self._attempts.breaking_off:  # between two turns: the next one does not begin
             self.aborted = True
             return Completion([], [], "", "abort")
-        completion = await self._attempts.engine.generate(tokens, params=params or self.params)
+        completion = await self._attempts.engine.generate(tokens, params=self._seeded(params or self.params))
         self._versions.extend(completion.weight_versions)
         self._cached += completion.cached_tokens
         if "spec_verify_ct" in completion.extras:
@@ -167,13 +194,23 @@ class _Asked:
         self.aborted |= completion.finish == "abort"
         return completion
 
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        if params.seed is not None:
+            return params
+        self._unseeded += 1
+        text = f"{self._text}\0draw {self._unseeded}"
+        return dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._sample.index))
+
     def signed(self, made: list[Sample]) -> list[Sample]:
         """The samples with the versions that wrote them; those of a fan-out share an execution."""
+        parts = Counter(each.index for each in made)
         for each in made:
             if self._before and each.weight_versions == self._before:
                 each.weight_versions = [*self._before, *self._versions]
             each.weight_versions = each.weight_versions or list(self._versions)
-            if len(made) > 1:
+            if self._together and parts[each.index] > 1:
+                each.rollout_id = each.index
+            elif not self._together and len(made) > 1:
                 each.rollout_id = self._sample.index
         made[0].spec_info = dict(self._drafts) or None
         made[0].prefix_cache_info = {"cached_tokens": self._cached, "total_prompt_tokens": self._prompt_length}

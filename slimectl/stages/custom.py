@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimectl.algorithms.losses import Pack, PolicyLoss
 from slimectl.errors import HookError
-from slimectl.hooks import TRAINING, Args, Hook, check_hooks, hook
+from slimectl.hooks import Args, Hook, hook
 from slimectl.ports import TokenPack
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Ppo
@@ -182,8 +182,3 @@ def _loaded(settings: Settings, setting: str) -> Hook:
     found = hook(settings, setting)
     assert found is not None
     return found
-
-
-def check_custom(settings: Settings) -> None:
-    """Raises HookError if a function of training cannot be called; before any model is loaded."""
-    check_hooks(settings, *TRAINING)

@@ -10,10 +10,13 @@ from typing import Any
 
 from slimectl.algorithms.pass_rates import majority_at_n
 from slimectl.errors import RecordError
+from slimectl.hooks import hook
 from slimectl.ports import Agent, Engine, Executor, RewardFn
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
+from slimectl.stages.attempt import Attempts, single_turn
+from slimectl.stages.own_rollout import FUNCTION, on_sample, own_evaluation
 from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.round_metrics import asked_for, pass_rates
 from slimectl.stages.score import Grader, reward_number, score
@@ -63,8 +66,13 @@ def evaluate(
     *,
     executor: Executor,
     agent: Agent | None = None,
+    rollout_id: int = 0,
 ) -> Iterator[Sample]:
-    """Sample and grade; what [eval] leaves open is as in [rollout]. `settings` are those of the dataset."""
+    """Sample and grade; what [eval] leaves open is as in [rollout]. `settings` are those of the dataset.
+
+    `rollout_id` rounds have been trained on. A function of the user's for whole rounds (rollout.function_path) samples
+    evaluations too.
+    """
     given = settings.eval
     chosen: dict[str, Any] = {
         "temperature": given.temperature,
@@ -75,7 +83,15 @@ def evaluate(
     chosen = {name: value for name, value in chosen.items() if value is not None}
     params = dataclasses.replace(sampling_params(settings.rollout), **chosen)
     asked = settings.rollout.model_copy(update={"n_samples_per_prompt": given.n_samples_per_prompt})
-    samples = rollout(prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True)
+    seen = on_sample(settings)
+    if function := hook(settings, FUNCTION):
+        attempts = Attempts(engine, tokenizer, asked, agent or single_turn, params, True, on_sample=seen)
+        samples = own_evaluation(function, prompts, attempts, settings, rollout_id)
+    else:
+        samples = rollout(
+            prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True, on_sample=seen,
+            rollout_id=rollout_id,
+        )  # fmt: skip
     return score(samples, reward, settings.score, executor=executor)
 
 

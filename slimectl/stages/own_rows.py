@@ -17,6 +17,7 @@ from torch import Tensor
 from slimectl.errors import HookError
 from slimectl.hooks import Args, Hook, hook
 from slimectl.settings import Settings
+from slimectl.settings.algorithm import PolicyGradient
 from slimectl.types import Metrics, Row, Sample, Status
 
 FILTER, POSTPROCESS = "rollout.sample_filter_path", "rollout.data_postprocess_path"
@@ -40,6 +41,18 @@ SAMPLE_FIELDS = {
     "teacher_log_probs": "teacher_log_probs",
 }
 """Entries of train data with a number a response token, and the field of a sample that each is."""
+
+
+def reshaped(samples: list[Sample], settings: Settings) -> tuple[list[Sample], tuple[list[float], list[float]] | None]:
+    """The samples to train on and their rewards as a user's functions want them; None for rewards as they are.
+
+    Losses that are no policy gradient (also of a warm-up) take samples as they come.
+    """
+    if not isinstance(settings.algorithm, PolicyGradient):
+        return samples, None
+    flag_removed(samples, settings)
+    given = converted(samples, settings)
+    return given, shaped_rewards(given, settings)
 
 
 def flag_removed(samples: Sequence[Sample], settings: Settings) -> None:

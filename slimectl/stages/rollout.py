@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slimectl.data.buffer import SamplingState
 from slimectl.data.imitation import sft_sample
 from slimectl.errors import RecordError
-from slimectl.ports import Agent, Engine
+from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.attempt import Attempts, sampling_params, single_turn
+from slimectl.stages.groups import OwnGroups, PromptGroups
 from slimectl.stages.underway import Underway
 from slimectl.types import Prompt, Sample, SamplingParams, Status
 
@@ -32,22 +34,30 @@ def rollout(
     params: SamplingParams | None = None,
     evaluation: bool = False,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    on_sample: OnSample | None = None,
+    rollout_id: int | None = None,
+    source: Any = None,
+    epochs: int | None = 1,
 ) -> Iterator[Sample]:
     """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
 
     Lazy: prompts are drawn as answers are asked for, at most ATTEMPTS_IN_FLIGHT attempts beyond. An attempt that
     fails becomes a sample of status `failed`, its error in the metadata. `params` replaces what the settings say of
     sampling (evaluation does that). Prompts longer than `settings.max_prompt_len` are `left_out`, but for an
-    evaluation: its prompts are the same for every model.
+    evaluation: its prompts are the same for every model. `on_sample` sees each sample, as of round `rollout_id`. A data
+    source of the user's (`source`) stands in for `prompts`, `epochs` times its length.
     """
     attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
+    attempts.on_sample, attempts.rollout_id = on_sample, rollout_id
     if not evaluation:
         prompts = fitting(prompts, attempts, left_out)
+    groups: PromptGroups | OwnGroups = PromptGroups(iter(prompts), attempts, SamplingState())
+    if source is not None:
+        groups = OwnGroups(source, attempts, SamplingState(), epochs=epochs, left_out=left_out)
     limit = most_in_flight(settings)
     going = Underway(attempts)
     try:
-        for prompt in prompts:
-            going.begin(prompt)
+        while groups.begin(going):
             if len(going) >= limit:
                 yield from going.oldest()
         while len(going):

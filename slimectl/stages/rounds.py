@@ -6,13 +6,17 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from slimectl.data.buffer import SamplingState
 from slimectl.errors import HookError, SlimectlError
+from slimectl.hooks import hook
 from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
+from slimectl.stages.groups import OwnGroups, PromptGroups
+from slimectl.stages.own_rollout import FUNCTION, OwnRollout, on_sample, own_rounds, process_all
 from slimectl.stages.rollout import fitting, most_in_flight
 from slimectl.stages.score import score
 from slimectl.stages.underway import Group, Underway
@@ -35,15 +39,19 @@ def sampled_rounds(
     agent: Agent | None = None,
     keep: Keep | None = None,
     from_buffer: FromBuffer | None = None,
+    source: Any = None,
+    count: Callable[[], int] | None = None,
     state: SamplingState | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
     """Round after round of scored samples, until the prompts or `settings.run.num_rollout` end; made when asked for.
 
     A round is `settings.run.rollout_batch_size` groups that `keep` lets pass; for each that it drops another prompt is
-    begun. With `rollout.over_sampling_batch_size` that many are begun at the start, and those beyond the round wait
-    in the buffer, finished, for the next one (`from_buffer` picks among them). With `rollout.partial_rollout` groups
-    are taken as they finish, and what is then unfinished is broken off, to go on in the next round.
+    begun. A data source of the user's (`source`) stands in for `prompts`, and a function of theirs for all of this
+    (rollout.function_path); `count` tells such functions how many prompts an epoch has. With
+    `rollout.over_sampling_batch_size` that many are begun at the start, and those beyond the round wait in the buffer,
+    finished, for the next one (`from_buffer` picks among them). With `rollout.partial_rollout` groups are taken as they
+    finish, and what is then unfinished is broken off, to go on in the next round.
 
     With `settings.run.ahead` above 1, the answers of up to ahead - 1 further rounds are under way meanwhile, so that
     the longest answer of a round keeps nobody waiting.
@@ -51,9 +59,14 @@ def sampled_rounds(
     Each round carries the state after it, from which the next ones are the same again: but for answers that were under
     way or broken off when servers, or other requests, had a say in how far each had come.
     """
-    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn)
-    rounds = _Rounds(prompts, attempts, reward, settings, executor, keep, from_buffer, state or SamplingState())
-    last = settings.run.num_rollout
+    state, last = state or SamplingState(), settings.run.num_rollout
+    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample(settings))
+    rounds = _Rounds(prompts, attempts, reward, settings, executor, keep, from_buffer, source, count, state)
+    if function := hook(settings, FUNCTION):
+        rounds.going.close()
+        own = OwnRollout(function, attempts, settings)
+        yield from own_rounds(own, rounds.source, rounds.graded, settings, state, clock)
+        return
     try:
         while last is None or rounds.state.rounds < last:
             started = clock()
@@ -77,13 +90,22 @@ class _Rounds:
         executor: Executor,
         keep: Keep | None,
         from_buffer: FromBuffer | None,
+        source: Any,
+        count: Callable[[], int] | None,
         state: SamplingState,
     ) -> None:
         self.state = state
         self.metrics: Metrics = {}
         self.going = Underway(attempts)
         self._too_long = 0
-        self._prompts = fitting(prompts, attempts, self._count_too_long)
+        self._settings = settings
+        self._seen: list[Group] = []
+        epochs = None if settings.run.num_rollout else settings.run.num_epoch or 1
+        self.source: PromptGroups | OwnGroups = (
+            PromptGroups(fitting(prompts, attempts, self._count_too_long), attempts, state, count=count)
+            if source is None
+            else OwnGroups(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
+        )
         self._size, self._further = settings.run.rollout_batch_size, max(0, settings.run.ahead - 1)
         self._last = settings.run.num_rollout
         given = settings.rollout
@@ -93,15 +115,22 @@ class _Rounds:
         self._scored: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: score(
             samples, reward, settings.score, executor=executor
         )
+        self._attempts = attempts
         self._drops: Counter[str] = Counter()
 
     def next(self) -> list[Sample]:
         """The samples of the next round, fewer where the prompts end."""
         self._drops.clear()
+        self._seen.clear()
         self._too_long = 0
+        self._attempts.rollout_id = self.state.rounds + 1
         plain = self._keep is None and self._over == self._size and not self._partial
         samples = list(self._scored(self._as_they_come())) if plain else self._filled()
-        self.state.rounds += bool(samples)
+        if samples:
+            groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+            process_all(groups if plain else list(self._seen), self.source, self._settings)
+            self.state.rounds += 1
+            self.source.save(self.state.rounds)
         drops = {f"rollout/dynamic_filter/drop_{why}": float(count) for why, count in sorted(self._drops.items())}
         self.metrics = drops | ({"rollout/prompts_too_long": float(self._too_long)} if self._too_long else {})
         if self.going:
@@ -129,7 +158,7 @@ class _Rounds:
             if not self.going:
                 break
             group = self.going.first() if self._partial else self.going.oldest()
-            if self._passes(group := list(self._scored(group)), len(taken)):
+            if self._passes(group := self.graded(group), len(taken)):
                 taken.append(group)
         self.state.buffer[:0] = taken[self._size :]
         self._put_by()
@@ -143,11 +172,8 @@ class _Rounds:
             if self._last is not None:
                 target = min(target, (self._last - self.state.rounds) * self._size - taken)
         while len(self.going) < target:
-            prompt = next(self._prompts, None)
-            if prompt is None:
+            if not self.source.begin(self.going):
                 return
-            self.state.position = prompt.index + 1
-            self.going.begin(prompt)
 
     def _put_by(self) -> None:
         """What this round began and did not need."""
@@ -156,11 +182,16 @@ class _Rounds:
         if self._partial:
             self.state.buffer += self.going.break_off()
         while self.going:
-            group = list(self._scored(self.going.oldest()))
+            group = self.graded(self.going.oldest())
             if self._passes(group, self._size):
                 self.state.buffer.append(group)
 
+    def graded(self, group: Group) -> Group:
+        """The group with its rewards; one that waited in the user's source has them already."""
+        return group if _is_done(group) else list(self._scored(group))
+
     def _passes(self, group: Group, taken: int) -> bool:
+        self._seen.append(group)
         kept, why = (True, "") if self._keep is None else verdict(self._keep(group))
         if kept:
             return True

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.statistics import rollout_metrics
-from slimectl.ports import Critic, Policy
+from slimectl.ports import Critic, Policy, Stepped
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
 from slimectl.stages import own_rows
@@ -121,9 +122,7 @@ def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
 def _round(samples: list[Sample], learners: Learners, settings: Settings, state: TrainState) -> Iterator[StepReport]:
     started = time.perf_counter()
     metrics: Metrics = {}
-    own_rows.flag_removed(samples, settings)
-    given = own_rows.converted(samples, settings)
-    shaped = own_rows.shaped_rewards(given, settings)
+    given, shaped = own_rows.reshaped(samples, settings)
     made = _rows(given, learners, settings, metrics, state.rollout_id, rewards=shaped and shaped[1])
     logged = shaped is not None and len(given) == len(samples)
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
@@ -140,7 +139,9 @@ def _round(samples: list[Sample], learners: Learners, settings: Settings, state:
     perf = {"perf/data_preprocess_time": time.perf_counter() - started}
     for i, chosen in enumerate(steps or [[]]):
         state.step += 1
-        report = _step(chosen, learners, settings, state, metrics if i == 0 else {}, samples if i == 0 else [])
+        report = _step(
+            chosen, learners, settings, state, metrics if i == 0 else {}, samples if i == 0 else [], step_id=i
+        )
         report.perf |= perf if i == 0 else {}
         report.ends_round = i == max(0, len(steps) - 1)
         yield report
@@ -243,6 +244,8 @@ def _step(
     state: TrainState,
     metrics: Metrics,
     samples: list[Sample],
+    *,
+    step_id: int = 0,
 ) -> StepReport:
     """One optimizer step over rows; none is taken where nothing carries signal."""
     started = time.perf_counter()
@@ -251,6 +254,8 @@ def _step(
     if rows:
         executions = [execution for execution, _ in chosen]
         weigh(rows, executions, settings.algorithm)
+        if settings.megatron.custom_before_train_step_hook_path is not None:
+            cast(Stepped, learners.policy).before_step(state.rollout_id, step_id)
         metrics |= sample_counts(rows) | _learnt(rows, executions, learners, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:

@@ -15,7 +15,7 @@ from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Policy, WeightWorkers
 from slimectl.sync.apply import VERSION, apply_delta, recover, weight_version
 from slimectl.sync.delta_file import Change, DeltaWriter, Versions, digest
-from slimectl.sync.disk import Write, write_checkpoint
+from slimectl.sync.disk import Write, Wrote, write_checkpoint
 from slimectl.sync.parts import cast, to_the_end
 from slimectl.sync.pushing import ServerSync
 from slimectl.sync.regions import regions
@@ -54,8 +54,10 @@ class DeltaSync(ServerSync):
         checksum: str = "blake2b",
         appliers: Sequence[Applier] = (),
         checkpoint: Path | None = None,
+        wrote: Wrote | None = None,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
+        self.wrote = wrote
         self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
         self.encoding, self.checksum, self.appliers = encoding, checksum, list(appliers)
         self.current = self.folder / "current"
@@ -67,6 +69,8 @@ class DeltaSync(ServerSync):
         metrics: Metrics = {"bytes": 0.0, "full": 0.0}
         if version != self._version:
             metrics = self._updated(version)
+            if self.wrote is not None:
+                self.wrote(self.current if metrics["full"] or self._delta is None else self._delta, workers)
         try:
             with self.paused(workers) as watch:
                 workers.load_disk(self.checkpoint, version=version)

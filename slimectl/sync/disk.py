@@ -18,6 +18,9 @@ from slimectl.types import Metrics
 Write = Callable[[Path, NamedTensors], None]
 """Fills an empty folder with a whole Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
 
+Wrote = Callable[[Path, WeightWorkers], None]
+"""Told of what has been written for a version, before these engines read it: a folder, or the file of a delta."""
+
 
 class DiskSync(ServerSync):
     """One folder a version under `folder`, which engines must see; it stays until the next one is in use.
@@ -35,8 +38,10 @@ class DiskSync(ServerSync):
         pause_mode: str = "in_place",
         dtype: torch.dtype | None = None,
         keep_files: bool = False,
+        wrote: Wrote | None = None,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
+        self.wrote = wrote
         self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
         self._newest: tuple[str, Path] | None = None
 
@@ -46,6 +51,8 @@ class DiskSync(ServerSync):
         if previous is None or previous[0] != version:
             fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
             written = self.policy.hand_weights(fill)
+            if self.wrote is not None:
+                self.wrote(target, workers)
         try:
             with self.paused(workers) as watch:
                 workers.load_disk(target, version=version)

@@ -15,7 +15,7 @@ from slimectl.wiring.models import (
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, total_steps
 from slimectl.wiring.references import MovingReference, reference, teacher
-from slimectl.wiring.sources import agent, from_buffer, keep, prompts, reward, training_samples
+from slimectl.wiring.sources import agent, data_source, from_buffer, keep, prompts, reward, rolled_out, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
@@ -31,6 +31,7 @@ __all__ = [
     "companions",
     "convert",
     "critic",
+    "data_source",
     "device",
     "engine",
     "engine_gpus",
@@ -53,6 +54,7 @@ __all__ = [
     "prompts",
     "reference",
     "reward",
+    "rolled_out",
     "source_of",
     "teacher",
     "to_servers",

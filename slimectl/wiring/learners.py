@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.hooks import TRAINING, check_hooks
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Dpo, PolicyGradient, RewardModel
-from slimectl.stages.custom import check_custom
 from slimectl.wiring.policies import critic, policy, total_steps
 from slimectl.wiring.references import reference, teacher
 
@@ -44,7 +44,7 @@ class Learners:
 
 def learners(settings: Settings, folder: Path, *, executor: Executor) -> Learners:
     """What learns from samples, beginning as the model in `folder`."""
-    check_custom(settings)
+    check_hooks(settings, *TRAINING)
     steps, algorithm = total_steps(settings), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
     if isinstance(algorithm, RewardModel):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl import cards
 from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.hooks import TRAINING, check_hooks
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Ppo, RewardModel
-from slimectl.stages.custom import check_custom
 from slimectl.wiring.models import device, is_gguf, model_folder
 
 if TYPE_CHECKING:
@@ -30,13 +30,17 @@ def policy(
     total_steps: int | None,
     lr: float | None = None,
     trains: bool = True,
+    store_prefix: str = "",
     executor: Executor | None = None,
 ) -> Policy:
     """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one.
 
-    The ranks live where `executor` puts them; on this machine where none is given.
+    `store_prefix` tells the user's functions on its ranks which model it is. The ranks live where `executor` puts them;
+    on this machine where none is given.
     """
-    made = _over_ranks(settings, partial(_build, settings, folder, total_steps, lr, trains, False), executor)
+    made = _over_ranks(
+        settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
+    )
     if settings.uses_servers and not _has_ranks(settings):
         from slimectl.policies.exclusive import ExclusivePolicy
 
@@ -57,7 +61,7 @@ def critic(
         start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
     elif not isinstance(algorithm, RewardModel):
         return None
-    return _over_ranks(settings, partial(_build, settings, start, total_steps, lr, True, True), executor)
+    return _over_ranks(settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor)
 
 
 def _has_ranks(settings: Settings) -> bool:
@@ -101,7 +105,7 @@ def check_policy(settings: Settings) -> None:
 
 def _check_models(settings: Settings) -> None:
     """The models that an algorithm names are there, and the functions that [train] names."""
-    check_custom(settings)
+    check_hooks(settings, *TRAINING)
     given = settings.algorithm.model_dump()
     if given.get("opd_kl_coef") and not given["opd_teacher_url"]:
         model_folder(given["opd_teacher_load"], setting="algorithm.opd_teacher_load")
@@ -111,7 +115,13 @@ def _check_models(settings: Settings) -> None:
 
 
 def _build(
-    settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool, values: bool
+    settings: Settings,
+    folder: Path,
+    total_steps: int | None,
+    lr: float | None,
+    trains: bool,
+    values: bool,
+    store_prefix: str,
 ) -> Any:
     """What every rank builds for itself: a policy, or with `values` a critic."""
     from slimectl.checkpoints.hf import HFCheckpoint
@@ -143,6 +153,7 @@ def _build(
             **shared,
         )
     from slimectl.policies.megatron.config import Recompute
+    from slimectl.policies.megatron.own import own_functions
     from slimectl.policies.megatron.policy import MegatronPolicy
     from slimectl.policies.megatron.value import MegatronCritic
 
@@ -155,6 +166,7 @@ def _build(
         distributed_optimizer=megatron.use_distributed_optimizer,
         optimizer_cpu_offload=megatron.optimizer_cpu_offload,
         routing_replay=megatron.use_routing_replay,
+        own=own_functions(settings, store_prefix=store_prefix),
         args=megatron.args,
         **shared,
     )
@@ -226,6 +238,8 @@ def total_steps(settings: Settings) -> int | None:
     return None if rounds is None else rounds * settings.steps_per_round
 
 
-def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None) -> Policy:
+def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:
     """A model that is only asked for log-probabilities."""
-    return policy(settings, folder, total_steps=None, lr=0.0, trains=False, executor=executor)
+    return policy(
+        settings, folder, total_steps=None, lr=0.0, trains=False, store_prefix=store_prefix, executor=executor
+    )

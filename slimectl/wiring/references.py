@@ -49,7 +49,7 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
         raise SettingsError(
             f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
         )
-    return frozen(settings, folder, executor=executor)
+    return frozen(settings, folder, executor=executor, store_prefix="teacher_")
 
 
 class MovingReference:

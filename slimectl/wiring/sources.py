@@ -7,17 +7,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.errors import HookError, SettingsError
-from slimectl.hooks import Args, Hook
+from slimectl.errors import SettingsError
+from slimectl.hooks import Args, hook
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
-    from slimectl.ports import Agent, FromBuffer, Keep
-
-AGENT_OFFERS = ("args", "settings", "sample", "sampling_params", "generate", "evaluation", "tokenizer")
+    from slimectl.ports import Agent, Engine, FromBuffer, Keep
 
 
 def prompts(
@@ -78,43 +76,67 @@ def reward(settings: Settings) -> Grader:
 
 def agent(settings: Settings) -> Agent | None:
     """The user's own generate function, with the settings among what it is offered."""
-    path = settings.rollout.custom_generate_function_path
-    if path is None:
+    found, args = hook(settings, "rollout.custom_generate_function_path"), Args(settings)
+    if found is None:
         return None
-    hook = Hook(path, setting="rollout.custom_generate_function_path", offers=AGENT_OFFERS)
-    args = Args(settings)
 
     # Bare: an attempt that raises is a failed sample, whether the function is async or not.
     def asked(offered: Mapping[str, Any]) -> Any:
-        return hook.bare({**offered, "args": args, "settings": args})
+        return found.bare({**offered, "args": args, "settings": args})
 
-    asked.resumes = getattr(hook.function, "resumes", False)  # type: ignore[attr-defined]
+    asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
+    asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
     return asked
+
+
+def data_source(settings: Settings) -> Any:
+    """The user's own source of groups, made anew; None where prompts come from rollout.data."""
+    found, args = hook(settings, "rollout.data_source_path"), Args(settings)
+    return None if found is None else found({"args": args, "settings": args})
+
+
+def rolled_out(
+    settings: Settings,
+    prompts: Iterator[Prompt],
+    engine: Engine,
+    text: Any,
+    *,
+    source: Any,
+    left_out: Callable[[Prompt], Any],
+) -> Iterator[Sample]:
+    """Ungraded samples, of the rounds that the user's function makes where there is one, else a group a prompt."""
+    from slimectl.stages.own_rollout import on_sample, own_samples
+    from slimectl.stages.rollout import rollout
+
+    shared: dict[str, Any] = {
+        "agent": agent(settings),
+        "on_sample": on_sample(settings),
+        "source": source,
+        "epochs": settings.run.num_epoch or 1,
+        "left_out": left_out,
+    }
+    if settings.rollout.function_path is not None:
+        return own_samples(prompts, engine, text, settings, **shared)
+    return rollout(prompts, engine, text, settings.rollout, **shared)
 
 
 def keep(settings: Settings) -> Keep | None:
     """The filter of finished groups."""
-    path = settings.rollout.dynamic_sampling_filter_path
-    if path is None:
-        return None
-    offers = ("args", "settings", "samples")
-    hook, args = Hook(path, setting="rollout.dynamic_sampling_filter_path", offers=offers), Args(settings)
-    return lambda samples: hook({"args": args, "settings": args, "samples": samples})
+    found, args = hook(settings, "rollout.dynamic_sampling_filter_path"), Args(settings)
+    return None if found is None else lambda samples: found({"args": args, "settings": args, "samples": samples})
 
 
 def from_buffer(settings: Settings) -> FromBuffer | None:
     """Who picks among the groups that wait."""
-    path = settings.rollout.buffer_filter_path
-    if path is None:
+    found, args = hook(settings, "rollout.buffer_filter_path"), Args(settings)
+    if found is None:
         return None
-    offers = ("args", "settings", "rollout_id", "buffer", "num_samples")
-    hook, args = Hook(path, setting="rollout.buffer_filter_path", offers=offers), Args(settings)
 
     def picked(buffer: list[list[Sample]], count: int, rollout_id: int) -> list[list[Sample]]:
         offered = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
-        groups = hook(offered)
+        groups = found(offered)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
-            raise HookError(f"rollout.buffer_filter_path: {path} returned {groups!r:.60}; return a list of groups")
+            raise found.returned(groups, "a list of groups")
         return groups
 
     return picked

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from slimectl.hooks import Args, hook
 from slimectl.ports import NamedTensors, Policy, WeightReceiver, WeightWorkers
 from slimectl.settings import Settings
 from slimectl.types import Metrics
@@ -59,6 +60,7 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
     common: dict[str, Any] = {"pause_mode": given.pause_mode, "dtype": dtype}
     buffer_bytes = given.update_weight_buffer_size * 2**20
     on_disk = common | {"folder": files, "write": write, "keep_files": given.update_weight_disk_keep_files}
+    on_disk["wrote"] = _wrote(settings)
     name = given.transport
     if name == "auto":
         here = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
@@ -75,6 +77,16 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
         coding = {"encoding": given.update_weight_delta_encoding, "checksum": given.update_weight_delta_checksum}
         made = DeltaSync(policy, receivers, **on_disk, **coding)
     return CheckedSync(made, folder=files, write=write, dtype=dtype) if given.check_weight_update_equal else made
+
+
+def _wrote(settings: Settings) -> Callable[[Path, WeightWorkers], None] | None:
+    """The user's function that is told of files."""
+    found, args = hook(settings, "sync.custom_post_write_path"), Args(settings)
+    if found is None:
+        return None
+    return lambda path, receivers: found(
+        {"args": args, "settings": args, "version_dir": path, "rollout_engines": receivers}
+    )
 
 
 def _whole_checkpoint(model: Path, folder: Path, tensors: NamedTensors) -> None:

@@ -5,7 +5,8 @@ T tokens that this rank holds · H hidden width · V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int
     return -(-architecture.vocab_size // layout.tensor) * layout.tensor
 
 
+Provide = Callable[..., PackedGPT]
+"""(build, pre_process, post_process, vp_stage): a chunk of the model, of which `build()` is the usual one."""
+
+
 def build(
     architecture: Architecture,
     layout: ParallelLayout,
@@ -102,19 +107,24 @@ def build(
     dtype: torch.dtype,
     args: Mapping[str, Any] | None = None,
     recompute: Recompute | None = None,
+    provide: Provide | None = None,
     **fields: Any,
 ) -> list[PackedGPT]:
     """The chunks of the model that this rank holds, one per virtual pipeline stage; matrices have no values yet.
 
-    `parallel.start(layout, …)` comes first. Raises SettingsError for a configuration that megatron-core refuses.
+    `parallel.start(layout, …)` comes first. `provide` makes a chunk its own way. Raises SettingsError for a
+    configuration that megatron-core refuses.
     """
     config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
     vocab_size = padded_vocabulary(architecture, layout)
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
+    chunks = []
+    for stage in stages:
+        make = partial(PackedGPT, architecture, config, vocab_size=vocab_size, virtual_stage=stage)
+        first, last = _is_first(stage), _is_last(stage)
+        chunks.append(provide(make, pre_process=first, post_process=last, vp_stage=stage) if provide else make())
     # Moved as a whole: mcore makes routers on the CPU and moves them when they first run.
-    return [
-        PackedGPT(architecture, config, vocab_size=vocab_size, virtual_stage=stage).to(device()) for stage in stages
-    ]
+    return [chunk.to(device()) for chunk in chunks]
 
 
 def _is_first(virtual_stage: int | None) -> bool:

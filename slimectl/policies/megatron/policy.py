@@ -31,6 +31,8 @@ class MegatronPolicy(MegatronTrainer):
             logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
             return hidden.new_zeros(()), batch.by_row(rows, logprobs_R)
 
+        if self.own is not None:
+            self.own.before_log_probs(self.chunks)
         return self.of_rows(rows, finish)
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from slimectl.policies.megatron.loading import checked_names
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.masters import PARAM, masters
 from slimectl.policies.megatron.optimizer import OptimizerChoices
+from slimectl.policies.megatron.own import OwnFunctions
 from slimectl.policies.megatron.replay import RoutingReplay
 from slimectl.policies.megatron.routers import Balance
 from slimectl.policies.megatron.state import LinkedState, trained_links
@@ -82,6 +84,7 @@ class MegatronTrainer:
         lora: LoraOptions | None = None,
         device: str | None = None,
         routing_replay: bool = False,
+        own: OwnFunctions | None = None,
         seed: int = 0,
     ) -> None:
         """`trains` False: only log-probabilities are asked for, so no gradients and no optimizer are held.
@@ -110,6 +113,9 @@ class MegatronTrainer:
                 " CUDA_VISIBLE_DEVICES= or set train.device to auto"
             )
         parallel.start(self.layout, seed)
+        self.own = own
+        if own is not None:
+            own.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
         self.balance = Balance(self.chunks)
@@ -126,7 +132,8 @@ class MegatronTrainer:
         return trained_links(self.links, names) - self._untrained()
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
-        bare = model.build(self.architecture, self.layout, **fields)
+        provide = None if self.own is None else self.own.provide
+        bare = model.build(self.architecture, self.layout, provide=provide, **fields)
         self._add(bare)
         links = self.links
         if self.adapters is not None:
@@ -211,6 +218,14 @@ class MegatronTrainer:
             return value, {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
 
         return totals(self.run(rows, finish, forward_only=False))
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """ports.Stepped."""
+        if self.own is not None:
+            schedule = partial(lr_at, options=self.options)
+            self.own.before_step(
+                rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule
+            )  # fmt: skip
 
     def optim_step(self) -> Metrics:
         """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""

@@ -1,0 +1,63 @@
+"""A user's functions on every rank: at the beginning, around the model, before passes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.hooks import Args, Hook, hook
+from slimectl.policies.megatron.model import PackedGPT
+from slimectl.settings import Settings
+
+
+@dataclass(frozen=True)
+class OwnFunctions:
+    """Those of [megatron] for one model; `store_prefix` says which: "" is the policy, "ref_", "teacher_"."""
+
+    args: Args
+    init: Hook | None
+    provider: Hook | None
+    log_prob: Hook | None
+    train_step: Hook | None
+    store_prefix: str = ""
+
+    def begin(self) -> None:
+        """The groups exist, the model does not."""
+        self._call(self.init)
+
+    def provide(
+        self, build: Callable[[], PackedGPT], *, pre_process: bool, post_process: bool, vp_stage: int | None
+    ) -> PackedGPT:
+        """A chunk of the model. Raises HookError if the function made another kind of thing."""
+        if self.provider is None:
+            return build()
+        stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+        made = self._call(self.provider, **stage, build=build)
+        if not isinstance(made, PackedGPT):
+            raise self.provider.returned(made, f"what build() makes, a {PackedGPT.__name__}, or a subclass of it")
+        return made
+
+    def before_log_probs(self, model: Sequence[Any]) -> None:
+        self._call(self.log_prob, model=model, store_prefix=self.store_prefix)
+
+    def before_step(
+        self, rollout_id: int, step_id: int, *, model: Sequence[Any], optimizer: Any, scheduler: Callable[[int], float]
+    ) -> None:
+        of_step = {"rollout_id": rollout_id, "step_id": step_id}
+        self._call(self.train_step, **of_step, model=model, optimizer=optimizer, scheduler=scheduler)
+
+    def _call(self, found: Hook | None, **offered: Any) -> Any:
+        return None if found is None else found({"args": self.args, "settings": self.args, **offered})
+
+
+def own_functions(settings: Settings, *, store_prefix: str) -> OwnFunctions:
+    """Those that the settings name, for one model."""
+    return OwnFunctions(
+        args=Args(settings),
+        init=hook(settings, "megatron.custom_init_path"),
+        provider=hook(settings, "megatron.custom_model_provider_path"),
+        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
+        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
+        store_prefix=store_prefix,
+    )

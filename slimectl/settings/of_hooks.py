@@ -1,0 +1,54 @@
+"""Hooks that do nothing, or not what they say, beside other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slimectl.settings.algorithm import PolicyGradient
+
+if TYPE_CHECKING:
+    from slimectl.settings.root import Settings
+
+OF_ROUNDS = ("dynamic_sampling_filter_path", "buffer_filter_path", "over_sampling_batch_size", "partial_rollout")
+"""Keys of [rollout] about how a round is filled, which rollout.function_path does by itself."""
+
+OF_POLICY_GRADIENTS = (
+    "train.custom_advantage_function_path",
+    "train.custom_loss_function_path",
+    "train.custom_tis_function_path",
+    "train.custom_pg_loss_reducer_function_path",
+    "train.custom_convert_samples_to_train_data_path",
+    "score.custom_reward_post_process_path",
+    "rollout.data_postprocess_path",
+)
+"""Hooks that a supervised loss, or one of pairs, never calls."""
+
+
+def hook_contradictions(settings: Settings) -> Iterator[str]:
+    """Each contradiction of a hook with another setting, as a line that names both keys and the way out."""
+    rollout, train, run = settings.rollout, settings.train, settings.run
+    for key in OF_ROUNDS:
+        if rollout.function_path and getattr(rollout, key):
+            yield f"rollout.function_path and rollout.{key} exclude each other: the function fills rounds; drop one"
+    for key in ("function_path", "data_source_path"):
+        if getattr(rollout, key) and run.ahead > 1:
+            yield (
+                f"rollout.{key} and run.ahead: {run.ahead} exclude each other: no group of a further round can be "
+                f"under way; set run.ahead to 0 or 1"
+            )
+    if train.custom_loss_function_path:
+        for key in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
+            if getattr(train, key):
+                yield f"train.custom_loss_function_path and train.{key} exclude each other: the loss is yours; drop one"
+    if settings.sync.custom_post_write_path and settings.sync.transport not in ("disk", "delta"):
+        yield (
+            f'sync.custom_post_write_path has no effect with sync.transport = "{settings.sync.transport}", which '
+            f"writes no files; set disk or delta, or drop it"
+        )
+    if not isinstance(settings.algorithm, PolicyGradient):
+        for name in OF_POLICY_GRADIENTS:
+            section, _, key = name.partition(".")
+            if getattr(getattr(settings, section), key):
+                algorithm = settings.algorithm.name
+                yield f"{name} has no effect with algorithm.name {algorithm}, whose loss is its own; drop it"
