@@ -10,6 +10,7 @@ import torch
 from policy_cases import Clipped, new_policy, random_rows
 from safetensors.torch import load_file
 
+from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import SettingsError
 from slimectl.policies.freezing import trained
 
@@ -43,3 +44,24 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(model_dir: ModelDir,
     moments = load_file(tmp_path / "optimizer.safetensors")
     assert {name.partition(".")[2] for name in moments} == set(before) - stayed
     policy.load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_what_is_frozen_in_bfloat16_is_held_once_and_given_back_as_it_came(
+    model_dir: ModelDir, tmp_path: Path, stored: torch.dtype
+):
+    source = HFCheckpoint().read(model_dir("llama_untied"))
+    HFCheckpoint(dtype=stored).write(tmp_path, source)
+    (tmp_path / "config.json").write_text((model_dir("llama_untied") / "config.json").read_text())
+    given = dict(HFCheckpoint().read(tmp_path))
+    policy = new_policy(tmp_path, dtype="bfloat16", freeze=["embed_tokens"])
+    frozen = new_policy(tmp_path, dtype="bfloat16", trains=False)
+    name = "model.embed_tokens.weight"
+    assert policy.masters.tensors[name].dtype == stored
+    assert {tensor.dtype for each in (policy, frozen) for _, tensor in each.weights()} == {torch.float32}
+    assert all(torch.equal(tensor, given[name].float()) for name, tensor in frozen.weights())
+    assert frozen.log_probs(random_rows()) == policy.log_probs(random_rows())
+    policy.forward_backward(random_rows(), Clipped())
+    policy.optim_step()
+    assert torch.equal(dict(policy.weights())[name], given[name].float())
+    assert not torch.equal(dict(policy.weights())["lm_head.weight"], given["lm_head.weight"].float())

@@ -21,7 +21,8 @@ class Masters:
     """Float32 tensors that the optimizer updates, and the way between them and full tensors.
 
     In float32, and under FSDP2, the masters are the model's own parameters. In bfloat16 on one process the model holds
-    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward.
+    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward. What is frozen
+    is held in bfloat16 alone, unless that rounds it: then its own value is kept beside it, to be given back as it came.
     """
 
     def __init__(
@@ -42,18 +43,22 @@ class Masters:
         self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
         if mesh is not None:
             _shard(model, mesh, DTYPES[dtype])
+        self.copies = mesh is None and DTYPES[dtype] != torch.float32
+        if self.copies:
+            for parameter in model.hf.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[dtype])
         _materialise(model, device)
         self.parameters: dict[str, nn.Parameter] = dict(model.hf.named_parameters())
-        self.copies = mesh is None and DTYPES[dtype] != torch.float32
         if mesh is None:
             self.tensors = {name: parameter.data for name, parameter in self.parameters.items()}
         else:
             self.tensors = {name: parameter.data.to_local() for name, parameter in self.parameters.items()}
-        if self.copies:
-            for parameter in self.parameters.values():
-                parameter.data = torch.empty_like(parameter, dtype=DTYPES[dtype])
         self.trained = {name: self.tensors[name] for name, p in self.parameters.items() if p.requires_grad}
         """Those that the optimizer updates; the others are frozen."""
+        if self.copies:
+            for name in self.trained:
+                self.parameters[name].data = torch.empty_like(self.parameters[name], dtype=DTYPES[dtype])
         self._sums: dict[str, Tensor] = {}
         """Float32 gradients of bfloat16 copies, their memory kept from step to step."""
         self.in_checkpoint: list[tuple[str, str]] = []
@@ -65,11 +70,20 @@ class Masters:
         """Fill the masters from a directory. Raises CheckpointError."""
         order = []
         for name, parameter, tensor in self.names.matched(checkpoint.read(path), path, self.shapes):
-            self.put(tensor, self.tensors[parameter])
+            if self.copies and parameter not in self.trained:
+                self._take_frozen(parameter, tensor)
+            else:
+                self.put(tensor, self.tensors[parameter])
             order.append((name, parameter))
         found = {parameter for _, parameter in order}
         self.in_checkpoint = order + [(name, name) for name in self.added if name not in found and not is_adapter(name)]
         self.publish()
+
+    def _take_frozen(self, name: str, full: Tensor) -> None:
+        held = self.parameters[name].data
+        self.put(full, held)
+        exact = torch.equal(held.to(full.device, full.dtype), full)
+        self.tensors[name] = held if exact else full.to(held.device, torch.float32, copy=True)
 
     def put(self, full: Tensor, local: Tensor) -> None:
         """Copy `full`, or this rank's part of it, into `local`."""
@@ -92,9 +106,9 @@ class Masters:
 
     def publish(self) -> None:
         """Let the model compute with the present masters."""
-        if self.copies:
-            copies = [parameter.data for parameter in self.parameters.values()]
-            torch._foreach_copy_(copies, list(self.tensors.values()))
+        if self.copies and self.trained:
+            copies = [self.parameters[name].data for name in self.trained]
+            torch._foreach_copy_(copies, list(self.trained.values()))
 
     def collect(self) -> None:
         """After each backward: bfloat16 gradients are summed over packs in float32."""

@@ -163,7 +163,7 @@ class FsdpTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Float32 masters, adapters merged into them, in checkpoint order."""
         for name, parameter in self.masters.in_checkpoint:
-            full = self._whole(parameter)
+            full = self._whole(parameter).float()
             if self.adapters is not None and (pair := self.adapters.pair(parameter)):
                 full = self.adapters.options.merged(full, *map(self._whole, pair))
             yield name, full
