@@ -16,13 +16,14 @@ def sft_sample(
     *,
     apply_chat_template: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    from_message: int = 0,
 ) -> tuple[list[int], int, list[int]]:
     """(tokens, response_length, loss_mask) to imitate an answer.
 
     A string prompt is followed by its label and the end token. In a chat every turn of the assistant counts, its
     end-of-turn token included; a label is one more such turn. The mask is derived from the template itself: header,
-    other roles and whatever the template adds between turns get 0. The response begins with the first token that
-    counts and ends with the last.
+    other roles and whatever the template adds between turns get 0, and so does all before `from_message` of a chat. The
+    response begins with the first token that counts and ends with the last.
 
     Raises RecordError if nothing is there to imitate, or if the template does not show what the assistant wrote.
     """
@@ -32,7 +33,9 @@ def sft_sample(
         chat = as_chat(prompt.text)
         if prompt.label is not None and chat[-1]["role"] != "assistant":
             chat = [*chat, {"role": "assistant", "content": str(prompt.label)}]
-        tokens, mask = assistant_mask(chat, tokenizer, Template(tokenizer, prompt, template_kwargs))
+        tokens, mask = assistant_mask(
+            chat, tokenizer, Template(tokenizer, prompt, template_kwargs), from_message=from_message
+        )
         if 1 not in mask:
             raise RecordError("prompt: no message of the assistant in the chat, and no label; nothing to imitate")
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -48,8 +51,10 @@ def _answered(text: str, label: str | int | float | None, tokenizer: Any) -> tup
     return encode(tokenizer, text) + answer, len(answer), [1] * len(answer)
 
 
-def assistant_mask(chat: Chat, tokenizer: Any, template: Template) -> tuple[list[int], list[int]]:
-    """All tokens of the rendered chat, and 1 for each that the assistant wrote."""
+def assistant_mask(
+    chat: Chat, tokenizer: Any, template: Template, *, from_message: int = 0
+) -> tuple[list[int], list[int]]:
+    """All tokens of the rendered chat, and 1 for each that the assistant wrote in `from_message` or later."""
     if not tokenizer.is_fast:
         raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
     text = template.text(chat)
@@ -58,7 +63,7 @@ def assistant_mask(chat: Chat, tokenizer: Any, template: Template) -> tuple[list
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     mask = [0] * len(tokens)
     for i, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < from_message:
             continue
         start, end, tail_end = _written(template, chat, i, text)
         ended = False

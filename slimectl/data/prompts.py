@@ -60,9 +60,15 @@ def open_prompts(
         check_weights(weights, sources)
         ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start)
     else:
-        table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None)
-        ordered = _rows(table, epochs, shuffle_seed, start)
-    return (_prompt(row, index, keys) for index, row in enumerate(ordered, start=start))
+        ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start)
+    return (prompt_of(row, index, keys) for index, row in enumerate(ordered, start=start))
+
+
+def ordered_rows(
+    sources: Sequence[str], *, shuffle_seed: int | str | None = None, epochs: int | None = 1, start: int = 0
+) -> Iterator[Row]:
+    """The rows of all sources, whatever they hold, each with where it stands."""
+    return _rows(open_table(sources, replay=epochs != 1 or shuffle_seed is not None), epochs, shuffle_seed, start)
 
 
 def _mixed(
@@ -111,18 +117,19 @@ def _size(table: Table) -> int:
     return size
 
 
-def _prompt(row: Row, index: int, keys: Keys) -> Prompt:
+def prompt_of(row: Row, index: int, keys: Keys, *, asked: bool = True) -> Prompt:
+    """A row as a prompt, its text empty where none is `asked`. Raises RecordError, with where it stands."""
     where, value = row
     if isinstance(value, Prompt):
         return replace(value, index=index, where=where)
     if not isinstance(value, dict):
         raise RecordError(f"{where}: expected an object, got {shown(value)}")
-    if keys.input not in value:
+    if asked and keys.input not in value:
         raise _missing(where, keys.input, value, "rollout.input_key")
     if keys.label not in value and keys.label != LABEL_KEY:
         raise _missing(where, keys.label, value, "rollout.label_key")
     return Prompt(
-        text=_checked(where, keys.input, value, _given_chat),
+        text=_checked(where, keys.input, value, _given_chat) if asked else "",
         label=_checked(where, keys.label, value, lambda label: None if label is None else a_label(label)),
         index=index,
         metadata=_checked(where, keys.metadata, value, _metadata),

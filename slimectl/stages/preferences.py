@@ -12,26 +12,27 @@ import torch
 from torch import Tensor
 
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
+from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
 from slimectl.ports import Critic, Policy
 from slimectl.settings.algorithm import Dpo, Pairwise, RewardModel
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stages.rollout import demonstrations
+from slimectl.stages.rollout import demonstration
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Prompt, Row, Sample
+from slimectl.types import Metrics, Row, Sample
 
 PAIR_BITS = 32
 
 
-def preferred(
-    chosen: Iterable[Prompt], rejected: Iterable[Prompt], tokenizer: Any, settings: RolloutSettings
-) -> Iterator[Sample]:
-    """Two samples for every prompt, the answer that was chosen with reward 1, the one that was rejected with 0.
+def preferred(preferences: Iterable[Preference], tokenizer: Any, settings: RolloutSettings) -> Iterator[Sample]:
+    """Two samples for every preference, the answer that was chosen with reward 1, the one that was rejected with 0.
 
-    Both iterables give the same prompts; each one's label is the answer.
+    The loss mask counts what the assistant said after all that both share. Raises RecordError, with file and line, for
+    an answer that the tokenizer's chat template cannot show.
     """
-    for i, pair in enumerate(zip(chosen, rejected, strict=True)):
-        for place, sample in enumerate(demonstrations(pair, tokenizer, settings)):
+    for i, pair in enumerate(preferences):
+        for place, answer in enumerate((pair.chosen, pair.rejected)):
+            sample = demonstration(answer, tokenizer, settings, from_message=pair.shared)
             sample.index, sample.reward = 2 * i + place, 1.0 - place
             yield sample
 

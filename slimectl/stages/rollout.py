@@ -97,21 +97,27 @@ def demonstrations(prompts: Iterable[Prompt], tokenizer: Any, settings: RolloutS
     A chat that ends with the assistant is its own demonstration. The loss mask comes from the chat template.
     """
     for prompt in prompts:
-        tokens, response_length, mask = sft_sample(
-            prompt,
-            tokenizer,
-            apply_chat_template=settings.apply_chat_template,
-            template_kwargs=settings.apply_chat_template_kwargs,
-        )
-        yield Sample(
-            group_index=prompt.index,
-            index=prompt.index,
-            prompt=prompt.text,
-            tokens=tokens,
-            response=tokenizer.decode(tokens[-response_length:]),
-            response_length=response_length,
-            label=prompt.label,
-            loss_mask=mask,
-            status=Status.COMPLETED,
-            metadata=prompt.metadata,
-        )
+        yield demonstration(prompt, tokenizer, settings)
+
+
+def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:
+    """One of them; of a chat, what the assistant said before `from_message` is no part of it."""
+    tokens, response_length, mask = sft_sample(
+        prompt,
+        tokenizer,
+        apply_chat_template=settings.apply_chat_template,
+        template_kwargs=settings.apply_chat_template_kwargs,
+        from_message=from_message,
+    )
+    return Sample(
+        group_index=prompt.index,
+        index=prompt.index,
+        prompt=prompt.text,
+        tokens=tokens,
+        response=tokenizer.decode(tokens[-response_length:]),
+        response_length=response_length,
+        label=prompt.label,
+        loss_mask=mask,
+        status=Status.COMPLETED,
+        metadata=prompt.metadata,
+    )

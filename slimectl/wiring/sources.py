@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
@@ -46,28 +45,35 @@ def training_samples(
 ) -> Iterator[Sample]:
     """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
-    For what learns from pairs also plain preferences: prompts with answers `chosen` and `rejected`.
+    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`.
     """
     from slimectl.data.jsonl import read_samples
 
-    if isinstance(settings.algorithm, Pairwise) and path != "-" and not _has_tokens(Path(path)):
+    if isinstance(settings.algorithm, Pairwise) and path != "-" and not _has_tokens(path):
+        from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
-        keyed = [settings.rollout.model_copy(update={"label_key": key}) for key in ("chosen", "rejected")]
-        chosen, rejected = (prompts(settings.model_copy(update={"rollout": given}), [path]) for given in keyed)
-        return preferred(chosen, rejected, text, settings.rollout)
-    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(Path(path)):
+        given = settings.rollout
+        pairs = open_preferences(
+            [path],
+            input_key=given.input_key,
+            metadata_key=given.metadata_key,
+            tool_key=given.tool_key,
+            shuffle_seed=given.seed if given.shuffle else None,
+        )
+        return preferred(pairs, text, given)
+    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
         return demonstrations(prompts(settings, [path]), text, settings.rollout)
     return read_samples(path, on_error=on_error, report=report)
 
 
-def _has_tokens(path: Path) -> bool:
-    """Whether the first line is a sample rather than a prompt."""
-    from slimectl.data.jsonl import read_lines
+def _has_tokens(path: str) -> bool:
+    """Whether the first row is a sample rather than a prompt."""
+    from slimectl.data.prompts import ordered_rows
 
-    return any("tokens" in line for _, line in islice(read_lines(path), 1))
+    return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
 def reward(settings: Settings) -> Grader:
