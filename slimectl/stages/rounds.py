@@ -20,12 +20,14 @@ from slimectl.stages.own_rollout import FUNCTION, OwnRollout, on_sample, own_rou
 from slimectl.stages.rollout import fitting, most_in_flight
 from slimectl.stages.score import score
 from slimectl.stages.underway import Group, Underway
-from slimectl.types import Metrics, Prompt, Round, Sample
+from slimectl.types import Metrics, Prompt, Round, Sample, Status
 
 Clock = Callable[[], float]
 
 HOPELESS = 64
 """Rounds' worth of groups dropped for one round at which the filter is taken to want what does not exist."""
+
+LOOSEN = "loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
 
 
 def sampled_rounds(
@@ -71,6 +73,7 @@ def sampled_rounds(
         while last is None or rounds.state.rounds < last:
             started = clock()
             samples = rounds.next()
+            rounds.check(samples)
             if not samples:
                 return
             yield Round(samples, clock() - started, rounds.metrics, rounds.state.snapshot())
@@ -197,12 +200,25 @@ class _Rounds:
             return True
         self._drops[why] += 1
         if self._drops.total() >= HOPELESS * self._size:
-            reasons = ", ".join(f"{why} {count}" for why, count in self._drops.most_common(3))
             raise SlimectlError(
-                f"round {self.state.rounds + 1}: {self._drops.total()} groups dropped ({reasons}), {taken} of "
-                f"{self._size} kept; loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
+                f"round {self.state.rounds + 1}: {self._dropped()}, {taken} of {self._size} kept; {LOOSEN}"
             )
         return False
+
+    def _dropped(self) -> str:
+        reasons = ", ".join(f"{why} {count}" for why, count in self._drops.most_common(3))
+        return f"{self._drops.total()} groups dropped ({reasons})"
+
+    def check(self, samples: list[Sample]) -> None:
+        """Raises SlimectlError where nothing is to be learnt: prompts that end before the first group passed, or a
+        round in which every attempt failed."""
+        if not samples and not self.state.rounds and self._drops:
+            raise SlimectlError(f"round 1: {self._dropped()}, and then the prompts ended; {LOOSEN}")
+        if samples and all(sample.status is Status.FAILED for sample in samples):
+            raise SlimectlError(
+                f"round {self.state.rounds}: all {len(samples)} attempts failed, the first with "
+                f"{samples[0].metadata.get('error')}; mend rollout.custom_generate_function_path"
+            )
 
     def _count_too_long(self, prompt: Prompt) -> None:
         self._too_long += 1

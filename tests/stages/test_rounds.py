@@ -95,6 +95,25 @@ def test_a_filter_that_nothing_passes_ends_with_its_reasons():
         next(rounds(endless, Slow(), keep=lambda samples: (False, "too easy")))
 
 
+def test_prompts_that_end_before_any_group_passes_are_no_success():
+    with pytest.raises(
+        SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended; loosen"
+    ):
+        next(rounds(lengths(1, 1, 1), Slow(), keep=lambda samples: (False, "easy")))
+
+
+def test_a_round_whose_attempts_all_fail_ends_the_run():
+    def broken(offered: dict[str, Any]) -> Sample:
+        if offered["sample"].index:
+            raise ConnectionError("gone")
+        return offered["sample"]
+
+    made = rounds(lengths(*[1] * 4), Slow(), agent=broken, num_rollout=2)
+    assert [sample.status for sample in next(made).samples] == [Status.COMPLETED, Status.FAILED]
+    with pytest.raises(SlimectlError, match="round 2: all 2 attempts failed, the first with ConnectionError: gone; m"):
+        next(made)
+
+
 def test_a_filter_answers_yes_or_no():
     with pytest.raises(HookError, match=r"returned 0\.5; return True, False or"):
         next(rounds(lengths(1, 1), Slow(), keep=lambda samples: 0.5))
