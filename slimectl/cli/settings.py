@@ -63,6 +63,7 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
 
         slimectl settings explain rollout.temperature
     """
+    from slimectl.hooks import POINTS
     from slimectl.settings.manual import entries
 
     found = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
@@ -72,6 +73,8 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
         raise SettingsError(f"{key}: unknown setting; {hint}")
     for entry in found:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
+        if point := POINTS.get(entry.key):
+            print(f"    {point.shape()} (docs/hooks.md)")
 
 
 settings = (show, validate, schema, explain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -124,11 +125,11 @@ def hooks(settings: Settings, setting: str) -> list[Hook]:
     section, _, key = setting.partition(".")
     given = getattr(getattr(settings, section), key)
     paths = given if isinstance(given, list) else [] if given is None else [given]
-    return [_loaded(setting, path) for path in paths]
+    return [_loaded(setting, path, os.getcwd()) for path in paths]
 
 
 @cache
-def _loaded(setting: str, path: str) -> Hook:
+def _loaded(setting: str, path: str, folder: str) -> Hook:
     return POINTS[setting].load(path)
 
 

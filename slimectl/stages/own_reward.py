@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimectl.errors import HookError
-from slimectl.hooks import Args, Hook, load_callable
+from slimectl.hooks import POINTS, Args
 from slimectl.types import Sample
+
+SETTING = "score.custom_rm_path"
 
 
 class Own:
     """The function at a path, called with a sample or with many. Raises HookError if it is not fit for that."""
 
     def __init__(self, path: str, *, group_rm: bool) -> None:
-        setting = "score.custom_rm_path"
-        self.path = path
-        function = load_callable(path, setting=setting)
-        self.together = "samples" in inspect.signature(function).parameters
+        self.path, self._hook = path, POINTS[SETTING].load(path)
+        function, self.together = self._hook.function, "samples" in self._hook.wanted
         if group_rm and not self.together:
-            raise HookError(f"{setting}: {path}: with score.group_rm it is called with samples; take them or drop that")
-        self._hook = Hook(path, setting=setting, offers=("args", "settings", "samples" if self.together else "sample"))
+            raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
         called = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
@@ -34,16 +33,15 @@ class Own:
         """A reward for each sample. Raises HookError if there are not as many."""
         if not self.together:
             return [_plain(returned)]
-        which = f"{len(samples)} samples ({samples[0].index} to {samples[-1].index})"
         listed = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(listed, list | tuple):
             raise HookError(
-                f"score.custom_rm_path: {self.path} returned {type(returned).__name__} for {which}; "
+                f"{SETTING}: {self.path} returned {type(returned).__name__} for {len(samples)} samples; "
                 f"return a list, a reward for each"
             )
         if len(listed) != len(samples):
             raise HookError(
-                f"score.custom_rm_path: {self.path} returned {len(listed)} rewards for {which}; return one for each"
+                f"{SETTING}: {self.path} returned {len(listed)} rewards for {len(samples)} samples; return one for each"
             )
         return [_plain(one) for one in listed]
 
