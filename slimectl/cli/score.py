@@ -101,6 +101,7 @@ def _graded(
     force: bool,
 ) -> None:
     """Samples with their rewards to `out`, or a line each to the terminal; then what there is to say of them all."""
+    from collections import Counter
     from statistics import fmean
 
     from slimectl import wiring
@@ -116,8 +117,10 @@ def _graded(
     graders = wiring.executor(settings, trains=False)
     rewards: list[float] = []
     reasons = Reasons()
+    late = Counter[str]()
 
     def count(sample: Sample) -> None:
+        late["over the time limit"] += "reward_error" in sample.metadata
         rewards.append(reward_number(sample, settings.score.reward_key))
         reasons.add(sample, rewards[-1])
 
@@ -139,7 +142,7 @@ def _graded(
     if settings.score.explain:
         for line in reasons.lines():
             say(line)
-    told(counts, {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {})
+    told(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
 
 
 def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:

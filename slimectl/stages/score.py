@@ -14,7 +14,7 @@ from slimectl.rewards import Verdict
 from slimectl.rewards.asking import Asker
 from slimectl.rewards.verdict import is_number
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import Calls, Grader, as_calls, failed
+from slimectl.stages.grader import Calls, Grader, as_calls
 from slimectl.streams import batched
 from slimectl.types import Row, Sample, Status
 
@@ -106,7 +106,9 @@ def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any]
 def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_key: str | None) -> Iterator[Sample]:
     """The samples of one call with what came of it. Raises what is not to be mended by going on."""
     late = isinstance(result, TimeoutError)
-    if isinstance(result, SlimectlError) and not failed(samples):
+    if isinstance(result, HookError):  # of a function that knows no numbers of samples
+        raise HookError(f"{_which(samples)}: {result}") from result
+    if isinstance(result, SlimectlError):
         raise result
     rewards = [0.0] * len(samples) if isinstance(result, BaseException) else result
     for sample, reward in zip(samples, rewards, strict=True):
@@ -126,6 +128,11 @@ def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_k
         yield sample
 
 
+def _which(samples: list[Sample]) -> str:
+    first, last = samples[0].index, samples[-1].index
+    return f"sample {first}" if len(samples) == 1 else f"samples {first} to {last}"
+
+
 def reward_number(sample: Sample, reward_key: str | None) -> float:
     """The number that is trained on. Raises HookError, naming the sample and what came instead."""
     value: Any = sample.reward
@@ -134,7 +141,8 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
             reward_key = "score" if "score" in value else None
         if reward_key not in value:
             known = ", ".join(map(str, value)) or "nothing"
-            raise HookError(f"score.reward_key: {reward_key!r} is not in the reward of sample {sample.index} ({known})")
+            what = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"
+            raise HookError(f"score.reward_key: {what} in the reward of sample {sample.index} ({known}); name one")
         value = value[reward_key]
     if isinstance(value, bool):
         value = float(value)

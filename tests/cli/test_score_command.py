@@ -95,6 +95,53 @@ def test_a_weighted_sum_is_given_as_a_setting(workshop: Workshop):
     assert "1 x numeric 1 (is the label '7'); -0.1 x length_penalty 0.1" in workshop.stderr
 
 
+UNFIT = """
+import time
+
+def no_key(sample): return {"acc": 1.0, "len": 2.0}
+def mixed(sample): return [1.0, {"score": 0.5}, True, "0.5"][sample.index]
+def nan(sample): return 1.0 if sample.index < 3 else float("nan")
+def raises(sample): return [1.0] * 3 if sample.index == 9 else [1.0, 1.0, 1.0][sample.index]
+def short(samples): return [1.0 for sample in samples if sample.index < 3]
+def hangs(sample):
+    while sample.index == 1: time.sleep(1)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "message"),
+    [
+        ("no_key", 0, "score.reward_key: not set, and no 'score' is in the reward of sample 0 (acc, len); name one"),
+        ("mixed", 3, "reward of sample 3 is '0.5', not a finite number; mend the reward function"),
+        ("nan", 3, "reward of sample 3 is nan, not a finite number; mend the reward function"),
+        ("raises", 3, "sample 3: score.custom_rm_path: unfit.py:raises raised IndexError: list index out of range "
+         "(unfit.py:7); mend it there"),
+        ("short", 0, "samples 0 to 3: score.custom_rm_path: unfit.py:short returned 3 rewards for 4 samples; return "
+         "one for each"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop: Workshop, name, kept, message):
+    samples_file(workshop, BOXES)
+    (workshop.folder / "unfit.py").write_text(UNFIT)
+    workshop.slimectl("score", "samples.jsonl", "--custom-rm-path", f"unfit.py:{name}", "--out", "out.jsonl", code=2)
+    *said, last = workshop.stderr.splitlines()
+    assert last == f"slimectl: {message}"
+    assert len(said) == (kept > 0)
+    assert all(f"out.jsonl.partial: {kept} samples are kept; the same command goes on" in line for line in said)
+
+
+def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
+    samples_file(workshop, BOXES)
+    (workshop.folder / "unfit.py").write_text(UNFIT)
+    options = ("--custom-rm-path", "unfit.py:hangs", "--workers", "1", "-s", "score.timeout_s=2")
+    out = workshop.slimectl("score", "samples.jsonl", *options)
+    scored = [json.loads(line) for line in out.splitlines()]
+    assert [sample["reward"] for sample in scored] == [1.0, 0.0, 1.0, 1.0]
+    assert scored[1]["metadata"] == {"reward_error": "took longer than 2 s"}
+    assert workshop.stderr.splitlines()[-1] == "4 samples, mean reward 0.75, over the time limit 1"
+
+
 SLOW = """
 import os
 

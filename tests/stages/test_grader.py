@@ -168,13 +168,25 @@ def test_samples_may_name_graders_of_their_own(file, executor):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("short", {"batch_size": 4}, r"own\.py:short returned 3 rewards for 4 samples \(0 to 3\); return one for each"),
-        ("single", {"batch_size": 4}, r"returned float for 4 samples \(0 to 3\); return a list, a reward for each"),
+        (
+            "short",
+            {"batch_size": 4},
+            r"samples 0 to 3: .*:short returned 3 rewards for 4 samples; return one for each",
+        ),
+        (
+            "single",
+            {"batch_size": 4},
+            r"samples 0 to 3: .*returned float for 4 samples; return a list, a reward for e",
+        ),
         ("missing", {}, "reward of sample 0 is None, not a finite number; mend the reward function"),
         ("nan", {"group_rm": True}, "reward of sample 5 is nan, not a finite number"),
-        ("best", {}, r"score\.reward_key: None is not in the reward of sample 0 \(acc\)"),
+        ("best", {}, r"reward_key: not set, and no 'score' is in the reward of sample 0 \(acc\); name one"),
         ("best", {"reward_key": "score"}, r"score\.reward_key: 'score' is not in the reward of sample 0 \(acc\)"),
-        ("raises", {}, r"own\.py:raises raised ValueError: no such reward"),
+        (
+            "raises",
+            {"batch_size": 4},
+            r"samples 0 to 3: .*:raises raised ValueError: no such reward \(own\.py:\d+\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
