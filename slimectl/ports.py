@@ -54,9 +54,9 @@ class Loss(Protocol):
 class TokenPack(Protocol):
     """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
 
-    `logprobs_T` (and `entropy_T`, where the loss asked for it) carry gradients; all else is constant. `row_T` [T] int64
-    says which row of the pack a token belongs to, `rows` how many there are, `total_lengths` how many tokens each has,
-    its prompt included.
+    `logprobs_T` (and `entropy_T`, where the loss asked for it, and `predicted_T`, the values of a policy that is its
+    own critic) carry gradients; all else is constant. `row_T` [T] int64 says which row of the pack a token belongs to,
+    `rows` how many there are, `total_lengths` how many tokens each has, its prompt included.
     """
 
     logprobs_T: Tensor
@@ -71,6 +71,7 @@ class TokenPack(Protocol):
     row_T: Tensor
     rows: int
     total_lengths: Sequence[int]
+    predicted_T: Tensor | None
 
 
 class Policy(Protocol):

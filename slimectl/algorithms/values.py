@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,11 +81,15 @@ class ValueLoss:
         return False
 
     def __call__(self, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.of(pack.logprobs_T, pack)
+
+    def of(self, values_T: Tensor, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the values [T], which carry the gradient."""
         if pack.values_T is None or pack.returns_T is None:
             raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
-        loss_T, clipped_T = clipped_value_loss(pack.logprobs_T, pack.values_T, pack.returns_T, clip=self.value_clip)
+        loss_T, clipped_T = clipped_value_loss(values_T, pack.values_T, pack.returns_T, clip=self.value_clip)
         loss = (pack.weights_T * loss_T).sum()
-        present_T = pack.logprobs_T.detach()
+        present_T = values_T.detach()
         told = {
             "value_clipfrac": clipped_T,
             "value": pack.values_T,
@@ -93,3 +97,35 @@ class ValueLoss:
             "error": (present_T - pack.returns_T).square(),
         }
         return loss, {"value_loss": loss.detach()} | {name: (pack.weights_T * x_T).sum() for name, x_T in told.items()}
+
+
+class SharedPack(ValuePack, Protocol):
+    """What the loss of a policy that is its own critic reads besides: its values now."""
+
+    @property
+    def predicted_T(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """The loss of a policy plus `coef` times the value loss of the critic on its backbone; metrics of that: critic-….
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9; the entropy bonus is the policy loss's own. Raises SettingsError if
+    the pack has no values of now.
+    """
+
+    policy: Any
+    value: ValueLoss
+    coef: float
+
+    @property
+    def needs_entropy(self) -> bool:
+        return bool(self.policy.needs_entropy)
+
+    def __call__(self, pack: SharedPack) -> tuple[Tensor, dict[str, Tensor]]:
+        if pack.predicted_T is None:
+            raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "own"')
+        loss, metrics = self.policy(pack)
+        value, told = self.value.of(pack.predicted_T, pack)
+        told = {f"critic-{name}": part for name, part in {"loss": value.detach(), **told}.items()}
+        return loss + self.coef * value, metrics | told

@@ -33,6 +33,11 @@ class ExclusivePolicy:
         with self._turn:
             return self._policy.forward_backward(rows, loss)
 
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """ports.Critic's, where the policy is its own."""
+        with self._turn:
+            return self._policy.values(rows)  # type: ignore[attr-defined]
+
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """ports.Stepped's, where the policy has it."""
         with self._turn:

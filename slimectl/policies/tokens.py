@@ -35,6 +35,8 @@ class ResponseTokens:
     values_T: Tensor | None = None
     returns_T: Tensor | None = None
     total_lengths: Sequence[int] = ()
+    predicted_T: Tensor | None = None
+    """Values of now, with their gradient, where the policy is its own critic."""
 
 
 def present(rows: Sequence[Row]) -> list[str]:

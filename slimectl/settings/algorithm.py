@@ -6,7 +6,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slimectl.settings.algorithms.by_token import Opd, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Whitened
+from slimectl.settings.algorithms.by_token import (
+    Opd,
+    Ppo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Whitened,
+    critic_is_shared,
+)
 from slimectl.settings.algorithms.compared import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, MaxRl, Opo, Rloo, Sapo
 from slimectl.settings.algorithms.policy_gradient import Baseline, GroupNormalized, PolicyGradient, Surrogate
 from slimectl.settings.algorithms.supervised import Dpo, Pairwise, RewardModel, Sft
@@ -29,6 +36,7 @@ __all__ = [
     "Sft",
     "Surrogate",
     "Whitened",
+    "critic_is_shared",
 ]
 
 AlgorithmSettings = Annotated[

@@ -22,8 +22,13 @@ def set_values(rows: Sequence[Row], critic: Critic) -> None:
 def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo) -> Metrics:
     """One optimizer step over rows that are weighed and have values and returns; metrics train/critic-…"""
     made = critic.forward_backward(rows, ValueLoss(algorithm.value_clip)) | critic.optim_step()
+    metrics = {f"train/critic-{name}": value for name, value in made.items()}
+    return metrics | explained(rows)
+
+
+def explained(rows: Sequence[Row]) -> Metrics:
+    """How much of the returns the values knew that the round began with."""
     values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
     returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]
     masks = [torch.tensor(row.weights) for row in rows]
-    metrics = {f"train/critic-{name}": value for name, value in made.items()}
-    return metrics | {"train/critic-explained_variance": explained_variance(values, returns, masks)}
+    return {"train/critic-explained_variance": explained_variance(values, returns, masks)}

@@ -11,11 +11,12 @@ from typing import cast
 
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.statistics import rollout_metrics
+from slimectl.algorithms.values import SharedLoss, ValueLoss
 from slimectl.ports import Critic, Policy, Stepped
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo
+from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo, critic_is_shared
 from slimectl.stages import own_rows
-from slimectl.stages.critic import critic_step
+from slimectl.stages.critic import critic_step, explained
 from slimectl.stages.custom import CustomLoss, custom_advantages, own_policy_loss
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
 from slimectl.stages.preferences import paired_rows, set_slopes
@@ -79,7 +80,7 @@ def train_rounds(
 ) -> Iterator[StepReport]:
     """The same, from rounds that are known as such."""
     state = state or TrainState()
-    learners = Learners(policy, critic)
+    learners = Learners(policy, cast(Critic, policy) if critic_is_shared(settings.algorithm) else critic)
     for samples in rounds:
         state.rollout_id += 1
         yield from _round(samples, learners, settings, state)
@@ -280,12 +281,14 @@ def _learnt(
     metrics: Metrics = {}
     if isinstance(algorithm, Ppo):
         assert critic is not None
-        metrics = critic_step(rows, critic, algorithm)
+        metrics = explained(rows) if critic_is_shared(algorithm) else critic_step(rows, critic, algorithm)
         if state.step <= algorithm.num_critic_only_steps:
             return metrics
     own = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
     loss = CustomLoss(settings) if own else loss_of(algorithm, rows)
     if isinstance(loss, PolicyLoss):
         loss = own_policy_loss(loss, rows, executions, settings)
+    if isinstance(algorithm, Ppo) and critic_is_shared(algorithm):
+        loss = SharedLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
     summed = policy.forward_backward(rows, loss) | policy.optim_step()
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

@@ -13,7 +13,7 @@ from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.hooks import TRAINING, check_hooks
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo, RewardModel
+from slimectl.settings.algorithm import Ppo, RewardModel, critic_is_shared
 from slimectl.wiring.models import device, is_gguf, model_folder
 
 if TYPE_CHECKING:
@@ -53,9 +53,11 @@ def critic(
 ) -> Critic | None:
     """What learns values, where the algorithm has it: ppo's critic, or a reward model, which learns as [train] says.
 
-    It begins as the model at `start`, or as algorithm.critic_load.
+    It begins as the model at `start`, or as algorithm.critic_load. None also where the policy is its own critic.
     """
     algorithm, lr = settings.algorithm, None
+    if critic_is_shared(algorithm):
+        return None
     if isinstance(algorithm, Ppo):
         lr = algorithm.critic_lr
         start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
@@ -143,9 +145,11 @@ def _build(
         shared["temperature"] = settings.rollout.temperature
     if train.policy == "fsdp":
         from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
         from slimectl.policies.fsdp.value import FsdpCritic
 
-        return (FsdpCritic if values else FsdpPolicy)(
+        policy = FsdpPolicyWithValues if trains and critic_is_shared(settings.algorithm) else FsdpPolicy
+        return (FsdpCritic if values else policy)(
             folder,
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,

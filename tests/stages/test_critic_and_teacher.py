@@ -14,6 +14,7 @@ import torch
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
 from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
@@ -95,6 +96,19 @@ def test_the_critic_of_ppo_comes_to_explain_returns_and_the_policy_waits_for_it(
     assert last.metrics["train/critic-value_loss"] < first.metrics["train/critic-value_loss"]
     assert last.metrics["train/grad_norm"] > 0
     assert (last.weight_version, critic.weight_version) == ("18", "20")
+
+
+def test_a_shared_critic_comes_to_explain_returns_while_the_policy_learns(model_dir: ModelDir):
+    policy = new(FsdpPolicyWithValues, model_dir())
+    source = [sample for _ in range(20) for sample in attempts()]
+    chosen = settings("ppo", critic="shared", value_coef=0.5, value_clip=10.0)
+    reports = [report.metrics for report in train(source, policy, chosen)]
+    assert reports[0]["train/critic-explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert reports[-1]["train/critic-explained_variance"] > 0.3
+    assert reports[-1]["train/critic-value_loss"] < reports[0]["train/critic-value_loss"]
+    whole = reports[0]["train/pg_loss"] + 0.5 * reports[0]["train/critic-value_loss"]
+    assert reports[0]["train/loss"] == pytest.approx(whole)
+    assert policy.weight_version == "20"
 
 
 def test_distillation_takes_the_distance_from_the_teacher_off_any_advantage():

@@ -49,6 +49,19 @@ def test_a_run_of_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(workshop:
     assert "score.weight" in load_file(folder / "step_000004" / "critic" / "model.safetensors")
 
 
+def test_a_shared_critic_is_kept_with_its_policy(workshop: Workshop):
+    ppo = [*STEADY, "-s", "algorithm.name=ppo", "-s", "algorithm.critic=shared", "-s", "run.num_rollout=2"]
+    workshop.slimectl("run", *ppo, "--name", "shared")
+    whole, folder = steps(workshop, "shared"), workshop.folder / "runs" / "shared"
+    assert whole[1]["metrics"]["train/critic-loss"] > 0
+    assert not (folder / "step_000001" / "critic").exists()
+    shutil.rmtree(folder / "step_000002")
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("step_000001")
+    workshop.slimectl("run", "--resume", str(folder))
+    assert steps(workshop, "shared") == whole
+
+
 def test_a_reference_follows_the_policy_and_is_found_again(workshop: Workshop):
     following = [*STEADY, "-s", "algorithm.kl_loss_coef=0.1", "-s", "algorithm.ref_update_interval=2"]
     following += ["-s", "run.num_rollout=4", "-s", "train.lr=1e-2"]

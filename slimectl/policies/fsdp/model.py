@@ -39,10 +39,12 @@ class PackedModel(nn.Module):
 
     def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R] of the pack's response tokens, and their entropies if asked for."""
+        return self.log_probs(self.hidden(layout), layout, entropy=entropy)
+
+    def log_probs(self, hidden_RH: Tensor, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """What `forward` gives, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
-        return linear_log_probs(
-            self.hidden(layout), weight_VH, layout.targets_R, temperature=self.temperature, entropy=entropy
-        )
+        return linear_log_probs(hidden_RH, weight_VH, layout.targets_R, temperature=self.temperature, entropy=entropy)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from slimectl.policies.state import (
     write_float32,
     write_trainer,
 )
-from slimectl.policies.tokens import combined, present, response_tokens
+from slimectl.policies.tokens import ResponseTokens, combined, present, response_tokens
 from slimectl.ports import CheckpointFormat, Loss, NamedTensors
 from slimectl.types import Metrics, Row
 
@@ -112,9 +112,17 @@ class FsdpTrainer:
         """Parameters that a kind of trainer has no use for."""
         return set()
 
-    def of_rows(self, rows: Sequence[Row]) -> list[list[float]]:
-        """What the model says of every response token, without gradients, on every rank; R floats a row."""
-        found: dict[int, list[float]] = {}
+    def _tokens(
+        self, rows: Sequence[Row], names: Sequence[str], layout: PackLayout, values_R: Tensor, entropy_R: Tensor | None
+    ) -> ResponseTokens:
+        """A pack as a loss sees it, from what the root module gave."""
+        return response_tokens(
+            rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
+        )
+
+    def of_rows(self, rows: Sequence[Row]) -> list[list[Any]]:
+        """What the model says of every response token, without gradients, on every rank; R entries a row."""
+        found: dict[int, list[Any]] = {}
         with torch.no_grad():
             for pack in self._share(rows):
                 layout, values_R, _ = self._forward(rows, pack, entropy=False)
@@ -131,10 +139,7 @@ class FsdpTrainer:
         for pack in self._share(rows):
             layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
             if pack:
-                tokens = response_tokens(
-                    rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
-                )
-                value, metrics = loss(tokens)
+                value, metrics = loss(self._tokens(rows, names, layout, values_R, entropy_R))
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()

@@ -23,8 +23,19 @@ class PackedValues(PackedModel):
     """The root module: values [R] of the states before the pack's response tokens."""
 
     def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        hidden_RH = self.hidden(layout)
-        return (hidden_RH.float() @ self.hf.get_submodule(HEAD).weight.float().t())[:, 0], None
+        return values_of(self.hidden(layout), self.hf), None
+
+
+def values_of(hidden_RH: Tensor, hf: nn.Module) -> Tensor:
+    """The value [R] of each hidden state, by the head that `add_head` gave the model."""
+    return (hidden_RH.float() @ hf.get_submodule(HEAD).weight.float().t())[:, 0]
+
+
+def add_head(hf: nn.Module) -> dict[str, Tensor]:
+    """Give a model a value head; what it begins as, by parameter name."""
+    width = hf.get_output_embeddings().weight.shape[1]
+    hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
+    return {f"{HEAD}.weight": torch.zeros(1, width)}
 
 
 class FsdpCritic(FsdpTrainer):
@@ -37,9 +48,7 @@ class FsdpCritic(FsdpTrainer):
         return self.of_rows(rows)
 
     def _add(self, hf: nn.Module) -> dict[str, Tensor]:
-        width = hf.get_output_embeddings().weight.shape[1]
-        hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
-        return {f"{HEAD}.weight": torch.zeros(1, width)}
+        return add_head(hf)
 
     def _packed(self, hf: nn.Module) -> PackedModel:
         return PackedValues(hf)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.algorithms.policy_gradient import Baseline, Clipped
+from slimectl.settings.base import Section
 
 
 class Whitened(Clipped):
@@ -64,6 +65,13 @@ class Ppo(Whitened):
     value_clip: Annotated[float, Field(gt=0)] = 0.2
     """How far a value may move from the one that the round began with before its gradient stops."""
 
+    critic: Literal["own", "shared"] = "own"
+    """A model of its own with its own optimizer, or a value head on the policy's backbone, learnt with it; shared needs
+    half the memory and is for train.policy fsdp."""
+
+    value_coef: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of the value loss beside the policy's, where the critic is shared."""
+
     critic_load: str | None = None
     """Model or critic that the critic begins from; the one that the run starts from where not given."""
 
@@ -72,6 +80,11 @@ class Ppo(Whitened):
 
     num_critic_only_steps: Annotated[int, Field(ge=0)] = 0
     """First steps, in which the critic learns and the policy stays as it is."""
+
+
+def critic_is_shared(algorithm: Section) -> bool:
+    """Whether the policy is its own critic."""
+    return isinstance(algorithm, Ppo) and algorithm.critic == "shared"
 
 
 class Opd(Clipped):

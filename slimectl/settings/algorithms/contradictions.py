@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimectl.settings.algorithms.by_token import Opd, Whitened
+from slimectl.settings.algorithms.by_token import Opd, Ppo, Whitened
 from slimectl.settings.algorithms.policy_gradient import PolicyGradient
 
 SWITCHED = {
@@ -15,10 +15,10 @@ SWITCHED = {
 """Keys that do nothing before their switch is on. Bounds of TIS are none: what they would change is reported."""
 
 
-def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -> Iterator[str]:
+def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float, trainer: str) -> Iterator[str]:
     """Each contradiction within [algorithm], as a line that names the keys and the way out.
 
-    `temperature` is that of the rollout.
+    `temperature` is that of the rollout, `trainer` is train.policy.
     """
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         yield (
@@ -32,6 +32,8 @@ def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -
     yield from _of_teachers(algorithm, temperature)
     yield from _of_corrections(algorithm)
     yield from _without_effect(algorithm)
+    if isinstance(algorithm, Ppo):
+        yield from _of_critics(algorithm, trainer)
 
 
 def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
@@ -64,6 +66,15 @@ def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
             f"algorithm.tis_clip_low: {algorithm.tis_clip_low:g} has no effect with algorithm.tis_mode = "
             f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
         )
+
+
+def _of_critics(algorithm: Ppo, trainer: str) -> Iterator[str]:
+    if algorithm.critic == "shared" and trainer != "fsdp":
+        yield f'algorithm.critic: shared is for train.policy fsdp, not {trainer}; set it to "own"'
+    own, shared = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
+    for key in own if algorithm.critic == "shared" else shared:
+        if getattr(algorithm, key) != Ppo.model_fields[key].default:
+            yield f"algorithm.{key} has no effect with algorithm.critic = {algorithm.critic}; drop one of them"
 
 
 def _without_effect(algorithm: PolicyGradient) -> Iterator[str]:

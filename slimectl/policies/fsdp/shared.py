@@ -1,0 +1,81 @@
+"""A policy that is its own critic: a value head on its backbone, moved with it by one optimizer.
+
+R response tokens · H hidden width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.fsdp.layout import PackLayout
+from slimectl.policies.fsdp.model import PackedModel
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.value import HEAD, add_head, values_of
+from slimectl.policies.state import read_tensors, write_float32
+from slimectl.policies.tokens import ResponseTokens
+from slimectl.types import Row
+
+WEIGHT = f"{HEAD}.weight"
+FILE = "value_head.safetensors"
+"""Beside the model in a checkpoint, which stays one that anybody can load."""
+
+
+class PackedBoth(PackedModel):
+    """The root module: of each of the pack's response tokens its log-probability and the value before it, [R, 2]."""
+
+    def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        hidden_RH = self.hidden(layout)
+        logprobs_R, entropy_R = self.log_probs(hidden_RH, layout, entropy=entropy)
+        return torch.stack([logprobs_R, values_of(hidden_RH, self.hf)], dim=1), entropy_R
+
+
+class FsdpPolicyWithValues(FsdpPolicy):
+    """ports.Policy that has ports.Critic's `values`, too; losses find those of now as `predicted_T`.
+
+    The head begins at zero unless the checkpoint has one.
+    """
+
+    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+        return [[log_prob for log_prob, _ in both] for both in self.of_rows(rows)]
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        return [[value for _, value in both] for both in self.of_rows(rows)]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Without the value head, which no engine knows."""
+        return (item for item in super().weights() if item[0] != WEIGHT)
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        head = self._whole(WEIGHT)
+        if self.rank == 0:
+            write_float32(path / FILE, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
+        if self.ranks > 1:
+            dist.barrier()
+
+    def load(self, path: Path) -> None:
+        if not (path / FILE).exists():
+            raise CheckpointError(f'{path}: no {FILE}; this policy was trained with algorithm.critic = "own"')
+        super().load(path)
+        for _, head in read_tensors(path / FILE, {WEIGHT: self.masters.shapes[WEIGHT]}):
+            self.masters.put(head, self.masters.tensors[WEIGHT])
+        self.masters.publish()
+
+    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
+        return super()._add(hf) | add_head(hf)
+
+    def _packed(self, hf: nn.Module) -> PackedModel:
+        return PackedBoth(hf, temperature=self.temperature)
+
+    def _tokens(
+        self, rows: Sequence[Row], names: Sequence[str], layout: PackLayout, both_R2: Tensor, entropy_R: Tensor | None
+    ) -> ResponseTokens:
+        made = super()._tokens(rows, names, layout, both_R2[:, 0], entropy_R)
+        return dataclasses.replace(made, predicted_T=both_R2[:, 1])
