@@ -71,7 +71,8 @@ def kept_in_bounds(
 def batch_mean(weights_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str) -> float:
     """What the weights of a whole step are divided by, to have mean 1: over tokens, or over rows for another level.
 
-    The self-normalised estimate of importance sampling, over tokens and rows that `mask_T` keeps. 1 if the mean is 0.
+    The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2), over tokens and
+    rows that `mask_T` keeps. 1 if the mean is 0.
     """
     kept = weights_T[mask_T]
     if level != "token":
@@ -98,7 +99,8 @@ def mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
     """What is always reported of the mismatch, by metric name; each [T], constant, to be reduced by the token weights.
 
     With w = exp(old - rollout), its logarithm held within ±20: |old - rollout|, w before truncation, and two estimates
-    of KL(engine || trainer), whose tokens the engine sampled: k1 = -log w and k3 = w - 1 - log w.
+    of KL(engine || trainer), whose tokens the engine sampled: k1 = -log w and k3 = w - 1 - log w (Schulman 2020,
+    joschu.net/blog/kl-approx.html).
     """
     log_weights_T = old_T.detach() - rollout_T.detach()
     weights_T = ratio(old_T.detach(), rollout_T.detach())

@@ -220,7 +220,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Mean negative log-probability of the tokens that the mask keeps; the metric sft_loss is the same."""
+    """Mean negative log-probability of the tokens that the mask keeps; the metric sft_loss is the same.
+
+    Supervised fine-tuning: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
+    """
 
     @property
     def needs_entropy(self) -> bool:

@@ -75,6 +75,7 @@ DYNAMIC = Batching()
 
 
 def tokens_of(pack: Pack) -> int:
+    """Tokens that a forward pass over the pack computes."""
     return sum(bundle.tokens for bundle in pack)
 
 
@@ -125,7 +126,10 @@ def _first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
 
 
 def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
-    """First-fit by decreasing size; a bundle larger than `max_tokens` travels alone."""
+    """First-fit by decreasing size; a bundle larger than `max_tokens` travels alone.
+
+    At most 11/9 times as many packs as the fewest that are possible, and 4: Johnson et al. 1974, doi:10.1137/0203025.
+    """
     by_size = sorted(bundles, key=lambda bundle: -bundle.tokens)
     return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
 

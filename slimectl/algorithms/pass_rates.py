@@ -30,7 +30,10 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def average_at_n(rewards: Sequence[float]) -> float:
-    """Mean reward of the n attempts. Raises ValueError if there are none."""
+    """Mean reward of the n attempts: pass@1 where rewards are 0 and 1 (Chen et al. 2021, arXiv:2107.03374).
+
+    Raises ValueError if there are none.
+    """
     if not rewards:
         raise ValueError("avg@n of no attempts")
     return fmean(rewards)

@@ -14,7 +14,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 def discounted(rewards_T: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1}, nothing after the last token; [T] to [T]."""
+    """G_t = r_t + gamma G_{t+1}, nothing after the last token; [T] to [T]. Sutton & Barto 2018, eq. 3.9."""
     returns_T = torch.empty_like(rewards_T)
     following = rewards_T.new_zeros(())
     for t in range(len(rewards_T) - 1, -1, -1):
@@ -47,8 +47,9 @@ def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_
 def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """Each [T] on one scale: (x - mean) rsqrt(var + 1e-8) over all tokens that the masks keep, zero elsewhere.
 
-    The variance is Bessel-corrected. `values` are a whole batch: what is whitened in parts depends on the parts. Fewer
-    than two tokens have no scale and give zeros, as equal values do.
+    Advantage normalisation (Andrychowicz et al. 2020, arXiv:2006.05990), over a global batch as in REINFORCE++ (Hu et
+    al. 2025, arXiv:2501.03262). The variance is Bessel-corrected. `values` are a whole batch: what is whitened in parts
+    depends on the parts. Fewer than two tokens have no scale and give zeros, as equal values do.
     """
     kept = torch.cat([value_T[mask_T != 0] for value_T, mask_T in zip(values, masks, strict=True)])
     if len(kept) < 2 or bool((kept == kept[0]).all()):

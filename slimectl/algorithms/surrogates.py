@@ -14,7 +14,8 @@ LOG_RATIO_LIMIT = 20.0
 def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     """exp(logp - old), the probability ratio of each token; [T].
 
-    The log-ratio is held within ±20: an infinite ratio times a zero weight would be NaN for the whole step.
+    Schulman et al. 2017, arXiv:1707.06347, section 3. The log-ratio is held within ±20: an infinite ratio times a zero
+    weight would be NaN for the whole step.
     """
     return torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
@@ -51,7 +52,8 @@ def clip_fraction(
 ) -> Tensor:
     """1.0 for tokens where `ppo_clip` clips (its clipped branch strictly the larger), else 0.0; [T], no gradient.
 
-    The dual clip does not count: it bounds a loss, it is not the trust region.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. The dual clip does not count: it bounds a loss, it is not the trust
+    region.
     """
     with torch.no_grad():
         unclipped_T, clipped_T = _branches(logprobs_T, old_logprobs_T, advantages_T, low=low, high=high)

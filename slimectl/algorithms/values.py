@@ -55,7 +55,8 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, cl
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
     """1 - var(R - V) / var(R) over all tokens that the masks keep: 1 knows all, 0 no more than the mean; 0 if R is one.
 
-    Each of the sequences is of [T], a tensor for every answer.
+    Each of the sequences is of [T], a tensor for every answer. The coefficient of determination, less what a constant
+    error takes off it, as the authors of PPO report it (Schulman et al. 2017; github.com/openai/baselines).
     """
     kept = [mask_T != 0 for mask_T in masks]
     returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, kept, strict=True)])
@@ -66,7 +67,7 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], mask
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The weighted sum of `clipped_value_loss`.
+    """The weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
 
     Metrics, weighted too: value_loss, value_clipfrac, the values that the round began with (value) and present ones
     (vpred), and the squared error of these without any clipping (error).

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
+from slimectl.algorithms.preferences import SlopeLoss, dpo_rewards, preference_loss, preference_pairs
+from slimectl.errors import SettingsError
+from slimectl.policies.tokens import ResponseTokens
 
 
 def tensor(*values):
@@ -36,3 +38,16 @@ def test_the_slope_is_that_of_autograd():
 
 def test_the_reward_that_a_policy_implies():
     assert dpo_rewards(tensor(-3.0, -5.0), tensor(-4.0, -4.0), beta=0.1).tolist() == pytest.approx([0.1, -0.1])
+
+
+def test_the_loss_of_slopes_has_them_as_its_gradient():
+    logprobs_T, places_T = tensor(-1.0, -2.0, -3.0).requires_grad_(), torch.tensor([0, 0, 1])
+    given = {"logprobs_T": logprobs_T, "entropy_T": None, "row_T": places_T, "rows": 2}
+    loss, metrics = SlopeLoss()(
+        ResponseTokens(**given, weights_T=tensor(0.5, 0.5, 0.5), advantages_T=tensor(0.25, 0.25, -0.25))
+    )
+    loss.backward()
+    assert (loss.item(), metrics) == (pytest.approx(-0.125 * (-1 - 2 + 3)), {})
+    assert logprobs_T.grad.tolist() == [-0.125, -0.125, 0.125]
+    with pytest.raises(SettingsError, match="needs its slopes"):
+        SlopeLoss()(ResponseTokens(**given, weights_T=tensor(0.5, 0.5, 0.5)))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.surrogates import clip_fraction, outside, ppo_clip, ratio
+from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, outside, ppo_clip, ratio
 
 
 def logs(*ratios):
@@ -55,6 +55,16 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     assert loss_T.tolist() == pytest.approx([3.0, 2.0, 6.0, -1.2])
     loss_T.sum().backward()
     assert logprobs_T.grad.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0])
+
+
+def test_a_clipped_weight_is_a_constant_before_the_log_probability():
+    logprobs_T = logs(3.0, 0.5)
+    loss_T, clipped_T = clipped_weight(logprobs_T, zeros(2), torch.tensor([1.0, -2.0]).double(), low=1.0, high=1.0)
+    # weights min(3, 2) and 1/2: -2 log 3 and 2 / 2 log 1/2
+    assert loss_T.tolist() == pytest.approx([-2 * math.log(3), math.log(0.5)])
+    assert clipped_T.tolist() == [1.0, 0.0]
+    loss_T.sum().backward()
+    assert logprobs_T.grad.tolist() == pytest.approx([-2.0, 1.0])
 
 
 def test_no_gradient_reaches_the_old_policy():

@@ -1,0 +1,74 @@
+"""Every definition says where it comes from, and some test has its numbers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl import algorithms
+
+OURS = {
+    "Batching": "a record of settings",
+    "Bundle": "a record",
+    "Pack": "what a loss reads",
+    "SlopePack": "what a loss reads",
+    "ValuePack": "what a loss reads",
+    "SlopeLoss": "the chain rule",
+    "bundled": "our own sharing of prompts",
+    "count_groups": "a count",
+    "dealt": "balancing.py has the method",
+    "group_advantages": "puts together functions that cite",
+    "planned": "puts together functions that cite",
+    "powers_of_two": "the k that are reported",
+    "preference_pairs": "a choice of pairs, not an estimate",
+    "rollout_metrics": "counts and means",
+    "round_robin": "a way of dealing",
+    "row_means": "a mean",
+    "sample_seed": "a hash",
+    "tokens_of": "a count",
+}
+"""What has no paper behind it, and why."""
+
+SOURCE = re.compile(r"arXiv:\d{4}\.\d{5}|doi:10\.|[A-Z]\w+ (et al\. |& [A-Z]\w+ |team )?(19|20)\d\d\b")
+"""An article by its number, or authors and a year."""
+
+HAND_WRITTEN = [
+    path
+    for path in Path(__file__).parent.glob("test_*.py")
+    if path.name not in ("test_against_plain.py", Path(__file__).name)
+]
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        found = importlib.import_module(f"{algorithms.__name__}.{module.name}")
+        for name, thing in vars(found).items():
+            defined = getattr(thing, "__module__", None) == found.__name__
+            if defined and not name.startswith("_") and (inspect.isfunction(thing) or inspect.isclass(thing)):
+                yield name, thing
+
+
+PUBLIC = dict(public())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_it_has_words_and_a_source_or_a_reason_to_have_none(name: str):
+    words = inspect.getdoc(PUBLIC[name]) or ""
+    assert len(words.split()) > 3
+    assert bool(SOURCE.search(words)) != (name in OURS)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if not OURS.get(name, "").startswith("what a loss")])
+def test_a_test_with_numbers_by_hand_names_it(name: str):
+    assert any(re.search(rf"\b{name}\b", path.read_text()) for path in HAND_WRITTEN)
+
+
+def test_the_list_of_what_is_ours_has_nothing_that_is_gone():
+    assert set(OURS) - set(PUBLIC) == set()

@@ -1,0 +1,49 @@
+"""A round of three samples in numbers."""
+
+import pytest
+
+from slimectl.algorithms.statistics import count_groups, rollout_metrics
+from slimectl.types import Sample, Status
+
+
+def sample(length: int, status: Status = Status.COMPLETED, **facts: object) -> Sample:
+    return Sample(tokens=[1, *range(length)], response_length=length, status=status, **facts)
+
+
+def test_lengths_rewards_and_failures_of_a_round():
+    samples = [sample(2), sample(6, Status.TRUNCATED), sample(1, Status.FAILED, metadata={"error": "OSError: gone"})]
+    assert rollout_metrics(samples, [0.5, 2.0]) == pytest.approx(
+        {
+            "rollout/response_len/mean": 3.0,
+            "rollout/response_len/median": 2.0,
+            "rollout/response_len/max": 6.0,
+            "rollout/response_len/min": 1.0,
+            "rollout/truncation_rate": 1 / 3,
+            "rollout/raw_reward": 1.25,
+            "rollout/max_reward": 2.0,
+            "rollout/min_reward": 0.5,
+            "rollout/error/OSError": 1.0,
+        }
+    )
+
+
+def test_what_the_engine_told_is_summed_before_it_is_divided():
+    samples = [
+        sample(
+            2, rollout_log_probs=[-1.0, -9.0], loss_mask=[1, 0],
+            prefix_cache_info={"total_prompt_tokens": 10, "cached_tokens": 4},
+            spec_info={"spec_verify_ct": 2, "completion_token_num": 5, "spec_draft_token_num": 6,
+                       "spec_accept_token_num": 3},
+        ),
+        sample(1, rollout_log_probs=[-2.0], prefix_cache_info={"total_prompt_tokens": 30, "cached_tokens": 0}),
+    ]  # fmt: skip
+    found = rollout_metrics(samples, [])
+    assert found["rollout/rollout_log_probs"] == -1.5  # of the tokens -1 and -2; the masked one has no say
+    assert found["rollout/prefix_cache_hit_rate"] == 0.1  # 4 of 40
+    assert (found["rollout/spec_accept_length"], found["rollout/spec_accept_rate"]) == (2.5, 0.5)
+    assert "rollout/raw_reward" not in found
+
+
+def test_groups_that_agree_are_counted_by_their_reward():
+    groups = [[1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.5]]
+    assert count_groups(groups) == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_1": 1.0}
