@@ -18,6 +18,7 @@ OURS = {
     "Batching": "a record of settings",
     "Bundle": "a record",
     "Pack": "what a loss reads",
+    "SharedPack": "what a loss reads",
     "SlopePack": "what a loss reads",
     "ValuePack": "what a loss reads",
     "SlopeLoss": "the chain rule",

@@ -5,8 +5,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from slimectl.algorithms.losses import SftLoss
 from slimectl.algorithms.returns import discounted, sequence_rewards
-from slimectl.algorithms.values import ValueLoss, clipped_value_loss, explained_variance, generalized_advantages
+from slimectl.algorithms.values import (
+    SharedLoss,
+    ValueLoss,
+    clipped_value_loss,
+    explained_variance,
+    generalized_advantages,
+)
 from slimectl.errors import SettingsError
 
 
@@ -69,3 +76,22 @@ def test_the_value_loss_is_the_weighted_sum_and_stops_its_gradient_where_it_is_c
     assert pack.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
     with pytest.raises(SettingsError, match="needs values and returns"):
         ValueLoss()(Pack(tensor(1.0), tensor(1.0)))
+
+
+@dataclass
+class Both(Pack):
+    predicted_T: torch.Tensor | None = None
+
+
+def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
+    log_probs_T, predicted_T = tensor(-1.0, -2.0).requires_grad_(), tensor(0.1, 1.0).requires_grad_()
+    pack = Both(log_probs_T, tensor(0.25, 0.75), tensor(0.0, 0.0), tensor(2.0, 2.0), predicted_T)
+    loss, metrics = SharedLoss(SftLoss(), ValueLoss(value_clip=0.2), 0.5)(pack)
+    loss.backward()
+    # policy: 0.25 * 1 + 0.75 * 2; values: 0.25 * 1.9² + 0.75 * 1.8², the second held at 0.2
+    assert loss.item() == pytest.approx(1.75 + 0.5 * (0.9025 + 2.43))
+    assert metrics["critic-loss"].item() == metrics["critic-value_loss"].item() == pytest.approx(3.3325)
+    assert log_probs_T.grad.tolist() == [-0.25, -0.75]
+    assert predicted_T.grad.tolist() == pytest.approx([0.5 * 0.25 * 2 * -1.9, 0.0])
+    with pytest.raises(SettingsError, match=r'algorithm.critic: .* set it to "own"'):
+        SharedLoss(SftLoss(), ValueLoss(), 0.5)(Both(log_probs_T, tensor(0.25, 0.75)))
