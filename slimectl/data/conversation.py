@@ -74,11 +74,12 @@ class Conversation:
 
     def tell(self, *messages: dict[str, Any]) -> None:
         """Add what others say: messages of a chat, rendered by its template, with the header of the next turn."""
-        self._add(following(self._tokenizer, list(messages), self._template_kwargs), strip_end=True)
+        whole = [{name: _whole(value) for name, value in message.items()} for message in messages]
+        self._add(following(self._tokenizer, whole, self._template_kwargs), strip_end=True)
 
     def tell_text(self, text: str) -> None:
         """Add plain text, for models without a chat template."""
-        self._add(list(self._tokenizer.encode(text, add_special_tokens=False)), strip_end=False)
+        self._add(list(self._tokenizer.encode(_whole(text), add_special_tokens=False)), strip_end=False)
 
     def _add(self, tokens: list[int], *, strip_end: bool) -> None:
         if self.over:
@@ -106,6 +107,11 @@ class Conversation:
         if not self.over:
             self.sample.status = status
         self.over = True
+
+
+def _whole(value: Any) -> Any:
+    """A tool's text without halves of surrogate pairs, which no tokenizer takes."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def chat_of(sample: Sample) -> Chat:

@@ -100,6 +100,9 @@ class RolloutSettings(Section):
     """Your own async function for one attempt (multi-turn, tools), by path; for all attempts at a prompt where it asks
     for `samples`."""
 
+    tool_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that it may spend between two answers of the model; an attempt whose tools take longer has failed."""
+
     function_path: str | None = None
     """Your own function for whole rounds, by path, in place of the loop over prompts."""
 

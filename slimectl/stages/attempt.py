@@ -16,6 +16,7 @@ from slimectl.data.chat import render
 from slimectl.errors import HookError, SlimectlError
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.tool_time import ToolTime
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -127,7 +128,7 @@ class Attempts:
         offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
         offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
-            made = _samples(await _called(self.agent, offered))
+            made = _samples(await _called(self.agent, offered, tool_timeout_s=self.settings.tool_timeout_s))
         except SlimectlError:
             raise
         except Exception as error:
@@ -217,11 +218,12 @@ class _Asked:
         return made
 
 
-async def _called(agent: Agent, offered: Mapping[str, Any]) -> Any:
+async def _called(agent: Agent, offered: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
     if agent is single_turn:
         return await single_turn(offered["sample"], offered["sampling_params"], offered["generate"])
-    result = agent(offered)
-    return await result if inspect.isawaitable(result) else result
+    tools = ToolTime(offered["generate"], tool_timeout_s)
+    result = agent({**offered, "generate": tools.generate})
+    return await tools.result(result) if inspect.isawaitable(result) else result
 
 
 def _samples(returned: Any) -> list[Sample]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from workshop import Workshop
+
+from slimectl.job import Job
+from slimectl.settings import Settings
+from slimectl.types import StepReport
 
 
 def test_the_machine_is_looked_at(workshop: Workshop):
@@ -38,3 +43,14 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
     workshop.slimectl("run", *strict, "--name", "b", "-s", "run.on_disagreement=stop", code=1)
     assert "run.max_logprob_abs_diff = 1e-12; `slimectl doctor --engine` looks for the cause" in workshop.stderr
     assert len([line for line in workshop.metrics("b") if "train/loss" in line["metrics"]]) == 1
+
+
+@pytest.mark.parametrize(("staleness", "words"), [(0.0, 1), (1.0, 0)])
+def test_answers_of_older_weights_are_no_disagreement(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], staleness: float, words: int
+):
+    values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_abs_diff": 0.1}}
+    job = Job(Settings.model_validate(values))
+    metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
+    job._look_at_agreement(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
+    assert capsys.readouterr().err.count("engine and trainer differ by 0.200") == words

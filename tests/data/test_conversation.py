@@ -134,6 +134,21 @@ def test_what_would_leave_no_room_is_not_told():
     assert (talk.sample.response_length, talk.sample.status) == (2, Status.TRUNCATED)
 
 
+def test_half_a_character_of_a_tool_is_read_as_a_question_mark():
+    text = tokenizer()
+
+    async def talked() -> Sample:
+        talk = conversation(text, Scripted(text, "a", "b"))
+        await talk.ask()
+        talk.tell({"role": "user", "content": "c\ud83d"})
+        talk.tell_text("d\ud83d")
+        return talk.sample
+
+    read = text.decode(asyncio.run(talked()).tokens)
+    assert "user\nc?<|im_end|>" in read
+    assert read.endswith("d?")
+
+
 def test_what_follows_an_answer_needs_a_template():
     with pytest.raises(SettingsError, match="no chat template"):
         following(tokenizer(None), [{"role": "user", "content": "x"}])

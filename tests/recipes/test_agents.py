@@ -13,7 +13,7 @@ from workshop import Workshop
 
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.chat import render
-from slimectl.errors import BackendError
+from slimectl.errors import BackendError, RecordError
 from slimectl.recipes.agents import calculator, code, debate, search
 from slimectl.types import Completion, Prompt, Sample, SamplingParams
 
@@ -77,6 +77,11 @@ def test_search_shows_the_passages_that_fit(tmp_path: Path):
     assert "The Elbe flows to Hamburg." in read(sample)
     assert "Bread" not in read(sample)
     assert sample.non_generation_time > 0
+
+
+def test_search_without_a_corpus_says_what_to_give():
+    with pytest.raises(RecordError, match=r"prompt 0: metadata\.corpus: missing; name the text file"):
+        made(search.generate, "<search>Elbe</search>")
 
 
 def test_programs_run_in_the_sandbox_and_their_output_is_read():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.conversation import Conversation, Generate
+from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplingParams
 
 CALL = re.compile(r"<search>(.*?)</search>", re.DOTALL)
@@ -56,6 +57,8 @@ def index_of(path: str) -> Bm25:
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
     """Answer with the passages of the file `metadata.corpus` at hand."""
     talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    if "corpus" not in sample.metadata:
+        raise RecordError(f"prompt {sample.group_index}: metadata.corpus: missing; name the text file to search in")
     index = index_of(sample.metadata["corpus"])
     while (said := await talk.ask()) is not None:
         queries = CALL.findall(said)
