@@ -91,7 +91,8 @@ def test_a_fit_reward_passes_every_check(executor: LocalExecutor):
         (
             words,
             "type",
-            "6 samples, the first is sample 0: score.reward_key: not set, and no 'score' is in the reward of sample 0 (acc); name one",
+            "6 samples, the first is sample 0: score.reward_key: not set, and no 'score' is in the reward of sample 0 "
+            "(acc); name one",
         ),
         (raising, "errors", "1 samples, the first is sample 0: ZeroDivisionError: division by zero"),
         (counting, "determinism", "6 samples, the first is sample 0: 0.0, then 1.0"),
