@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import BackendError
+from slimectl.rewards.seccomp import AF_INET, AF_INET6, AF_UNIX, call_filter
 
 CAGE = Path(__file__).with_name("cage.py")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -21,6 +22,9 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
 }  # fmt: skip
+SOCKETS = (AF_UNIX, AF_INET, AF_INET6)
+"""Families that a program may open: harmless without a network; only the first where there are no namespaces."""
+
 STARTING_S = 5.0
 """How long an interpreter may take to start and shut itself in; not on the program's clock."""
 
@@ -65,15 +69,16 @@ def run_program(
     The program runs in user, mount, process, network, IPC and host-name namespaces of its own, made with the rights of
     an ordinary user (Linux 5.12 or newer). It has no network, not even loopback; sees the interpreter, /usr and /lib,
     read-only, and an empty /tmp in memory; cannot see or signal another process; has no capabilities and cannot get
-    any. Root runs it as nobody. Limits hold for CPU time, memory, processes, file size and disk; at the end, or when
-    we die, the kernel kills all that it started. There is no filter of system calls: a hole in the kernel is not
-    covered, and memory in total is bounded only by processes times memory_mib.
+    any. Root runs it as nobody. System calls that lead elsewhere are refused (see seccomp). Limits hold for CPU time,
+    memory, processes, file size and disk; at the end, or when we die, the kernel kills all that it started. A hole in
+    the kernel is not covered, and memory in total is bounded only by processes times memory_mib.
 
     Where the kernel grants no namespaces, as in most containers, BackendError is raised. `allow_weaker` then runs the
     program with the limits, the killing, and what Landlock gives: other files are out of reach from Linux 5.13 on, TCP
-    from 6.7, the signalling of others from 6.12. What is left open: UDP and other sockets, the list of processes, the
-    disk behind the temporary folder, and for root, whom the limit on processes does not bind, their number. On older
-    kernels, or where Landlock is switched off, all of it is open; use it for programs that are trusted otherwise.
+    from 6.7, the signalling of others from 6.12. The filter of system calls leaves it no sockets but those that are
+    files. What is left open: the list of processes, the disk behind the temporary folder, and for root, whom the limit
+    on processes does not bind, their number. On older kernels, or where Landlock is switched off, all but sockets is
+    open; use it for programs that are trusted otherwise.
     """
     if sys.platform != "linux":
         raise BackendError("score.rm_type=code: programs are shut in by Linux namespaces; grade them on Linux")
@@ -93,7 +98,8 @@ def _attempt(program: str, cases: list[dict[str, Any]], limits: Limits, *, confi
     """The outcomes, and why there is no sandbox ("" if there is)."""
     with tempfile.TemporaryDirectory(prefix="slimectl-code-", ignore_cleanup_errors=True) as home:
         job = {"program": program, "cases": cases, "confine": confine, "home": os.path.realpath(home),
-               "readable": _readable(), "others": _others(confine), **asdict(limits)}  # fmt: skip
+               "readable": _readable(), "others": _others(confine),
+               "filter": call_filter(SOCKETS if confine else SOCKETS[:1]).hex(), **asdict(limits)}  # fmt: skip
         lines = _answers(json.dumps(job).encode(), limits, len(cases))
     if not lines or "ready" not in lines[0]:
         return [], lines[0].get("refused", "") if lines else "the interpreter did not start"
