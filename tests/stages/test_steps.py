@@ -1,0 +1,70 @@
+"""Rounds become steps of whole rollouts; nothing is lost, nothing counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimectl.settings import Settings
+from slimectl.stages.train import TrainState, train_rounds
+from slimectl.types import Row, Sample, Status
+
+rounds = st.lists(st.lists(st.integers(1, 3), max_size=7), max_size=4)
+"""Of every round, how many samples each of its rollouts fanned out into."""
+
+
+class Recording:
+    """What a policy is asked to learn, step by step; it learns nothing."""
+
+    weight_version = "0"
+
+    def __init__(self) -> None:
+        self.steps: list[list[Row]] = []
+
+    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+        return [[-1.0] * row.response_length for row in rows]
+
+    def forward_backward(self, rows: Sequence[Row], loss: Any) -> dict[str, float]:
+        self.steps.append(list(rows))
+        return {"loss": 0.0}
+
+    def optim_step(self) -> dict[str, float]:
+        return {"grad_norm": 0.0, "lr": 0.0}
+
+
+@settings(deadline=None)
+@given(rounds, st.integers(1, 5))
+def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list[list[int]], size: int):
+    given_rounds, number = [], 0
+    for round_number, fan_out in enumerate(fan_outs):
+        made = []
+        for rollout, count in enumerate(fan_out):
+            execution = 100 * round_number + rollout
+            for _ in range(count):
+                made.append(
+                    Sample(execution, number, execution, tokens=[1, number], response_length=1, reward=float(number),
+                           status=Status.COMPLETED)
+                )  # fmt: skip
+                number += 1
+        if made:
+            given_rounds.append(made)
+    policy, state = Recording(), TrainState()
+    chosen = Settings.model_validate(
+        {"algorithm": {"name": "reinforce_plus_plus"}, "train": {"global_batch_size": size}}
+    )
+    reports = list(train_rounds(given_rounds, policy, chosen, state=state))  # type: ignore[arg-type]
+    total = sum(map(len, fan_outs))
+    assert sorted(row.tokens[1] for rows in policy.steps for row in rows) == list(range(number))
+    sizes = [len({row.group for row in rows}) for rows in policy.steps]
+    assert sizes == [size] * (total // size) + [total % size] * (total % size > 0)
+    told = [report.metrics["train/global_batch_size"] for report in reports if "train/loss" in report.metrics]
+    assert told == sizes
+    over = [report.metrics.get("train/rollouts_left_over", 0.0) for report in reports if report.ends_round]
+    kept = [rolled % size for rolled in accumulate(map(len, filter(None, fan_outs)))]
+    assert over == kept + [0.0] * bool(kept and kept[-1])
+    assert state.pending == []
+    assert all(abs(sum(sum(row.weights) for row in rows) - 1) < 1e-9 for rows in policy.steps)
