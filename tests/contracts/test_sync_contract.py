@@ -16,6 +16,7 @@ import serving
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from slimectl import wiring
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.embedded.engine import EmbeddedEngine
@@ -27,6 +28,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import NamedTensors, Policy
+from slimectl.settings import Settings
 from slimectl.sync import broadcast, tensor
 from slimectl.sync.delta import DeltaSync
 from slimectl.sync.disk import DiskSync
@@ -159,6 +161,28 @@ def test_after_a_push_an_engine_writes_what_the_weights_write(
         heard.append(answer.tokens)
         trained(policy)
     assert heard[0] != heard[1] != heard[2]
+
+
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
+    kind: str, served: str, model_dir: ModelDir, tmp_path: Path
+):
+    """The example of sync.custom_post_write_path: it could copy to other machines, or take away."""
+    (tmp_path / "own.py").write_text(
+        "def wrote(args, version_dir, rollout_engines):\n"
+        "    with open(args.update_weight_disk_dir + '.log', 'a') as file:\n"
+        "        file.write(f'{version_dir.name} {version_dir.exists()} {rollout_engines.ranks}\\n')\n"
+    )
+    given = {"transport": kind, "update_weight_disk_dir": f"{tmp_path}/pushed", "update_weight_disk_keep_files": True}
+    sync = Settings.model_validate({"sync": {**given, "custom_post_write_path": f"{tmp_path}/own.py:wrote"}})
+    policy, workers = alone(model_dir()), HttpWorkers([served], timeout_s=60)
+    transport = wiring.to_servers(sync, policy, workers, model=model_dir(), folder=tmp_path)
+    for _ in range(2):
+        transport.push()
+        trained(policy)
+    transport.close()
+    names = {"disk": ["weights_0", "weights_1"], "delta": ["current", "0-to-1.delta"]}[kind]
+    assert (tmp_path / "pushed.log").read_text().splitlines() == [f"{name} True [1]" for name in names]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,8 +175,8 @@ class Ran:
 
 SMALL = (
     "run.num_rollout=1", "run.rollout_batch_size=2", "rollout.n_samples_per_prompt=3", "rollout.max_response_len=6",
-    "eval.data={}", "eval.interval=none", "algorithm.grpo_std_normalization=false", "train.lr_decay_style=constant",
-    "track.with=['jsonl']",
+    "eval.skip_before_train=true", "eval.interval=none", "algorithm.grpo_std_normalization=false",
+    "train.lr_decay_style=constant", "track.with=['jsonl']",
 )  # fmt: skip
 
 Run = Callable[..., Ran]
@@ -352,7 +352,7 @@ def trackers_get_nothing_of_the_samples(run: Run, plain: Plain) -> None:
 
 def trackers_get_one_more_number_of_an_evaluation(run: Run, plain: Plain) -> None:
     ran = run("track.custom_eval_rollout_log_function_path=own.py:one_more_number",
-              "eval.data={small='prompts.jsonl@[0:3]'}", "eval.skip_before_train=true")  # fmt: skip
+              "eval.interval=1")  # fmt: skip
     tracked = {name: value for line in ran.lines("runs/a/tracked.jsonl") for name, value in line["metrics"].items()}
     assert tracked["eval/own"] == tracked["eval/small_max_reward"]
 
@@ -382,7 +382,7 @@ EXAMPLES = {
     "track.custom_eval_rollout_log_function_path": trackers_get_one_more_number_of_an_evaluation,
 }
 ELSEWHERE = {"sync.custom_post_write_path"}
-"""With servers: tests/sync/test_disk.py."""
+"""With a server: tests/contracts/test_sync_contract.py."""
 
 
 @pytest.mark.parametrize("setting", EXAMPLES)
