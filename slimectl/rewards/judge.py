@@ -31,6 +31,9 @@ Give your reason in one or two sentences. Then write a last line of the form
 Score: N
 where N is from 0 (wrong or useless) to 10 (entirely right)."""
 
+READ = 4_000
+"""Characters at the end of a reply in which a score is looked for: a pattern may take the square of that."""
+
 _NAMES = re.compile(r"\{(prompt|response|label)\}")
 
 
@@ -101,7 +104,7 @@ class Judge(Remote):
 
     def read(self, reply: str) -> float | None:
         """The reward in a judge's reply; None if it has none, or one outside the scale."""
-        found = deque(re.finditer(self.pattern, reply.rpartition("</think>")[2]), maxlen=1)
+        found = deque(re.finditer(self.pattern, reply.rpartition("</think>")[2][-READ:]), maxlen=1)
         text = (found[0][1] or "").strip() if found else ""
         if self.values:
             return {key.casefold(): float(value) for key, value in self.values.items()}.get(text.casefold())

@@ -20,7 +20,8 @@ class Regex(Verifier):
     'B'
 
     What is captured is the group `answer`, else the first group, else the whole match; compared stripped. Raises
-    SettingsError for a pattern that is none, RecordError for a label that is none.
+    SettingsError for a pattern that is none, RecordError for a label that is none. Some patterns, such as (a+)+$, take
+    for ever on some texts: only in worker processes (score.workers) does the time limit hold for them.
     """
 
     pattern: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_the_score_in_a_reply(options, reply, reward):
     low, high = judge.bounds
     assert reward is None or low <= reward <= high
     assert pickle.loads(pickle.dumps(judge)) == judge
+
+
+def test_a_long_reply_takes_no_square_of_its_length():
+    judge = verifier("judge", url=URL, pattern=r"\[\[(.*?)\]\]")
+    started = time.process_time()
+    assert judge.read("[" * 500_000) is None
+    assert judge.read("x" * 500_000 + "[[5]]") == 0.5
+    assert time.process_time() - started < 2
 
 
 def test_what_is_asked():
