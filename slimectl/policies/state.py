@@ -19,6 +19,8 @@ OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
+VALUE_HEAD = "value_head.safetensors"
+"""The head of a policy that is its own critic: beside the model, which stays one that anybody can load."""
 COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
     "vocab.*", "merges.txt", "added_tokens.json",
@@ -47,6 +49,12 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
         for (name, tensor), expected in zip(tensors, shapes, strict=True):
             assert name == expected
             file.write(tensor.detach().to("cpu", torch.float32).contiguous().view(-1).numpy().data)
+
+
+def check_value_head(path: Path) -> None:
+    """Raises CheckpointError if a checkpoint is not that of a policy that is its own critic."""
+    if not (path / VALUE_HEAD).exists():
+        raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "own"')
 
 
 def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:

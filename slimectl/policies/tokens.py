@@ -61,6 +61,7 @@ def response_tokens(
     row_R: Tensor,
     logprobs_R: Tensor,
     entropy_R: Tensor | None,
+    predicted_R: Tensor | None = None,
 ) -> ResponseTokens:
     """A pack whose rows are `members` of `rows`, with the constants called `names`.
 
@@ -73,7 +74,9 @@ def response_tokens(
         for name in names
     }
     lengths = [len(rows[i].tokens) for i in members]
-    return ResponseTokens(logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths)
+    return ResponseTokens(
+        logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R
+    )
 
 
 def combined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     yield from hook_contradictions(settings)
     if isinstance(algorithm, PolicyGradient):
-        yield from algorithm_contradictions(algorithm, temperature=rollout.temperature, trainer=train.policy)
+        yield from algorithm_contradictions(algorithm, temperature=rollout.temperature)
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:

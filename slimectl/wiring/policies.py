@@ -141,6 +141,7 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
+    both = trains and critic_is_shared(settings.algorithm)
     if not values:
         shared["temperature"] = settings.rollout.temperature
     if train.policy == "fsdp":
@@ -148,8 +149,7 @@ def _build(
         from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
         from slimectl.policies.fsdp.value import FsdpCritic
 
-        policy = FsdpPolicyWithValues if trains and critic_is_shared(settings.algorithm) else FsdpPolicy
-        return (FsdpCritic if values else policy)(
+        return (FsdpCritic if values else FsdpPolicyWithValues if both else FsdpPolicy)(
             folder,
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
@@ -159,10 +159,11 @@ def _build(
     from slimectl.policies.megatron.config import Recompute
     from slimectl.policies.megatron.own import own_functions
     from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.shared import MegatronPolicyWithValues
     from slimectl.policies.megatron.value import MegatronCritic
 
     granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
-    return (MegatronCritic if values else MegatronPolicy)(
+    return (MegatronCritic if values else MegatronPolicyWithValues if both else MegatronPolicy)(
         folder,
         HFCheckpoint(),
         layout=layout(settings),

@@ -147,15 +147,13 @@ def test_a_divergence_without_a_reference_is_refused():
         ("tis_batch_normalize has no effect without algorithm.use_tis", {"tis_batch_normalize": True}),
         ("use_rollout_logprobs and algorithm.use_rs exclude", {"use_rollout_logprobs": True, "use_rs": True}),
         ("tis_clip_low: 3 is above algorithm.tis_clip: 2", {"use_tis": True, "tis_clip_low": 3.0}),
-        ("critic: shared is for train.policy fsdp, not megatron", {"name": "ppo", "critic": "shared"}),
         ("critic_lr has no effect with algorithm.critic = shared", {"name": "ppo", "critic": "shared", "critic_lr": 1}),
         ("value_coef has no effect with algorithm.critic = own", {"name": "ppo", "value_coef": 0.5}),
         ('tis_mode = "truncate"', {"use_tis": True, "tis_clip_low": 0.5, "tis_mode": "truncate"}),
     ],
 )
 def test_contradictions_name_the_keys(key: str, changes: dict[str, Any]):
-    trainer = {"policy": "megatron" if "megatron" in key else "fsdp"}
-    (line,) = contradictions(Settings.model_validate({"algorithm": {"name": "grpo"} | changes, "train": trainer}))
+    (line,) = contradictions(Settings.model_validate({"algorithm": {"name": "grpo"} | changes}))
     assert key in line
 
 

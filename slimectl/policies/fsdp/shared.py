@@ -13,18 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp.layout import PackLayout
 from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.fsdp.value import HEAD, add_head, values_of
-from slimectl.policies.state import read_tensors, write_float32
+from slimectl.policies.state import VALUE_HEAD, check_value_head, read_tensors, write_float32
 from slimectl.policies.tokens import ResponseTokens
 from slimectl.types import Row
 
 WEIGHT = f"{HEAD}.weight"
-FILE = "value_head.safetensors"
-"""Beside the model in a checkpoint, which stays one that anybody can load."""
 
 
 class PackedBoth(PackedModel):
@@ -56,15 +53,14 @@ class FsdpPolicyWithValues(FsdpPolicy):
         super().save(path)
         head = self._whole(WEIGHT)
         if self.rank == 0:
-            write_float32(path / FILE, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
+            write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
         if self.ranks > 1:
             dist.barrier()
 
     def load(self, path: Path) -> None:
-        if not (path / FILE).exists():
-            raise CheckpointError(f'{path}: no {FILE}; this policy was trained with algorithm.critic = "own"')
+        check_value_head(path)
         super().load(path)
-        for _, head in read_tensors(path / FILE, {WEIGHT: self.masters.shapes[WEIGHT]}):
+        for _, head in read_tensors(path / VALUE_HEAD, {WEIGHT: self.masters.shapes[WEIGHT]}):
             self.masters.put(head, self.masters.tensors[WEIGHT])
         self.masters.publish()
 

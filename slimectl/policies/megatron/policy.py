@@ -40,17 +40,23 @@ class MegatronPolicy(MegatronTrainer):
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
+            predicted_R = self._predicted(batch, hidden)
             if not batch.members:
-                return logprobs_R.sum(), {}
+                return logprobs_R.sum() + (0.0 if predicted_R is None else predicted_R.sum()), {}
             tokens = response_tokens(
-                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R
-            )
+                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R,
+                predicted_R=predicted_R,
+            )  # fmt: skip
             return loss(tokens)
 
         return self.summed(rows, evaluate)
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
         return to(self.weights())
+
+    def _predicted(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """Values [R] of the states before the response tokens, where the policy is its own critic."""
+        return None
 
     def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return response_log_probs(

@@ -18,6 +18,7 @@ from slimectl.policies.megatron.head import in_pack
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.naming import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
+from slimectl.policies.state import read_tensors
 from slimectl.policies.tokens import present, response_tokens
 from slimectl.ports import Loss, Weights
 from slimectl.types import Metrics, Row
@@ -43,11 +44,8 @@ class ValueHead(nn.Module):
         return in_pack((selected_MH.float() @ self.weight.float().t())[:, 0], batch)
 
 
-class MegatronCritic(MegatronTrainer):
-    """Values on the backbone of `model_dir`, trained whole; `options` are MegatronTrainer's.
-
-    The head begins at zero unless the checkpoint has one. What is saved holds it as `score.weight`.
-    """
+class WithValueHead(MegatronTrainer):
+    """A value head on the backbone of `model_dir`, from zero unless the checkpoint has one."""
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         """One value per response token, without gradients."""
@@ -56,6 +54,28 @@ class MegatronCritic(MegatronTrainer):
             return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
 
         return self.of_rows(rows, finish)
+
+    @property
+    def _width(self) -> int:
+        return int(self.architecture.transformer["hidden_size"])
+
+    def _links(self) -> list[Link]:
+        return [Link("value_head.weight", (NAME,), ((1, self._width),))]
+
+    def _add(self, chunks: Sequence[PackedGPT]) -> None:
+        last = chunks[-1]
+        if last.post_process:
+            last.value_head = ValueHead(self._width, dtype=last.config.params_dtype, device=self.device)
+
+    def _opened(self, path: Path) -> Weights:
+        return _WithHead(self.checkpoint.open(path), self._width)
+
+
+class MegatronCritic(WithValueHead):
+    """Values on the backbone of `model_dir`, trained whole; `options` are MegatronTrainer's.
+
+    What is saved holds the head as `score.weight`.
+    """
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
         """ports.Policy's; the loss finds the values, with their gradient, where a policy's finds log-probabilities."""
@@ -72,23 +92,8 @@ class MegatronCritic(MegatronTrainer):
 
         return self.summed(rows, evaluate)
 
-    @property
-    def _width(self) -> int:
-        return int(self.architecture.transformer["hidden_size"])
-
-    def _links(self) -> list[Link]:
-        return [Link("value_head.weight", (NAME,), ((1, self._width),))]
-
-    def _add(self, chunks: Sequence[PackedGPT]) -> None:
-        last = chunks[-1]
-        if last.post_process:
-            last.value_head = ValueHead(self._width, dtype=last.config.params_dtype, device=self.device)
-
     def _untrained(self) -> set[str]:
         return {HEAD}
-
-    def _opened(self, path: Path) -> Weights:
-        return _WithHead(self.checkpoint.open(path), self._width)
 
 
 class _WithHead:
@@ -104,3 +109,19 @@ class _WithHead:
         if name == NAME and NAME not in self._weights.forms():
             return torch.zeros(1, self._width)
         return self._weights.get(name)
+
+
+class HeadBeside:
+    """The weights of a checkpoint, with the head from a file of its own where there is one."""
+
+    def __init__(self, weights: Weights, file: Path) -> None:
+        self._weights, self._file = weights, file
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._weights.forms()
+
+    def get(self, name: str) -> Tensor:
+        if name != NAME or not self._file.exists():
+            return self._weights.get(name)
+        ((_, head),) = read_tensors(self._file, {NAME: torch.Size(self.forms()[NAME][0])})
+        return head

@@ -66,8 +66,8 @@ class Ppo(Whitened):
     """How far a value may move from the one that the round began with before its gradient stops."""
 
     critic: Literal["own", "shared"] = "own"
-    """A model of its own with its own optimizer, or a value head on the policy's backbone, learnt with it; shared needs
-    half the memory and is for train.policy fsdp."""
+    """A model of its own with its own optimizer, or a value head on the policy's backbone, learnt with it, in half the
+    memory."""
 
     value_coef: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the value loss beside the policy's, where the critic is shared."""

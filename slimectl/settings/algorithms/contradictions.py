@@ -15,10 +15,10 @@ SWITCHED = {
 """Keys that do nothing before their switch is on. Bounds of TIS are none: what they would change is reported."""
 
 
-def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float, trainer: str) -> Iterator[str]:
+def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -> Iterator[str]:
     """Each contradiction within [algorithm], as a line that names the keys and the way out.
 
-    `temperature` is that of the rollout, `trainer` is train.policy.
+    `temperature` is that of the rollout.
     """
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         yield (
@@ -33,7 +33,7 @@ def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float, t
     yield from _of_corrections(algorithm)
     yield from _without_effect(algorithm)
     if isinstance(algorithm, Ppo):
-        yield from _of_critics(algorithm, trainer)
+        yield from _of_critics(algorithm)
 
 
 def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
@@ -68,9 +68,7 @@ def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _of_critics(algorithm: Ppo, trainer: str) -> Iterator[str]:
-    if algorithm.critic == "shared" and trainer != "fsdp":
-        yield f'algorithm.critic: shared is for train.policy fsdp, not {trainer}; set it to "own"'
+def _of_critics(algorithm: Ppo) -> Iterator[str]:
     own, shared = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
     for key in own if algorithm.critic == "shared" else shared:
         if getattr(algorithm, key) != Ppo.model_fields[key].default:
