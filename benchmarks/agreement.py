@@ -1,12 +1,12 @@
 """The same GRPO updates by TRL's GRPOTrainer and by slimectl: do loss and gradient norm agree?
 
     python benchmarks/agreement.py --model TINY --trl-python PATH
-    python benchmarks/agreement.py --model SMOLLM2 --trl-python PATH --prompts 4 --tokens 24 --lr 2e-5
+    python benchmarks/agreement.py --model SMOLLM2 --trl-python PATH --prompts 2 --tokens 16 --updates 3 --lr 2e-5
 
 slimectl samples answers once, of ragged lengths, in float32, and each gets a drawn reward. Both sides then make the
-same updates from the same weights with AdamW, and tell the loss and the norm of the gradient before it is clipped. Four
-updates on one batch: from the second on, probabilities have left those that sampled and bounds hold. What corrects for
-an engine that disagrees gets a batch an update, with log-probabilities moved at random.
+same updates from the same weights with AdamW, and tell the loss and the norm of the gradient before it is clipped.
+Several updates go on one batch: from the second on, probabilities have left those that sampled, and bounds hold. What
+corrects for an engine that disagrees gets a batch an update, with log-probabilities moved at random.
 
 Shown are loss and norm, slimectl's and TRL's, what share of the tokens slimectl clipped and corrected, and how far the
 sides are apart. Where they define a thing differently, the setting is taken that is the same in both:
