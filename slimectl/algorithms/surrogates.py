@@ -94,7 +94,7 @@ def soft_gate(
     SAPO, Qwen 2025, arXiv:2511.20347: a gate that closes softly on either side of 1, where its slope is 1. `tau` is
     `tau_pos` for A > 0, else `tau_neg`: a larger one closes faster.
     """
-    tau_T = torch.where(advantages_T > 0, advantages_T.new_tensor(tau_pos), advantages_T.new_tensor(tau_neg))
+    tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     return -4 / tau_T * torch.sigmoid(tau_T * (ratio(logprobs_T, old_logprobs_T.detach()) - 1)) * advantages_T
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.layouts import ParallelLayout
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
 from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.ports import Loss
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy and off-policy masks": {"name": "grpo", "entropy_coef": 0.01, "use_opsm": True, **MOVED},
     "dual clip": {"name": "grpo", "eps_clip_c": 1.5, "normalize_advantages": True, **MOVED},
     "distillation beside rewards": {"name": "rloo", "opd_kl_coef": 0.5},
+    "shared critic": {"name": "ppo", "critic": "shared", **MOVED},
     "all pairs": {"name": "dpo", "pairs": "all", "label_smoothing": 0.1},
 }
 
@@ -51,22 +53,23 @@ class Holder(Protocol):
 
 
 class Learner:
-    """Both in one process, or in one rank of many."""
+    """Both in one process, or in one rank of many, and a policy that is its own critic where there is such a thing."""
 
-    def __init__(self, policy: Any, critic: Any) -> None:
-        self.policy, self.critic = policy, critic
+    def __init__(self, policy: Any, critic: Any, both: Any = None) -> None:
+        self.policy, self.critic, self.both = policy, critic, both
 
     def call(self, who: str, method: str, *arguments: Any) -> Any:
         return getattr(getattr(self, who), method)(*arguments)
 
     def arrange(self, options: dict[str, Any]) -> None:
-        for learns in (self.policy, self.critic):
+        for learns in filter(None, (self.policy, self.critic, self.both)):
             for name, value in options.items():
                 setattr(learns, name, value)
 
 
 def fsdp(folder: Path) -> Learner:
-    return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL) for kind in (FsdpPolicy, FsdpCritic)))
+    kinds = (FsdpPolicy, FsdpCritic, FsdpPolicyWithValues)
+    return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL) for kind in kinds))
 
 
 def megatron(folder: Path, layout: ParallelLayout) -> Learner:
@@ -78,7 +81,7 @@ def megatron(folder: Path, layout: ParallelLayout) -> Learner:
 
 
 class Member:
-    """One of the two, as training sees it."""
+    """One of them, as training sees it."""
 
     weight_version = "0"
 
@@ -143,7 +146,8 @@ def step(holder: Holder, samples: list[Sample], case: str) -> Metrics:
     """What one step over the whole round reports."""
     sizes = {"run": {"rollout_batch_size": 20 if case == "sft" else 5}, "rollout": {"n_samples_per_prompt": 4}}
     settings = Settings.model_validate({"algorithm": CASES[case], **sizes})
-    policy: Any = Member(holder, "policy")
+    learns = {"reward_model": "critic", "shared critic": "both"}.get(case, "policy")
+    policy: Any = Member(holder, learns)
     critic: Any = Member(holder, "critic")
-    [report] = train(samples, critic if case == "reward_model" else policy, settings, critic=critic)
+    [report] = train(samples, policy, settings, critic=critic)
     return report.metrics
