@@ -111,11 +111,22 @@ def contradictions(settings: Settings) -> Iterator[str]:
         )
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    yield from _adapter_contradictions(train)
     yield from _placement_contradictions(settings)
     yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
     yield from hook_contradictions(settings)
     if isinstance(algorithm, PolicyGradient):
         yield from algorithm_contradictions(algorithm, temperature=rollout.temperature)
+
+
+def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
+    """Between adapters and what says which weights are trained."""
+    for key in ("freeze_params_name_list", "only_train_params_name_list"):
+        if train.lora_rank is not None and getattr(train, key):
+            yield f"train.{key} has no effect with train.lora_rank: adapters alone are trained; drop one of the two"
+    for key in ("lora_alpha", "lora_load"):
+        if train.lora_rank is None and getattr(train, key):
+            yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:

@@ -83,6 +83,8 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
             ["balance_by_flops", "train.balance_data = true"],
         ),
         (["train.micro_batch_size=2"], ["train.micro_batch_size: 2", "train.use_dynamic_batch_size"]),
+        (["train.lora_rank=4", "train.freeze_params_name_list=embed"], ["train.freeze_params_name_list", "lora_rank"]),
+        (["train.lora_load=adapter"], ["train.lora_load has no effect without train.lora_rank"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
         (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),

@@ -101,6 +101,40 @@ def test_advantages_and_weights_of_a_step_are_those_worked_out_by_hand(name: str
         assert row.weights == pytest.approx([WEIGHTS[name][i]] * LENGTHS[i % 3])
 
 
+def uneven() -> list[Sample]:
+    """Three attempts, of which the first came as two samples; two; one alone. Each sample has 2 tokens."""
+    given = [(0, 0, 1.0), (0, 0, 1.0), (0, 2, 0.0), (0, 3, 0.0), (1, 4, 0.5), (1, 5, 0.0), (2, 6, 1.0)]
+    return [
+        Sample(group, i, rollout_id=rollout, tokens=[65, 100 + i, 9], response_length=2, reward=reward,
+               status=Status.COMPLETED)
+        for i, (group, rollout, reward) in enumerate(given)
+    ]  # fmt: skip
+
+
+HALF = 0.5**0.5  # of 0.5 and 0: 0.25 over the standard deviation sqrt(1/8)
+# Centred: 4 tokens of 2/3, 4 of -1/3, 2 of 1/4, 2 of -1/4, 2 of 0; their mean is (8/3 - 4/3) / 14 = 2/21.
+U_STD = ((4 * 4 / 9 + 4 / 9 + 4 / 16 - 14 * (2 / 21) ** 2) / 13) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [ONE, ONE, -ONE / 2, -ONE / 2, HALF, -HALF, 0.0]),
+        ("rloo", [1.0, 1.0, -0.5, -0.5, 0.5, -0.5, 0.0]),
+        ("reinforce_plus_plus_baseline",
+         [(value - 2 / 21) / U_STD for value in (2 / 3, 2 / 3, -1 / 3, -1 / 3, 0.25, -0.25, 0.0)]),
+    ],
+)  # fmt: skip
+def test_groups_of_any_size_are_compared_by_attempts_not_by_samples(name: str, expected: list[float]):
+    chosen = algorithm(name, drop_zero_std_groups=False, calculate_per_token_loss=False)
+    samples, rows = policy_rows(uneven(), chosen, reward_key=None, metrics={}, log_probs=lambda rows: [])
+    for row, value in zip(rows, expected, strict=True):
+        assert row.advantages == pytest.approx([value] * 2, rel=1e-5, abs=1e-9)
+    weigh(rows, [sample.execution for sample in samples], chosen)
+    # Six attempts: 4 tokens share the first one's sixth, 2 each of the others.
+    assert [row.weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
+
+
 def test_divergence_in_the_reward_is_charged_to_the_answer_or_to_each_of_its_tokens():
     # Each token 0.5 likelier than by the reference: 2 tokens cost 1 * 0.1, 4 tokens cost 2 * 0.1.
     rloo = objective("rloo", old=-1.0, ref=-1.5, kl_coef=0.1)
