@@ -111,3 +111,26 @@ def test_eval_takes_datasets_from_a_file_each_with_its_settings(workshop: Worksh
     assert "eval/short-pass@4" in found
     lines = [json.loads(line) for line in (workshop.folder / "graded.jsonl").read_text().splitlines()]
     assert [line["metadata"]["dataset"] for line in lines] == ["small"] * 3 + ["short"] * 8 + ["long"] * 3
+
+
+BEST = """
+def best(samples):
+    assert len({sample.group_index for sample in samples}) == 1
+    most = max(samples, key=lambda sample: sample.tokens)
+    return [{"best": float(sample is most), "of": len(samples)} for sample in samples]
+"""
+
+
+def test_an_evaluation_may_grade_the_answers_to_a_prompt_together(workshop: Workshop):
+    (workshop.folder / "together.py").write_text(BEST)
+    given = ["score.custom_rm_path=together.py:best", "score.group_rm=true", "score.reward_key=best",
+             "eval.n_samples_per_prompt=3", "eval.temperature=1.0", "eval.max_response_len=4"]  # fmt: skip
+    assignments = [word for one in given for word in ("-s", one)]
+    data = ("--data", "m=prompts.jsonl@[0:4]")
+    found = json.loads(workshop.slimectl("eval", "-c", "slimectl.toml", *data, *assignments, "--out", "graded.jsonl"))
+    lines = [json.loads(line) for line in (workshop.folder / "graded.jsonl").read_text().splitlines()]
+    graded = [line["reward"] for line in lines if line["metadata"]["dataset"] == "m"]
+    assert [reward["of"] for reward in graded] == [3] * 12
+    assert [sum(reward["best"] for reward in graded[at : at + 3]) for at in range(0, 12, 3)] == [1.0] * 4
+    assert found["eval/m_accuracy"] == pytest.approx(1 / 3)
+    assert (found["eval/m-pass@1"], found["eval/m-pass@2"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
