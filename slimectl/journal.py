@@ -15,6 +15,7 @@ from slimectl.data.rundir import RunDir, explained_storage, write_text
 from slimectl.errors import CheckpointError
 from slimectl.ports import Critic, Policy, Tracker
 from slimectl.settings import Settings
+from slimectl.stages.evaluate import settings_for, table_of
 from slimectl.stages.own_log import own_eval_log, own_rollout_log
 from slimectl.stages.round_metrics import round_perf
 from slimectl.stages.train import TrainState
@@ -74,11 +75,22 @@ class Journal:
         self.append("metrics.jsonl", {**place, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
-        self._track(own_eval_log(state.rollout_id, samples, metrics, self.settings), state.step)
+        tracked = own_eval_log(state.rollout_id, samples, metrics, self.settings)
+        self._track(tracked, state.step)
+        for name, seen in samples.items() if tracked else ():
+            self._show(name, seen, state)
 
     def _track(self, metrics: Metrics, step: int) -> None:
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
+
+    def _show(self, name: str, samples: Sequence[Sample], state: TrainState) -> None:
+        """A few answers of an evaluation, to be read beside its numbers."""
+        key = settings_for(self.settings, name).score.reward_key
+        rows = table_of(samples, self.settings.track.eval_table_rows, reward_key=key)
+        at = state.step if self.settings.track.always_use_train_step else state.rollout_id
+        for tracker in self.trackers if rows else ():
+            tracker.table(f"eval/{name}/samples", rows, step=at)
 
     def keep_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

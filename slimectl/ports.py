@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slimectl.types import Completion, Metrics, Prompt, Row, Sample, SamplingParams
+from slimectl.types import Completion, Metrics, Prompt, Row, Sample, SamplingParams, TableRow
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -253,6 +253,10 @@ class Tracker(Protocol):
     """Where metrics go."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Texts with what belongs to them; all rows have the same keys. The step is that of the table's axis."""
+        ...
 
     def close(self) -> None: ...
 

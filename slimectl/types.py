@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Chat = list[dict[str, Any]]
 Metrics = dict[str, float]
 Reward = float | dict[str, Any] | None
+TableRow = dict[str, str | float]
+"""A row of a table of texts: what stands in each column."""
 
 
 class Status(StrEnum):

@@ -58,7 +58,11 @@ def evaluate(
 
         slimectl eval --data aime=aime.jsonl --model models/smollm2 -n 4 --rm-type math --out graded.jsonl
     """
-    named = dict(_named(item) for item in data or [])
+    named: dict[str, str] = {}
+    for name, source in map(_named, data or []):
+        if name in named:
+            raise SettingsError(f"--data {name}={source}: {name} is {named[name]} already; give each dataset its name")
+        named[name] = source
     flags = {"eval.data": named or None, "model.path": model, "eval.n_samples_per_prompt": n}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     flags |= {"eval.temperature": temperature, "score.rm_type": rm_type}

@@ -106,7 +106,7 @@ class EvalSettings(Section):
     """Do not evaluate before the first step."""
 
     n_samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Answers for each prompt; more make pass@k, avg@n and maj@n."""
+    """Answers for each prompt; more make pass@k, avg@n and maj@n, and want a temperature above 0."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Softmax temperature; 0 is greedy."""

@@ -95,6 +95,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
         )
     if settings.eval.interval and not settings.eval.data:
         yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
+    yield from _greedy_repeats(settings.eval, rollout)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
     ages = run.ahead or rollout.partial_rollout or rollout.over_sampling_batch_size
@@ -127,6 +128,19 @@ def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
     for key in ("lora_alpha", "lora_load"):
         if train.lora_rank is None and getattr(train, key):
             yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
+
+
+def _greedy_repeats(given: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
+    """Datasets of which the same answer would be drawn several times; an agent's may differ by what its tools say."""
+    for name, dataset in given.datasets.items():
+        temperature = given.temperature if dataset.temperature is None else dataset.temperature
+        n = dataset.n_samples_per_prompt or given.n_samples_per_prompt
+        agent = dataset.custom_generate_function_path or rollout.custom_generate_function_path
+        if temperature == 0 and n > 1 and not agent:
+            yield (
+                f"eval.data.{name}: temperature 0 gives all {n} answers to a prompt alike; set n_samples_per_prompt = "
+                f"1, or a temperature above 0"
+            )
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:

@@ -134,6 +134,9 @@ class TrackSettings(Section):
     custom_eval_rollout_log_function_path: str | None = None
     """The same for evaluations: (rollout_id, args, data, extra_metrics)."""
 
+    eval_table_rows: Annotated[int, Field(ge=0)] = 8
+    """Prompts of each evaluation of which trackers get a table: prompt, answer, label, reward."""
+
     log_passrate: bool = False
     """Pass@k of every round."""
 

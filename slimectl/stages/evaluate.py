@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.round_metrics import asked_for, pass_rates
 from slimectl.stages.score import Grader, reward_number, score
 from slimectl.streams import tee
-from slimectl.types import Metrics, Prompt, Sample, Status
+from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
               "custom_generate_function_path")  # fmt: skip
@@ -180,3 +181,17 @@ def _of_groups(
         votes = [majority_at_n([answers[i] for i in g], [right[i] for i in g]) for g in groups.values()]
         metrics[f"eval/{name}-maj@{n}"] = statistics.fmean(votes)
     return metrics
+
+
+def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = None) -> list[TableRow]:
+    """One answer to each of the first prompts, to be read; the same prompts at every evaluation."""
+    first = {sample.group_index: sample for sample in reversed(list(samples))}
+    return [
+        {
+            "prompt": text if isinstance(text := sample.prompt, str) else json.dumps(text, ensure_ascii=False),
+            "answer": sample.response,
+            "label": "" if sample.label is None else str(sample.label),
+            "reward": reward_number(sample, reward_key),
+        }
+        for _, sample in sorted(first.items())[:rows]
+    ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.ports import Tracker
+from slimectl.types import TableRow
 
 
 def say(text: str) -> None:
@@ -28,6 +29,10 @@ class Guarded:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         with self._endured(f"at step {step}"):
             self.tracker.log(metrics, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        with self._endured(f"at step {step}"):
+            self.tracker.table(name, rows, step=step)
 
     def close(self) -> None:
         with self._endured("when it was closed"):

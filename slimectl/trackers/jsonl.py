@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slimectl.data.rundir import explained_storage
+from slimectl.types import TableRow
 
 
 class JsonlTracker:
@@ -18,8 +20,15 @@ class JsonlTracker:
             self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._append({"step": step, "metrics": dict(metrics)})
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """A line as those of metrics, with none, but "table": name, "rows": […]."""
+        self._append({"step": step, "metrics": {}, "table": name, "rows": list(rows)})
+
+    def _append(self, line: dict[str, Any]) -> None:
         with explained_storage(self.path):
-            self._file.write(json.dumps({"step": step, "metrics": dict(metrics)}) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
     def close(self) -> None:

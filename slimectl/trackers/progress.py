@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slimectl.trackers.stdout import is_accuracy, shown_of
+from slimectl.trackers.stdout import is_accuracy, lines_of, shown_of
+from slimectl.types import TableRow
 
 KEPT = 0.9
 """How much of the smoothed reward stays at each round."""
@@ -38,6 +39,10 @@ class ProgressTracker:
             self._smooth = reward if self._smooth is None else KEPT * self._smooth + (1 - KEPT) * reward
             shown[0] = f"reward {self._smooth:.3f}"
         self._bar.update(self._task, completed=metrics["rollout/step"], description="  ".join(shown))
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        for line in lines_of(rows):
+            self._console.print(line, highlight=False, markup=False)
 
     def close(self) -> None:
         self._bar.stop()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slimectl.metrics import ROLL_NAMES
 from slimectl.ports import Tracker
-from slimectl.types import Metrics
+from slimectl.types import Metrics, TableRow
 
 EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_reward"}
 """Of an evaluation, ROLL's part of a name, and what stands behind the dataset's in ours."""
@@ -55,6 +55,9 @@ class Renamed:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         roll = roll_named(metrics, prompts_per_round=self._prompts_per_round)
         self.tracker.log({**metrics, **roll} if self._both else roll, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        self.tracker.table(name, rows, step=step)
 
     def close(self) -> None:
         self.tracker.close()

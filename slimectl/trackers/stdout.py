@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
+
+from slimectl.types import TableRow
 
 SHOWN = {
     "rollout/raw_reward": "reward",
@@ -15,6 +17,9 @@ SHOWN = {
     "rollout/staleness/max": "stale",
 }
 """What a line shows of a step's metrics, and under which short name; not the loss, 0 by construction on-policy."""
+
+ROWS, WIDTH = 2, 40
+"""How much of a table of texts is shown: so many rows, so many characters of each text."""
 
 
 class StdoutTracker:
@@ -31,7 +36,22 @@ class StdoutTracker:
         if evaluated or shown:
             print(f"step {step:>4}  " + "  ".join(shown + evaluated), file=self.stream, flush=True)
 
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        for line in lines_of(rows):
+            print(line, file=self.stream, flush=True)
+
     def close(self) -> None: ...
+
+
+def lines_of(rows: Sequence[TableRow]) -> list[str]:
+    """The first rows of a table, one short line each."""
+    return ["           " + "  ".join(_short(value) for value in row.values()) for row in rows[:ROWS]]
+
+
+def _short(value: str | float) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return repr(value if len(value) <= WIDTH else f"{value[: WIDTH - 1]}…")
 
 
 def shown_of(metrics: Mapping[str, float]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from slimectl.errors import MissingExtraError
 from slimectl.metrics import axis_of
 from slimectl.trackers.guarded import starting
 from slimectl.trackers.identity import Identity
+from slimectl.types import TableRow
 
 WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
 
@@ -59,6 +60,11 @@ class SwanlabTracker:
                 self._run.define_metric(name, x_axis=axis)
             self._defined.add(name)
         self._run.log({"train/step": step, **metrics}, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        import swanlab
+
+        self._run.log({name: [swanlab.Text("\n".join(f"{key}: {row[key]}" for key in row)) for row in rows]}, step=step)
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):

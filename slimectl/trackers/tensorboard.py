@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import MissingExtraError
 from slimectl.metrics import axis_of
 from slimectl.trackers.guarded import starting
+from slimectl.types import TableRow
 
 
 class TensorboardTracker:
@@ -40,5 +42,17 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, global_step=int(at))  # type: ignore[no-untyped-call]
         self._writer.flush()  # type: ignore[no-untyped-call]
 
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """A table in Markdown, under TEXT."""
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        self._writer.add_text(name, text, global_step=step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
     def close(self) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def _cell(value: str | float) -> str:
+    """A value as Markdown shows it in one cell, as it is."""
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")

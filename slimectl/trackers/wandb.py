@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from slimectl.errors import MissingExtraError
 from slimectl.metrics import axis_of
 from slimectl.trackers.guarded import starting
 from slimectl.trackers.identity import Identity
+from slimectl.types import TableRow
 
 WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
 
@@ -55,6 +56,14 @@ class WandbTracker:
             self._run.define_metric(name, step_metric=axis if axis != name else None)
             self._defined.add(name)
         self._run.log({"train/step": step, **metrics})
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        import wandb
+
+        axis = "train/step" if self._one_axis else axis_of(name)
+        columns = list(rows[0])
+        table = wandb.Table(columns, [[row[key] for key in columns] for row in rows])
+        self._run.log({name: table, axis: step})
 
     def close(self) -> None:
         self._run.finish()

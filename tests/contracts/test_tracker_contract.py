@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -45,6 +46,9 @@ class Jsonl:
                 found.setdefault(name, []).append((line["step"], value))
         return found
 
+    def texts(self) -> str:
+        return json.dumps([json.loads(line).get("rows") for line in self.path.read_text().splitlines()])
+
 
 class Tensorboard:
     def __init__(self, folder: Path) -> None:
@@ -59,6 +63,15 @@ class Tensorboard:
         read = EventAccumulator(str(self.folder), size_guidance={"scalars": 0})
         read.Reload()
         return {name: [(at.step, at.value) for at in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+    def texts(self) -> str:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(self.folder))
+        read.Reload()
+        (at,) = read.Tensors("eval/small/samples/text_summary")
+        assert at.step == 3
+        return at.tensor_proto.string_val[0].decode()
 
 
 SHORT = {
@@ -85,6 +98,9 @@ class Stdout:
                 found.setdefault(SHORT[name], []).append((int(step), float(value)))
         return found
 
+    def texts(self) -> str:
+        return self.stream.getvalue()
+
 
 OFFLINE = Identity(run_id="run12345", name="a", mode="offline")
 
@@ -103,6 +119,11 @@ class Wandb:
                 found.setdefault(name, []).append((int(row["train/step"]), row[name]))
         return found
 
+    def texts(self) -> str:
+        assert any(row.get("eval/step") == 3 for row in wandb_rows(self.folder))
+        (file,) = self.folder.glob("wandb/offline-run-*/files/media/table/eval/small/samples*.json")
+        return file.read_text()
+
 
 class Swanlab:
     def __init__(self, folder: Path) -> None:
@@ -113,6 +134,9 @@ class Swanlab:
 
     def seen(self) -> Seen:
         return {name: points for name, points in swanlab_seen(self.folder).items() if name in EXPECTED}
+
+    def texts(self) -> str:
+        return "".join(file.read_text() for file in sorted(self.folder.glob("**/media/**/*.txt")))
 
 
 BUFFERED = (Wandb, Swanlab)
@@ -156,6 +180,15 @@ def test_a_resumed_run_goes_on_in_the_same_place(place: Jsonl):
             tracker.log(TRACKED[step], step=step)
         tracker.close()
     assert place.seen()["train/lr"] == approximately(EXPECTED)["train/lr"]
+
+
+def test_a_table_of_texts_can_be_read(place: Jsonl):
+    tracker = place.open()
+    rows = [{"prompt": f"{word}?", "answer": "a | <b>", "reward": 0.25} for word in ("one", "two")]
+    tracker.table("eval/small/samples", rows, step=3)
+    tracker.close()
+    found = html.unescape(place.texts())
+    assert all(text in found for text in ("one?", "two?", "a | <b>", "0.25"))
 
 
 def test_nothing_to_say_is_no_error(place: Jsonl):

@@ -54,9 +54,9 @@ def test_yaml_and_toml_say_the_same(tmp_path: Path, name: str, text: str):
 
 def test_a_setting_of_one_dataset_may_be_changed_on_the_command_line(tmp_path: Path):
     (tmp_path / "eval.toml").write_text(TOML)
-    layers = [from_eval_config(tmp_path / "eval.toml"), from_assignments(["eval.data.aime.temperature=0"])]
+    layers = [from_eval_config(tmp_path / "eval.toml"), from_assignments(["eval.data.aime.temperature=0.1"])]
     aime = resolve(layers).settings.eval.datasets["aime"]
-    assert (aime.temperature, aime.path, aime.rm_type) == (0, "aime.jsonl", "deepscaler")
+    assert (aime.temperature, aime.path, aime.rm_type) == (0.1, "aime.jsonl", "deepscaler")
 
 
 def test_tables_written_down_resolve_to_themselves(tmp_path: Path):

@@ -7,10 +7,10 @@ import json
 import pytest
 from workshop import Workshop
 
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.settings.layers import from_assignments, resolve
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.evaluate import answer_of, settings_for, summarize
+from slimectl.stages.evaluate import answer_of, settings_for, summarize, table_of
 from slimectl.stages.score import Grader
 from slimectl.types import Sample, Status
 
@@ -85,9 +85,47 @@ def test_track_asks_for_more_of_evaluations_too():
     assert found["eval/m/category/sums/reward"] == 1.0
 
 
+def test_the_table_has_one_answer_to_each_of_the_first_prompts():
+    samples = [sample(i, {"score": i / 4}, group=i // 2, response=f"r{i}", prompt=f"p{i // 2}") for i in range(5)]
+    samples[4].prompt, samples[4].label = [{"role": "user", "content": "é"}], 7
+    assert table_of(samples, 2) == [
+        {"prompt": "p0", "answer": "r0", "label": "", "reward": 0.0},
+        {"prompt": "p1", "answer": "r2", "label": "", "reward": 0.5},
+    ]
+    *_, last = table_of(samples, 9)
+    assert last == {"prompt": '[{"role": "user", "content": "é"}]', "answer": "r4", "label": "7", "reward": 1.0}
+
+
+def test_several_answers_that_would_be_alike_are_refused():
+    greedy = ["eval.data.a=a.jsonl", "eval.temperature=0", "eval.n_samples_per_prompt=4"]
+    with pytest.raises(SettingsError, match=r"eval\.data\.a: temperature 0 gives all 4 answers to a prompt alike"):
+        settings(*greedy)
+    with pytest.raises(SettingsError, match=r"eval\.data\.b: temperature 0 gives all 2"):
+        settings('eval.data.b={path = "b.jsonl", temperature = 0, n_samples_per_prompt = 2}')
+    settings('eval.data.b={path = "b.jsonl", temperature = 0}')
+    settings(*greedy, "rollout.custom_generate_function_path=tools.py:generate")
+
+
 def test_a_dataset_without_prompts_is_named():
     with pytest.raises(RecordError, match=r"eval\.data\.m: no prompts"):
         summarize("m", [])
+
+
+def test_trackers_of_a_run_get_the_first_answers_as_a_table(workshop: Workshop):
+    options = ["run.num_rollout=1", 'track.with=["jsonl", "stdout"]', "track.eval_table_rows=2"]
+    workshop.slimectl("run", *[word for each in options for word in ("-s", each)])
+    lines = (workshop.folder / "runs" / "a" / "tracked.jsonl").read_text().splitlines()
+    tables = [line for line in map(json.loads, lines) if "table" in line]
+    assert [(line["step"], line["table"], len(line["rows"])) for line in tables] == [
+        (0, "eval/small/samples", 2), (1, "eval/small/samples", 2),
+    ]  # fmt: skip
+    assert [row["prompt"] for row in tables[0]["rows"]] == ["say one", "say two"]
+    assert workshop.stderr.count("'say two'  ") == 2
+
+
+def test_a_name_that_is_given_twice_is_refused(workshop: Workshop):
+    workshop.slimectl("eval", "--data", "a=prompts.jsonl", "--data", "a=other.jsonl", code=2)
+    assert "--data a=other.jsonl: a is prompts.jsonl already" in workshop.stderr
 
 
 CONFIG = """
