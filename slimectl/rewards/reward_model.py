@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from slimectl.rewards.asking import Asker
 
 WHERE = "score.rm_options"
+LOADING_S = 120.0
+"""How long a worker process may take to read the model, which is no fault of its first sample's."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class RewardModel(Verifier):
     @property
     def together(self) -> int:
         return self.batch_size
+
+    @property
+    def patience_s(self) -> float:
+        return LOADING_S
 
     def explain(self, sample: Sample) -> Verdict:
         return self._verdicts([sample])[0]

@@ -48,8 +48,10 @@ def trained(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tu
     return folder, critic
 
 
-def graded(folder: Path, samples: list[Sample], **options: object) -> list[float]:
-    given = {"rm_type": "reward_model", "rm_options": {"path": str(folder), **options}}
+def graded(folder: Path, samples: list[Sample], *, workers: int = 0, **options: object) -> list[float]:
+    given = {"rm_type": "reward_model", "rm_options": {"path": str(folder), **options}, "workers": workers}
+    if workers:
+        given["timeout_s"] = 0.5  # for a call; reading the model takes longer, and is not counted
     settings = Settings.model_validate({"score": given})
     found = score(samples, Grader(settings), settings.score, executor=LocalExecutor())
     return [float(sample.reward) for sample in found]  # type: ignore[arg-type]
@@ -65,6 +67,11 @@ def test_rewards_are_the_values_after_the_last_token_whatever_stands_beside(
     expected = [values[0] for values in critic.values(rows)]
     assert graded(folder, samples, batch_size=batch_size) == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.1
+
+
+def test_a_worker_process_reads_the_model_once_and_in_its_own_time(trained: tuple[Path, FsdpCritic]):
+    samples = [answer(i, text) for i, text in enumerate(ANSWERS[:4])]
+    assert graded(trained[0], samples, workers=1) == pytest.approx(graded(trained[0], samples), abs=1e-5)
 
 
 def test_a_classifier_from_elsewhere_gives_what_transformers_gives(
