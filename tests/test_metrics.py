@@ -69,6 +69,8 @@ def test_what_was_switched_on_was_written(written: dict[str, set[str]]):
         "train/tis_clipfrac",
         "train/train_rollout_k3",
         "train/pg_clipfrac",
+        "train/clipfrac",
+        "train/kl",
         "train/approxkl",
         "train/ratio_max",
         "train/ratio_low_clipfrac",

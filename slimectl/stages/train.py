@@ -24,6 +24,9 @@ from slimectl.stages.round_metrics import round_metrics, row_metrics, sample_cou
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
 
+ALSO = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
+"""Metrics that people look for under a second name."""
+
 
 @dataclass
 class TrainState:
@@ -291,4 +294,5 @@ def _learnt(
     if isinstance(algorithm, Ppo) and critic_is_shared(algorithm):
         loss = SharedLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
     summed = policy.forward_backward(rows, loss) | policy.optim_step()
+    summed |= {also: summed[name] for name, also in ALSO.items() if name in summed}
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred
