@@ -54,9 +54,10 @@ class Loss(Protocol):
 class TokenPack(Protocol):
     """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
 
-    `logprobs_T` (and `entropy_T`, where the loss asked for it, and `predicted_T`, the values of a policy that is its
-    own critic) carry gradients; all else is constant. `row_T` [T] int64 says which row of the pack a token belongs to,
-    `rows` how many there are, `total_lengths` how many tokens each has, its prompt included.
+    `logprobs_T` (and `entropy_T`, where the loss asked for it, `predicted_T`, the values of a policy that is its own
+    critic, and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the
+    tokens; all else is constant. `row_T` [T] int64 says which row of the pack a token belongs to, `rows` how many there
+    are, `total_lengths` how many tokens each has, its prompt included.
     """
 
     logprobs_T: Tensor
@@ -72,6 +73,8 @@ class TokenPack(Protocol):
     rows: int
     total_lengths: Sequence[int]
     predicted_T: Tensor | None
+    logits_T: Tensor | None
+    targets_T: Tensor | None
 
 
 class Policy(Protocol):

@@ -152,12 +152,14 @@ class DataPostprocess(Protocol):
 
 
 class LossFunction(Protocol):
-    """The loss of one pack, as a sum over its tokens; `log_probs` [T] and `entropy` [T] carry gradients."""
+    """The loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], over the temperature,
+    `log_probs` [T] and `entropy` [T] carry gradients."""
 
     def __call__(
         self,
         args: Args,
         batch: TokenPack,
+        logits: Tensor,
         log_probs: Tensor,
         entropy: Tensor | None,
         sum_of_sample_mean: Callable[[Tensor], Tensor],

@@ -147,3 +147,16 @@ def linear_log_probs(
         return empty_R, empty_R if entropy else None
     logprobs_R, entropy_R = _LinearLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, entropy, shard)
     return logprobs_R, entropy_R if entropy else None
+
+
+def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """What `linear_log_probs` gives, from logits over the temperature, for a loss that wants these themselves."""
+    log_p_RV = torch.log_softmax(logits_RV, dim=1)
+    entropy_R = -(log_p_RV.exp() * log_p_RV).sum(1) if entropy else None
+    return log_p_RV.gather(1, targets_R[:, None])[:, 0], entropy_R
+
+
+def linear_logits(hidden_RH: Tensor, weight_VH: Tensor, *, temperature: float) -> Tensor:
+    """hidden · weightᵀ / temperature, [R, V], in float32 at least."""
+    logits_RV = hidden_RH @ weight_VH.t()
+    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature

@@ -37,6 +37,10 @@ class ResponseTokens:
     total_lengths: Sequence[int] = ()
     predicted_T: Tensor | None = None
     """Values of now, with their gradient, where the policy is its own critic."""
+    logits_T: Tensor | None = None
+    """[T, vocabulary], where the loss wants them."""
+    targets_T: Tensor | None = None
+    """The tokens themselves."""
 
 
 def present(rows: Sequence[Row]) -> list[str]:

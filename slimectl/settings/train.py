@@ -87,8 +87,8 @@ class TrainSettings(Section):
     rollout_data["advantages"]."""
 
     custom_loss_function_path: str | None = None
-    """Your own loss, by path, in place of a policy gradient's: (args, batch, log_probs, sum_of_sample_mean); it returns
-    (loss, metrics)."""
+    """Your own loss, by path, in place of a policy gradient's: (args, batch, logits or log_probs,
+    sum_of_sample_mean); it returns (loss, metrics)."""
 
     custom_tis_function_path: str | None = None
     """Your own correction for the engine's other probabilities, by path, in place of algorithm.use_tis."""

@@ -56,8 +56,9 @@ class CustomLoss:
     """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
 
     It gets `batch` (ports.TokenPack: response tokens, flat), their `log_probs` [T], `entropy` [T] where
-    algorithm.entropy_coef is not 0, and `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: what it
-    returns adds up over packs and ranks to the value of the step.
+    algorithm.entropy_coef is not 0, `logits` [T, vocabulary] over the temperature where it asks for them, and
+    `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: what it returns adds up over packs and ranks
+    to the value of the step.
     """
 
     settings: Settings
@@ -65,6 +66,11 @@ class CustomLoss:
     @property
     def needs_entropy(self) -> bool:
         return bool(getattr(self.settings.algorithm, "entropy_coef", 0.0))
+
+    @property
+    def needs_logits(self) -> bool:
+        """Where the function asks for them by name: whole logits cost memory that nothing else needs."""
+        return "logits" in _loaded(self.settings, LOSS).wanted
 
     def __call__(self, pack: TokenPack) -> tuple[Tensor, dict[str, Tensor]]:
         found, args = _loaded(self.settings, LOSS), Args(self.settings)
@@ -77,6 +83,7 @@ class CustomLoss:
                 "args": args,
                 "settings": args,
                 "batch": pack,
+                "logits": pack.logits_T,
                 "log_probs": pack.logprobs_T,
                 "entropy": pack.entropy_T,
                 "sum_of_sample_mean": sum_of_sample_mean,

@@ -158,6 +158,23 @@ def test_pipe_equals_run_and_replay_equals_run_with_hooks(workshop: Workshop):
     assert json.loads(replayed) == done[1]
 
 
+TENSOR = ("cluster.actor_num_gpus_per_node=2", "megatron.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize("layout", [(), TENSOR], ids=["one", "tensor"])
+def test_a_loss_of_logits_is_the_same_whoever_computes_them(layout: tuple[str, ...], here: Here):
+    Path("own.py").write_text(
+        "def own(args, batch, logits, sum_of_sample_mean):\n"
+        "    chosen = logits.gather(1, batch.targets_T[:, None])[:, 0] - logits.logsumexp(1)\n"
+        "    return sum_of_sample_mean(-batch.advantages_T * chosen), {}\n"
+    )
+    hooks = ("train.custom_loss_function_path=own.py:own", "run.num_rollout=1")
+    assert here("one", *hooks).execute("")
+    assert here("two", *hooks, "train.policy=megatron", *layout).execute("")
+    (one,), (two,) = steps("one"), steps("two")
+    assert two["metrics"]["train/grad_norm"] == pytest.approx(one["metrics"]["train/grad_norm"], rel=1e-4)
+
+
 def test_two_ranks_with_hooks_of_the_loss_equal_one(here: Here):
     Path("own.py").write_text(
         "def half(pg_loss, loss_masks, total_lengths, response_lengths):\n"

@@ -44,8 +44,14 @@ def short(args, rollout_data):
 def number(batch):
     return 1.0
 
-def wants_logits(batch, logits):
-    return logits.sum(), {}
+def from_logits(batch, logits, log_probs, sum_of_sample_mean):
+    """The same once more: a token's log-probability is its logit less the logarithm of the sum over all."""
+    chosen = logits.gather(1, batch.targets_T[:, None])[:, 0] - logits.logsumexp(1)
+    assert (chosen - log_probs).abs().max() < 1e-5
+    return sum_of_sample_mean(-batch.advantages_T * chosen), {}
+
+def wants_hidden(batch, hidden):
+    return hidden.sum(), {}
 '''
 
 
@@ -79,10 +85,12 @@ def test_what_computes_the_same_learns_the_same(model_dir: ModelDir, functions: 
     ours = metrics(model_dir())
     advantages = metrics(model_dir(), custom_advantage_function_path=f"{functions}:centred")
     loss = metrics(model_dir(), custom_loss_function_path=f"{functions}:reinforce")
+    logits = metrics(model_dir(), custom_loss_function_path=f"{functions}:from_logits")
     assert advantages["train/grad_norm"] == pytest.approx(ours["train/grad_norm"], rel=1e-5)
     assert advantages["train/pg_loss"] == pytest.approx(ours["train/pg_loss"], rel=1e-5)
     assert loss["train/grad_norm"] == pytest.approx(ours["train/grad_norm"], rel=1e-5)
     assert loss["train/mean_logp"] < 0
+    assert logits["train/grad_norm"] == pytest.approx(ours["train/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +107,8 @@ def test_what_does_not_fit_is_refused(model_dir: ModelDir, functions: str, keys:
 
 
 def test_a_wrong_signature_is_refused_before_anything_is_loaded(functions: str):
-    with pytest.raises(HookError, match="wants logits; on offer are args, settings, batch, log_probs"):
-        check_hooks(settings(custom_loss_function_path=f"{functions}:wants_logits"))
+    with pytest.raises(HookError, match="wants hidden; on offer are args, settings, batch, logits, log_probs"):
+        check_hooks(settings(custom_loss_function_path=f"{functions}:wants_hidden"))
 
 
 def test_the_loss_travels_to_ranks(functions: str):

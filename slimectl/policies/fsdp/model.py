@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.layout import PackLayout
-from slimectl.policies.head import linear_log_probs
+from slimectl.policies.head import linear_log_probs, linear_logits, of_logits
 
 
 class PackedModel(nn.Module):
@@ -29,6 +29,8 @@ class PackedModel(nn.Module):
     def __init__(self, hf: nn.Module, *, temperature: float = 1.0) -> None:
         super().__init__()
         self.hf, self.temperature = hf, temperature
+        self.gives_logits = False
+        """Whether logits [R, vocabulary] come in place of entropies: a loss of the user's asked for them."""
 
     def hidden(self, layout: PackLayout) -> Tensor:
         """Hidden states [R, H] that predict the pack's response tokens."""
@@ -44,6 +46,9 @@ class PackedModel(nn.Module):
     def log_probs(self, hidden_RH: Tensor, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """What `forward` gives, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
+        if self.gives_logits:
+            logits_RV = linear_logits(hidden_RH, weight_VH, temperature=self.temperature)
+            return of_logits(logits_RV, layout.targets_R, entropy=False)[0], logits_RV
         return linear_log_probs(hidden_RH, weight_VH, layout.targets_R, temperature=self.temperature, entropy=entropy)
 
 

@@ -22,6 +22,7 @@ from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.masters import DTYPES, Masters
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
 from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
+from slimectl.policies.head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
 from slimectl.policies.state import (
@@ -136,16 +137,22 @@ class FsdpTrainer:
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         names = present(rows)
+        self.model.gives_logits = getattr(loss, "needs_logits", False)
         for pack in self._share(rows):
             layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
             if pack:
-                value, metrics = loss(self._tokens(rows, names, layout, values_R, entropy_R))
+                logits_RV = entropy_R if self.model.gives_logits else None
+                if logits_RV is not None:
+                    _, entropy_R = of_logits(logits_RV, layout.targets_R, entropy=loss.needs_entropy)
+                tokens = self._tokens(rows, names, layout, values_R, entropy_R)
+                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()
             self.masters.collect()
             found = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
             sums = combined([sums, found])
+        self.model.gives_logits = False
         return combined(self._from_all_ranks({name: value.item() for name, value in sums.items()}))
 
     def optim_step(self) -> Metrics:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
-from slimectl.policies.head import VocabularyShard, linear_log_probs
+from slimectl.policies.head import VocabularyShard, linear_log_probs, linear_logits
 from slimectl.policies.megatron.batch import Batch
 
 
@@ -35,6 +38,16 @@ def response_log_probs(
         shard=shard_of(vocab_size, weight_VH),
     )
     return in_pack(logprobs_M, batch), None if entropy_M is None else in_pack(entropy_M, batch)
+
+
+def response_logits(
+    hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float
+) -> Tensor:
+    """Logits over the temperature [R, vocabulary], on every rank of the pack; gradients as in `response_log_probs`."""
+    logits_MV = linear_logits(whole(hidden_T1H)[batch.sources_M], weight_VH, temperature=temperature)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        logits_MV = gather_from_tensor_model_parallel_region(logits_MV)
+    return in_pack(logits_MV[:, :vocab_size], batch)
 
 
 def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:
@@ -65,7 +78,7 @@ class _InPack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(mine_M)
-        values_R = values_M.new_zeros(count).index_copy_(0, mine_M, values_M)
+        values_R = values_M.new_zeros(count, *values_M.shape[1:]).index_copy_(0, mine_M, values_M)
         # All others hold zeros at a rank's places: the sum rounds nothing.
         dist.all_reduce(values_R, group=parallel_state.get_context_parallel_group())
         return values_R

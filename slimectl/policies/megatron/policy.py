@@ -6,13 +6,15 @@ R response tokens of a pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from slimectl.policies.head import of_logits
 from slimectl.policies.megatron.batch import Batch
-from slimectl.policies.megatron.head import response_log_probs
+from slimectl.policies.megatron.head import response_log_probs, response_logits
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.tokens import present, response_tokens
 from slimectl.ports import CheckpointFormat, Loss, NamedTensors
@@ -39,7 +41,12 @@ class MegatronPolicy(MegatronTrainer):
         names = present(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
+            logits_RV: Tensor | None = None
+            if getattr(loss, "needs_logits", False):
+                logits_RV = response_logits(hidden, self.last.output_weight, batch, **self._head)
+                logprobs_R, entropy_R = of_logits(logits_RV, batch.targets_R, entropy=loss.needs_entropy)
+            else:
+                logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
             predicted_R = self._predicted(batch, hidden)
             if not batch.members:
                 return logprobs_R.sum() + (0.0 if predicted_R is None else predicted_R.sum()), {}
@@ -47,7 +54,7 @@ class MegatronPolicy(MegatronTrainer):
                 rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R,
                 predicted_R=predicted_R,
             )  # fmt: skip
-            return loss(tokens)
+            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))
 
         return self.summed(rows, evaluate)
 
@@ -59,11 +66,8 @@ class MegatronPolicy(MegatronTrainer):
         return None
 
     def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return response_log_probs(
-            hidden,
-            self.last.output_weight,
-            batch,
-            vocab_size=self.architecture.vocab_size,
-            temperature=self.temperature,
-            entropy=entropy,
-        )
+        return response_log_probs(hidden, self.last.output_weight, batch, entropy=entropy, **self._head)
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"vocab_size": self.architecture.vocab_size, "temperature": self.temperature}
