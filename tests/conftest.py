@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from workshop import Workshop, set_up
 
 from slimectl.checkpoints.create import create_model
 from slimectl.wiring import convert
+
+# A time limit for each example fails on a machine that is busy with something else.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
