@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from slimectl.errors import MissingExtraError, RecordError
 from slimectl.rewards.extraction import SOURCE_WORDS, find_tagged, trimmed
@@ -25,6 +25,10 @@ _TUPLED = ("arc_agi", "rearc")
 """Tasks that compare boards of tuples, which came back from JSON as lists."""
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+_COUNTS = re.compile(r"\b(?:Fraction|Decimal|compute_decimal_reward)\(")
+_EXPONENT = re.compile(r"\d[\d_.,]*[eE][+-]?[\d_,]{4}")
+"""As in 1e999999999, a number of a billion digits; blanks do not stand in it, commas are taken out."""
+
 _CALLABLE = re.compile("sqrt|a?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|exp|log|ln|Abs|Rational")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitXor)
 
@@ -40,18 +44,20 @@ class ReasoningGym(Verifier):
 
     def explain(self, sample: Sample) -> Verdict:
         task = _task(sample)
-        scorer, evaluates = _scorer(task)
+        scorer = _scorer(task)
         answer, source = _find(sample)
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
             why = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
-        elif evaluates and not is_inert(answer.text):
+        elif scorer.counts and _EXPONENT.search(answer.text):
+            why = f"an exponent of more than three digits, which the scorer of {task} would write out"
+        elif scorer.evaluates and not is_inert(answer.text):
             why = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
         else:
             try:
                 with warnings.catch_warnings():  # numpy's would quote the answer on stderr
                     warnings.simplefilter("ignore")
-                    reward = min(1.0, max(0.0, float(scorer(answer.text, _entry(sample)))))
+                    reward = min(1.0, max(0.0, float(scorer.score(answer.text, _entry(sample)))))
                 why = f"the scorer of {task} gives {reward:g}; the label is {shown(str(sample.label))}"
             except Exception as error:  # whatever a scorer trips over is an answer that it does not accept
                 why = f"the scorer of {task} does not accept it: {type(error).__name__}"
@@ -156,9 +162,16 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
+class _Scorer(NamedTuple):
+    """The scorer of a task; whether its module evaluates text as code, and whether it reads numbers exactly."""
+
+    score: Callable[[str, dict[str, Any]], float]
+    evaluates: bool
+    counts: bool
+
+
 @cache
-def _scorer(task: str) -> tuple[Callable[[str, dict[str, Any]], float], bool]:
-    """The scorer of a task, and whether its module evaluates text as code."""
+def _scorer(task: str) -> _Scorer:
     try:
         import reasoning_gym
     except ImportError:
@@ -168,4 +181,4 @@ def _scorer(task: str) -> tuple[Callable[[str, dict[str, Any]], float], bool]:
     except Exception as error:
         raise RecordError(f"metadata.source_dataset: {task!r} is no reasoning-gym task: {error}") from None
     source = inspect.getsource(sys.modules[type(scorer.__self__).__module__])
-    return scorer, _EVALUATES.search(source) is not None
+    return _Scorer(scorer, _EVALUATES.search(source) is not None, _COUNTS.search(source) is not None)

@@ -95,6 +95,13 @@ def test_only_literals_and_small_arithmetic_are_inert(text, inert):
     assert is_inert(text) is inert
 
 
+@pytest.mark.parametrize("number", ["1e999999999", "1E-999999999", "5.e99_999_999", "1e99,999,999", "-.1e999999999/3"])
+@pytest.mark.parametrize("task", ["coin_flip", "power_function", "chain_sum"])
+def test_no_number_is_written_out(task, number):
+    verdict = verifier("reasoning_gym").explain(made(task, answer=number))
+    assert (verdict.reward, verdict.why[:38]) == (0.0, "an exponent of more than three digits,")
+
+
 def test_a_scorer_that_warns_writes_nothing(recwarn):
     assert verifier("reasoning_gym")(made("pool_matrix", answer="")) < 0.1
     assert list(recwarn) == []
