@@ -62,6 +62,7 @@ class Attempts:
 
     An agent with `together` gets all samples of a group in one call. `on_sample` sees each sample that has been
     generated, with the number of the round (`rollout_id`, where it is known) and whether this is an evaluation.
+    `agent_at` finds the agent of a sample that names its own (`generate_function_path`).
 
     `breaking_off`: what is under way ends now, to be gone on with later. A sample that was broken off keeps its
     tokens if its agent can go on from them (`agent.resumes` is true, as of a single turn); others begin again.
@@ -75,6 +76,7 @@ class Attempts:
     evaluation: bool = False
     breaking_off: bool = False
     on_sample: OnSample | None = None
+    agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
@@ -111,7 +113,7 @@ class Attempts:
         async def finished(sample: Sample) -> list[Sample]:
             return await self._tried([sample]) if sample.status in UNFINISHED else [sample]
 
-        if getattr(self.agent, "together", False):
+        if getattr(self.agent, "together", False) and not any(sample.generate_function_path for sample in group):
             left = [sample for sample in group if sample.status in UNFINISHED]
             done = [sample for sample in group if sample.status not in UNFINISHED]
             return [*done, *(await self._tried(left) if left else [])]
@@ -120,15 +122,18 @@ class Attempts:
 
     async def _tried(self, samples: list[Sample]) -> list[Sample]:
         """What one call of the agent makes of these samples."""
+        agent, path = self.agent, samples[0].generate_function_path
+        if path is not None and self.agent_at is not None:
+            agent = self.agent_at(path)
         for sample in samples:
             self._begin(sample)
         given = copy.deepcopy(samples) if self.settings.partial_rollout else None
         asked = _Asked(self, samples)
-        which = {"samples": samples} if getattr(self.agent, "together", False) else {"sample": samples[0]}
+        which = {"samples": samples} if getattr(agent, "together", False) else {"sample": samples[0]}
         offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
         offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
-            made = _samples(await _called(self.agent, offered, tool_timeout_s=self.settings.tool_timeout_s))
+            made = _samples(await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s))
         except SlimectlError:
             raise
         except Exception as error:
@@ -137,11 +142,7 @@ class Attempts:
                 sample.metadata["error"] = f"{type(error).__name__}: {error}"
             made = samples
         if asked.aborted:
-            if (
-                given is not None
-                and self.breaking_off
-                and not getattr(self.agent, "resumes", self.agent is single_turn)
-            ):
+            if given is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):
                 for sample in given:
                     sample.status = Status.ABORTED
                 return given

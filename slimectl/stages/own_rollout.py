@@ -7,13 +7,14 @@ import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from slimectl.algorithms.seeds import sample_seed
 from slimectl.data.buffer import SamplingState
 from slimectl.errors import HookError
-from slimectl.hooks import Args, Hook, hook, hooks
+from slimectl.hooks import POINTS, Args, Hook, hook, hooks
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings import Settings
 from slimectl.stages.attempt import Attempts, sampling_params, single_turn
@@ -23,9 +24,37 @@ from slimectl.stages.underway import Group
 from slimectl.types import Completion, Metrics, Prompt, Round, Sample, SamplingParams, Status
 
 FUNCTION, SAMPLE, ALL = "rollout.function_path", "rollout.sample_hook_path", "rollout.all_samples_process_path"
+GENERATE = "rollout.custom_generate_function_path"
 
 Graded = Callable[[list[Sample]], list[Sample]]
 """Samples with their rewards."""
+
+
+def as_agent(found: Hook, args: Args) -> Agent:
+    """The user's own generate function, with the settings among what it is offered.
+
+    Called bare: an attempt that raises is a failed sample, whether the function is async or not.
+    """
+
+    def asked(offered: Mapping[str, Any]) -> Any:
+        return found.bare({**offered, "args": args, "settings": args})
+
+    asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
+    asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
+    return asked
+
+
+def agent_at(settings: Settings) -> Callable[[str], Agent]:
+    """The agent at a path that a sample names. Raises HookError where there is none, or one for groups."""
+
+    @cache
+    def found(path: str) -> Agent:
+        agent = as_agent(POINTS[GENERATE].load(path), Args(settings))
+        if getattr(agent, "together", False):
+            raise HookError(f"{GENERATE}: {path} asks for samples, and a sample names it for itself; ask for sample")
+        return agent
+
+    return found
 
 
 def on_sample(settings: Settings) -> OnSample | None:
@@ -201,12 +230,15 @@ def own_samples(
     *,
     agent: Agent | None = None,
     on_sample: OnSample | None = None,
+    agent_at: Callable[[str], Agent] | None = None,
     source: Any = None,
     epochs: int | None = 1,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """As `rollout.rollout`, of every round that the function makes until it, the prompts or run.num_rollout end."""
-    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample)
+    attempts = Attempts(
+        engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample, agent_at=agent_at
+    )
     state, function = SamplingState(), hook(settings, FUNCTION)
     assert function is not None
     groups_of: PromptGroups | OwnGroups = PromptGroups(fitting(prompts, attempts, left_out), attempts, state)

@@ -35,6 +35,7 @@ def rollout(
     evaluation: bool = False,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
     on_sample: OnSample | None = None,
+    agent_at: Callable[[str], Agent] | None = None,
     rollout_id: int | None = None,
     source: Any = None,
     epochs: int | None = 1,
@@ -44,11 +45,12 @@ def rollout(
     Lazy: prompts are drawn as answers are asked for, at most ATTEMPTS_IN_FLIGHT attempts beyond. An attempt that
     fails becomes a sample of status `failed`, its error in the metadata. `params` replaces what the settings say of
     sampling (evaluation does that). Prompts longer than `settings.max_prompt_len` are `left_out`, but for an
-    evaluation: its prompts are the same for every model. `on_sample` sees each sample, as of round `rollout_id`. A data
-    source of the user's (`source`) stands in for `prompts`, `epochs` times its length.
+    evaluation: its prompts are the same for every model. `on_sample` sees each sample, as of round `rollout_id`;
+    `agent_at` finds the agent that a sample names. A data source of the user's (`source`) stands in for `prompts`,
+    `epochs` times its length.
     """
     attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
-    attempts.on_sample, attempts.rollout_id = on_sample, rollout_id
+    attempts.on_sample, attempts.agent_at, attempts.rollout_id = on_sample, agent_at, rollout_id
     if not evaluation:
         prompts = fitting(prompts, attempts, left_out)
     groups: PromptGroups | OwnGroups = PromptGroups(iter(prompts), attempts, SamplingState())

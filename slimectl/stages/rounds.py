@@ -16,7 +16,7 @@ from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups
-from slimectl.stages.own_rollout import FUNCTION, OwnRollout, on_sample, own_rounds, process_all
+from slimectl.stages.own_rollout import FUNCTION, OwnRollout, agent_at, on_sample, own_rounds, process_all
 from slimectl.stages.rollout import fitting, most_in_flight
 from slimectl.stages.score import score
 from slimectl.stages.underway import Group, Underway
@@ -62,7 +62,8 @@ def sampled_rounds(
     way or broken off when servers, or other requests, had a say in how far each had come.
     """
     state, last = state or SamplingState(), settings.run.num_rollout
-    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample(settings))
+    hooked: dict[str, Any] = {"on_sample": on_sample(settings), "agent_at": agent_at(settings)}
+    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn, **hooked)
     rounds = _Rounds(prompts, attempts, reward, settings, executor, keep, from_buffer, source, count, state)
     if function := hook(settings, FUNCTION):
         rounds.going.close()

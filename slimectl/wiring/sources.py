@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +86,9 @@ def agent(settings: Settings) -> Agent | None:
     if found is None:
         return None
 
-    # Bare: an attempt that raises is a failed sample, whether the function is async or not.
-    def asked(offered: Mapping[str, Any]) -> Any:
-        return found.bare({**offered, "args": args, "settings": args})
+    from slimectl.stages.own_rollout import as_agent
 
-    asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
-    asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
-    return asked
+    return as_agent(found, args)
 
 
 def data_source(settings: Settings) -> Any:
@@ -111,12 +107,13 @@ def rolled_out(
     left_out: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
     """Ungraded samples, of the rounds that the user's function makes where there is one, else a group a prompt."""
-    from slimectl.stages.own_rollout import on_sample, own_samples
+    from slimectl.stages.own_rollout import agent_at, on_sample, own_samples
     from slimectl.stages.rollout import rollout
 
     shared: dict[str, Any] = {
         "agent": agent(settings),
         "on_sample": on_sample(settings),
+        "agent_at": agent_at(settings),
         "source": source,
         "epochs": settings.run.num_epoch or 1,
         "left_out": left_out,

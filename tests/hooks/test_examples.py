@@ -54,6 +54,21 @@ class Counting:
     def __len__(self):
         return 100
 
+class Mixed(Counting):
+    """Every second group is answered by a function that its samples name."""
+    def get_samples(self, n):
+        groups = super().get_samples(n)
+        for group in groups:
+            if self.next % 2 == 0:
+                group[0].generate_function_path = "own.py:by_itself"
+        return groups
+
+async def by_itself(sample, sampling_params, generate):
+    answer = await generate(sample.tokens, sampling_params)
+    sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+    sample.metadata["own"] = True
+    return sample
+
 async def in_a_group(samples, sampling_params, generate):
     for sample in samples:
         answer = await generate(sample.tokens, sampling_params)
@@ -355,6 +370,11 @@ def trackers_get_one_more_number_of_an_evaluation(run: Run, plain: Plain) -> Non
               "eval.interval=1")  # fmt: skip
     tracked = {name: value for line in ran.lines("runs/a/tracked.jsonl") for name, value in line["metrics"].items()}
     assert tracked["eval/own"] == tracked["eval/small_max_reward"]
+
+
+def test_a_sample_may_name_its_own_generate_function(run: Run):
+    ran = run("rollout.data_source_path=own.py:Mixed", "rollout.data=[]")
+    assert ["own" in sample.get("metadata", {}) for sample in ran.samples()] == [False] * 3 + [True] * 3
 
 
 EXAMPLES = {
