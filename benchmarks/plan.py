@@ -4,10 +4,10 @@
     python benchmarks/plan.py --policy fsdp --case deep
 
 A case is a small model of random weights and a batch of two packs, so that the second pack meets the gradients of the
-first; two steps, so that the optimizer has its state. Measured is the growth of the process' peak resident memory
-(ru_maxrss) over what it is once the libraries are loaded and warm. Memory that is freed is given back at once
-(MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it. With experts oneDNN is off: it keeps a kernel for every
-number of rows that an expert ever met, in bfloat16 600 MiB of them, and none on a GPU.
+first; two steps, so that the optimizer has its state. Measured is the peak of the process' resident memory in those
+steps (VmHWM, set back once the models are read) over what it is once the libraries are loaded and warm. Memory that is
+freed is given back at once (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it. With experts oneDNN is off:
+it keeps a kernel for every number of rows that an expert ever met, in bfloat16 600 MiB of them, and none on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,9 @@ class Case:
     recomputes: tuple[str, ...] = ("none",)
     policies: tuple[str, ...] = ("fsdp", "megatron")
     prompt: int = 32
+    lora_rank: int | None = None
+    ppo: bool = False
+    """With a critic that learns first, and a reference that is asked."""
 
 
 def shape(
@@ -55,6 +57,8 @@ CASES = {
     "deep": Case(shape("qwen3", 384, 1024, 8, 6, 2, 8192), 512, 4, recomputes=("none", "full")),
     "wide": Case(shape("llama", 768, 2048, 3, 12, 12, 4096), 1024, 1),
     "words": Case(shape("qwen2", 256, 704, 2, 4, 2, 65536, tie_word_embeddings=True), 256, 8),
+    "adapted": Case(shape("qwen3", 1024, 4096, 6, 16, 4, 8192), 512, 1, lora_rank=16),
+    "ppo": Case(shape("qwen3", 512, 1536, 4, 8, 2, 8192), 512, 1, ppo=True),
     "experts": Case(shape("qwen3_moe", 384, 1024, 4, 6, 2, 4096, **EXPERTS), 512, 4, policies=("megatron",)),
 }
 
@@ -74,15 +78,21 @@ def foreseen(trial: Trial) -> float:
     """Bytes by the formulas."""
     from slimectl.estimates import memory, plan
     from slimectl.estimates.run import Run
+    from slimectl.settings.train import TrainSettings
     from slimectl.weights.complete import completed
 
     case = CASES[trial.case]
-    model = plan.model_of(completed(case.config))
+    model = plan.model_of(
+        completed(case.config), lora_rank=case.lora_rank, lora_targets=TrainSettings().lora_targets, critic=case.ppo,
+        reference=case.ppo,
+    )  # fmt: skip
     run = Run(
         1, policy=trial.policy, dtype=trial.dtype, recompute=trial.recompute, seq_len=case.length,  # type: ignore[arg-type]
         max_tokens_per_gpu=case.length * case.sequences, response_share=1 - case.prompt / case.length, device="cpu",
     )  # fmt: skip
-    return memory.peak(memory.figures(model.parts, model.architecture, run))
+    return memory.peak(
+        memory.figures(model.parts, model.architecture, run, adapters=model.adapters, others=model.others)
+    )
 
 
 def measured(trial: Trial) -> int:
@@ -90,7 +100,9 @@ def measured(trial: Trial) -> int:
     import torch
 
     from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.settings.train import TrainSettings
     from slimectl.types import Row
 
     case = CASES[trial.case]
@@ -107,30 +119,42 @@ def measured(trial: Trial) -> int:
         "max_tokens_per_pack": case.length * case.sequences,
         "dtype": trial.dtype,
     }
-    maker = policy_of(trial, options)
+    maker, critic_maker = makers_of(trial, options)
     torch.nn.functional.linear(torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)).sum().backward()
     before = resident()
+    if case.lora_rank is not None:
+        options["lora"] = LoraOptions(case.lora_rank, 2.0 * case.lora_rank, TrainSettings().lora_targets)
     policy = maker(Path(trial.model), HFCheckpoint(), **options)
+    learners, reference = [policy], None
+    if case.ppo:
+        learners = [critic_maker(Path(trial.model), HFCheckpoint(), **options), policy]
+        reference = maker(Path(trial.model), HFCheckpoint(), **options, trains=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the steps, not of reading the checkpoint
     for _ in range(2):
-        policy.forward_backward(rows, NegativeLogProb())
-        policy.optim_step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        if reference is not None:
+            reference.log_probs(rows)
+        for learner in learners:
+            learner.forward_backward(rows, NegativeLogProb())
+            learner.optim_step()
+    return peak_resident() - before
 
 
-def policy_of(trial: Trial, options: dict[str, Any]) -> Any:
-    """The policy's class, its libraries loaded; its own options are added."""
+def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The classes of policy and critic, their libraries loaded; their own options are added."""
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 
         from slimectl.policies.fsdp.policy import FsdpPolicy
+        from slimectl.policies.fsdp.value import FsdpCritic
 
         options["gradient_checkpointing"] = trial.recompute == "full"
-        return FsdpPolicy
+        return FsdpPolicy, FsdpCritic
     from slimectl.policies.megatron.config import Recompute
     from slimectl.policies.megatron.policy import MegatronPolicy
+    from slimectl.policies.megatron.value import MegatronCritic
 
     options["recompute"] = Recompute(trial.recompute)
-    return MegatronPolicy
+    return MegatronPolicy, MegatronCritic
 
 
 class NegativeLogProb:
@@ -144,6 +168,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_resident() -> int:
+    """VmHWM, which can be reset; ru_maxrss cannot."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 def in_own_process(trial: Trial) -> int:
     command = [sys.executable, __file__, "--trial", json.dumps(trial.__dict__)]
     result = subprocess.run(
@@ -155,9 +185,14 @@ def in_own_process(trial: Trial) -> int:
 
 
 def create(config: dict[str, Any], folder: Path) -> None:
+    """Stored in bfloat16, as published models are: what is frozen needs no more."""
+    import torch
+
     from slimectl.checkpoints.create import create_model
+    from slimectl.checkpoints.hf import HFCheckpoint
 
     create_model(config, folder, seed=0)
+    HFCheckpoint(dtype=torch.bfloat16).write(folder, list(HFCheckpoint().read(folder)))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def option(name: str, words: str, panel: str | None = None, **limits: Any) -> An
 
 
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
-PLACEMENT = "Placement"
+BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
 Card = Annotated[str | None, option("--card", "Model card (see `slimectl models`)")]
 Model = Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")]
 Gpus = Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)]
@@ -50,6 +50,14 @@ Mfu = Annotated[float, option("--mfu", "Share of the peak that is attained", TRA
 EngineTensor = Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)]
 Share = Annotated[float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)]
 Concurrency = Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)]
+LoraRank = Annotated[int | None, option("--lora-rank", "Rank of adapters, which then learn alone", BESIDE, min=1)]
+LoraTargets = Annotated[
+    list[str] | None,
+    option("--lora-target", "Linear layer that gets one; repeatable; train.lora_targets' by default", BESIDE),
+]
+Critic = Annotated[bool, option("--critic", "With a critic on the same backbone (ppo)", BESIDE)]
+Reference = Annotated[bool, option("--reference", "With a frozen reference", BESIDE)]
+Teacher = Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)]
 Json = Annotated[bool, option("--json", "Print JSON instead of a table")]
 Placed = Annotated[
     bool, option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT)
@@ -63,6 +71,8 @@ def plan(
     device: Device = "cuda", seq_len: SeqLen = 8192, response_len: ResponseLen = None, max_tokens: MaxTokens = 8192,
     batch: Batch = 256, gpu_memory: GpuMemory = 80, tflops: Tflops = None, mfu: Mfu = 0.35,
     engine_tp: EngineTensor = 1, mem_fraction: Share = 0.85, concurrency: Concurrency = None, as_json: Json = False,
+    lora_rank: LoraRank = None, lora_target: LoraTargets = None, critic: Critic = False, reference: Reference = False,
+    teacher: Teacher = None,
     placement: Placed = False, config: Config = None, assign: Assign = None,
 ) -> None:  # fmt: skip
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
@@ -73,6 +83,7 @@ def plan(
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
+        slimectl plan --card qwen3-8B --gpus 1 --policy fsdp --lora-rank 32 --reference
     """
     if placement:
         from slimectl.cli.placement import show_placement
@@ -84,8 +95,14 @@ def plan(
     from slimectl.cli.records import say
     from slimectl.estimates import plan as estimates
     from slimectl.estimates.run import Run
+    from slimectl.settings.train import TrainSettings
 
-    found = estimates.model_of(configuration(card, model))
+    if lora_target and lora_rank is None:
+        raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
+    found = estimates.model_of(
+        configuration(card, model), lora_rank=lora_rank, lora_targets=lora_target or TrainSettings().lora_targets,
+        critic=critic, reference=reference, teacher=teacher and _teacher(teacher),
+    )  # fmt: skip
     share = min(1.0, (response_len or seq_len) / seq_len)
     run = Run(gpus, ParallelLayout(), policy, dtype, recompute or "none", seq_len, max_tokens, share, device)
     sizes = {"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "context": cp, "expert": ep, "expert_tensor": etp}
@@ -122,6 +139,10 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
     if card is not None:
         cards.check(card, found, where=model)
     return cards.language_model(found)
+
+
+def _teacher(name: str) -> dict[str, Any]:
+    return configuration(None, name) if Path(name).is_dir() else configuration(name, None)
 
 
 def print_plan(made: Plan, as_json: bool) -> None:

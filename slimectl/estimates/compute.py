@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slimectl.estimates.figures import Figure, counted, parameters
+from slimectl.estimates.others import Standing, policy_of
 from slimectl.estimates.parameters import Part, activated, count
 from slimectl.weights.architecture import Architecture
 
@@ -44,16 +45,39 @@ def pair_cost(parts: Sequence[Part], architecture: Architecture) -> float:
 
 def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int) -> Figure:
     """FLOPs of one token of a sequence, forward and backward, nothing computed twice."""
-    N, layers, width = passed(parts, architecture), attention_layers(architecture), attention_width(architecture)
+    return _token(policy_of(architecture, parts), seq_len)
+
+
+def _multiplied(model: Standing) -> int:
+    """Parameters that multiply a token; a critic has no logits."""
+    if model.name == "critic":
+        return activated([part for part in model.parts if part.layer is not None], model.architecture)
+    return passed(model.parts, model.architecture)
+
+
+def _forward(model: Standing, seq_len: int) -> float:
+    layers, width = attention_layers(model.architecture), attention_width(model.architecture)
+    return 2 * _multiplied(model) + 2 * layers * width * seq_len / 2
+
+
+def _token(model: Standing, seq_len: int) -> Figure:
+    """Forward 2 a parameter; backward 2 for the gradient of what comes in, and 2 for that of what learns."""
+    architecture, critic = model.architecture, model.name == "critic"
+    N, L = _multiplied(model), activated(model.trained, architecture)
     # Forward 2 a pair and column, backward twice that; a token sees half of its sequence on average.
-    value = 6 * N + 6 * layers * width * seq_len / 2
-    words = f"6 x {parameters(N)} parameters + 6 x {layers} layers x {width:,} columns x {seq_len:,} / 2"
-    return Figure("FLOPs per token", value, "FLOP", words)
+    layers, width, pairs = attention_layers(architecture), attention_width(architecture), 6 if model.trained else 2
+    each, words = pairs * N, f"{pairs} x {parameters(N)} parameters"
+    if any(part.inner for part in model.trained):
+        each, words = 4 * N + 2 * L, f"4 x {parameters(N)} parameters + 2 x {parameters(L)} that learn"
+    if critic:  # it is asked for values before it learns
+        pairs, each, words = pairs + 2, each + 2 * N, f"{words} + 2 x {parameters(N)} for values"
+    value = each + pairs * layers * width * seq_len / 2
+    name = "FLOPs per token" if model.name == "policy" else f"FLOPs per token, {model.name}"
+    return Figure(name, value, "FLOP", f"{words} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
 
 
 def figures(
-    parts: Sequence[Part],
-    architecture: Architecture,
+    models: Sequence[Standing],
     *,
     seq_len: int,
     batch: int,
@@ -63,15 +87,17 @@ def figures(
     mfu: float,
 ) -> list[Figure]:
     """FLOPs of a token and of a step of `batch` sequences; its time on `world` GPUs of `tflops` at `mfu`."""
-    token = token_flops(parts, architecture, seq_len)
+    tokens = [_token(model, seq_len) for model in models]
+    words = " + ".join(counted(token.value) for token in tokens)
     step = Figure(
-        "FLOPs per step", token.value * seq_len * batch, "FLOP",
-        f"{counted(token.value)} x {seq_len:,} tokens x {batch:,} sequences",
+        "FLOPs per step", sum(token.value for token in tokens) * seq_len * batch, "FLOP",
+        f"{f'({words})' if len(tokens) > 1 else words} x {seq_len:,} tokens x {batch:,} sequences",
     )  # fmt: skip
-    found = [token, step]
+    found = [*tokens, step]
     if recomputes:
-        words = f"full recomputation runs forward twice: 4/3 x {counted(step.value)}"
-        found.append(Figure("FLOPs per step, recomputation included", step.value * 4 / 3, "FLOP", words))
+        again = sum(_forward(model, seq_len) for model in models if model.trained) * seq_len * batch
+        words = f"full recomputation runs forward twice: {counted(step.value)} + {counted(again)}"
+        found.append(Figure("FLOPs per step, recomputation included", step.value + again, "FLOP", words))
     if tflops is not None:
         seconds = step.value / (world * tflops * 1e12 * mfu)
         words = (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slimectl.estimates import figures as written
 from slimectl.estimates.figures import Figure
 from slimectl.layouts import ParallelLayout
+from slimectl.weights.adapters import adapter_links, chosen, linear_layers
 from slimectl.weights.architecture import Architecture
 from slimectl.weights.links import Link
 
@@ -27,17 +28,28 @@ class Part:
     cut: bool
     rows: int = 0
     """Rows that are padded to a multiple of the tensor-parallel size; 0 for none."""
+    inner: int = 0
+    """Of adapters: numbers that a token has between A and B."""
 
 
 def parts_of(links: Sequence[Link]) -> list[Part]:
     """The parameters of a family's table that are trained, by kind and layer."""
-    counts: dict[tuple[Kind, int | None, bool, int], int] = {}
+    found: dict[tuple[Kind, int | None, bool, int], Part] = {}
     for link in links:
         if link.buffer:
             continue
         key = (_kind(link), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
-        counts[key] = counts.get(key, 0) + math.prod(link.shape)
-    return [Part(kind, layer, count, cut, rows) for (kind, layer, cut, rows), count in counts.items()]
+        before = found.get(key) or Part(key[0], key[1], 0, key[2], key[3])
+        inner = link.shape[0] if ".adapter.A." in link.megatron else 0
+        found[key] = replace(before, count=before.count + math.prod(link.shape), inner=before.inner + inner)
+    return list(found.values())
+
+
+def adapter_parts(links: Sequence[Link], rank: int, targets: Sequence[str]) -> list[Part]:
+    """The parameters of adapters of this rank. Raises SettingsError for a target that is no layer's."""
+    layers = set(chosen(linear_layers(links), targets))
+    pairs = [pair for link in links for pair in adapter_links(link, layers, rank)]
+    return parts_of([half for pair in pairs for half in pair])
 
 
 def _layer(name: str) -> int | None:
@@ -116,7 +128,9 @@ def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
     return layer // run % layout.pipeline
 
 
-def figures(parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout) -> list[Figure]:
+def figures(
+    parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, adapters: Sequence[Part] = ()
+) -> list[Figure]:
     """Totals, and the most that a rank holds."""
     by_kind = [(kind, count(parts, kind)) for kind in KINDS]
     found = [
@@ -127,6 +141,9 @@ def figures(parts: Sequence[Part], architecture: Architecture, layout: ParallelL
         rest = count(parts) - count(parts, "experts")
         formula = f"{rest:,} + experts {count(parts, 'experts'):,} x {k} chosen / {experts}"
         found.append(Figure("activated parameters", activated(parts, architecture), "parameters", formula))
+    if adapters:
+        words = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
+        found.append(Figure("trained parameters", count(adapters), "parameters", words))
     ranks = [held(parts, architecture, layout, stage) for stage in range(layout.pipeline)]
     most = max(ranks, key=lambda rank: rank.all)
     formula = f"pipeline stage {ranks.index(most)} of {layout.pipeline}: matrices / tensor {layout.tensor}"

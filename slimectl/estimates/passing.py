@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from slimectl.estimates import activations
 from slimectl.estimates.activations import Saved
 from slimectl.estimates.figures import Figure, counted, parameters
-from slimectl.estimates.parameters import Part, stage_of
+from slimectl.estimates.others import Standing
+from slimectl.estimates.parameters import stage_of
 from slimectl.estimates.run import CHUNK_LOGITS, KEPT_LOGITS, Run
 from slimectl.weights.architecture import Architecture
 
 
-def passing(parts: Sequence[Part], architecture: Architecture, run: Run, stage: int, gathered: float) -> list[Figure]:
-    """The three figures of a rank of pipeline stage `stage`; `gathered` parameters are whole for a while (FSDP)."""
+def passing(model: Standing, run: Run, stage: int, gathered: float) -> list[Figure]:
+    """The three figures of a rank of pipeline stage `stage` of a model that learns; gradients of `gathered` parameters
+    are whole for a while (FSDP)."""
     last = run.policy == "fsdp" or stage == run.layout.pipeline - 1
-    head = _head(architecture, run) if last else Figure("head", 0, "bytes", "on the last stage only")
+    head = _head(model, run) if last else Figure("head", 0, "bytes", "on the last stage only")
     return [
-        _activations(architecture, run, stage, last),
+        _activations(model.architecture, run, stage, last, inner=_inner(model, run, stage)),
         head,
-        _backward(parts, architecture, run, stage, head.value, gathered),
+        _backward(model, run, stage, head.value, gathered),
     ]
+
+
+def asked(model: Standing, run: Run, stage: int) -> float:
+    """Bytes at work in a forward pass without gradients: a layer's tensors, or a chunk of logits."""
+    layers = [activations.size(layer_of(model.architecture, run, i)) for i in _layers(model.architecture, run, stage)]
+    H, V = int(model.architecture.transformer["hidden_size"]), model.architecture.vocab_size / _cut(run)
+    chunk = min(CHUNK_LOGITS, run.responses * V)
+    return max(run.tokens * max(layers), run.bytes * run.responses * H + (14 if run.bytes == 2 else 12) * chunk)
+
+
+def _inner(model: Standing, run: Run, stage: int) -> float:
+    """Bytes per token between the halves of adapters, over the layers of a stage; a token meets k of E experts."""
+    t, columns = model.architecture.transformer, 0.0
+    for part in model.trained:
+        if part.layer is not None and part.layer in _layers(model.architecture, run, stage):
+            share = t["moe_router_topk"] / model.architecture.experts if part.kind == "experts" else 1.0
+            columns += share * part.inner
+    return run.bytes * columns
 
 
 def layer_of(architecture: Architecture, run: Run, index: int) -> list[Saved]:
@@ -36,7 +54,7 @@ def layer_of(architecture: Architecture, run: Run, index: int) -> list[Saved]:
     return activations.megatron_layer(architecture, run, experts=experts, linear=delta)
 
 
-def _activations(architecture: Architecture, run: Run, stage: int, last: bool) -> Figure:
+def _activations(architecture: Architecture, run: Run, stage: int, last: bool, *, inner: float = 0.0) -> Figure:
     layers = _layers(architecture, run, stage)
     each = [activations.size(layer_of(architecture, run, i)) for i in layers]
     packs = in_flight(run, stage)
@@ -48,6 +66,9 @@ def _activations(architecture: Architecture, run: Run, stage: int, last: bool) -
         boundary = run.bytes * architecture.transformer["hidden_size"] / _cut(run)
         size = len(layers) * boundary * packs * run.tokens
         words = f"input c H {counted(boundary)}"
+    elif inner:
+        size += packs * run.tokens * inner
+        words += f" + between the halves of adapters {counted(inner / len(layers))}"
     if packs != 1:
         what = f"{packs:g} packs under way x {what}"
     size += run.tokens * _outer(architecture, run, stage, last)
@@ -92,17 +113,22 @@ def in_flight(run: Run, stage: int) -> float:
     return (2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1) / virtual
 
 
-def _head(architecture: Architecture, run: Run) -> Figure:
+def _head(model: Standing, run: Run) -> Figure:
     """The head's own as policies/head.py works: hidden states, log-probabilities kept, logits at work, gradients."""
     H, V, R, c = (
-        int(architecture.transformer["hidden_size"]),
-        architecture.vocab_size / _cut(run),
+        int(model.architecture.transformer["hidden_size"]),
+        model.architecture.vocab_size / _cut(run),
         run.responses,
         run.bytes,
     )
+    if model.head == "values":
+        each = 2 * c + (8 if c == 2 else 0)  # of bfloat16 float32 copies besides
+        return Figure("head", each * R * H, "bytes", f"hidden states and their gradients {each} x {R:,} x {H:,}")
     chunk, hidden = min(CHUNK_LOGITS, R * V), c * R * H
     words = f"hidden states c x {R:,} x {H:,} + log-probabilities kept 4 x min(2^25, {R:,} x {V:,.0f})"
     gradients, of = c * V * H + hidden, f"gradients of both and of the weight c({V:,.0f} + {R:,}) x {H:,}"
+    if model.head == "stays":
+        gradients, of = hidden, f"gradients of both c x {R:,} x {H:,}"
     if R * V <= KEPT_LOGITS:
         # Backward works inside what is kept; forward has one chunk's logits besides.
         words += f" + the larger of a chunk of logits 4 x min(2^23, …) and {of}"
@@ -113,12 +139,10 @@ def _head(architecture: Architecture, run: Run) -> Figure:
     return Figure("head", hidden + 4 * KEPT_LOGITS + each * chunk + gradients, "bytes", words)
 
 
-def _backward(
-    parts: Sequence[Part], architecture: Architecture, run: Run, stage: int, head: float, gathered: float
-) -> Figure:
+def _backward(model: Standing, run: Run, stage: int, head: float, gathered: float) -> Figure:
     """What one layer's backward pass takes, where that is more than what the head gives back before its turn."""
-    c = run.bytes
-    size, words = _layer_backward(parts, architecture, run)
+    c, architecture = run.bytes, model.architecture
+    size, words = _layer_backward(model, run)
     if run.recompute == "full":
         anew = max(activations.size(layer_of(architecture, run, i)) for i in _layers(architecture, run, stage))
         size += anew * run.tokens
@@ -129,16 +153,18 @@ def _backward(
     return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", words)
 
 
-def _layer_backward(parts: Sequence[Part], architecture: Architecture, run: Run) -> tuple[float, str]:
+def _layer_backward(model: Standing, run: Run) -> tuple[float, str]:
     """Bytes of the gradients inside one layer's MLP or experts, whichever are more."""
-    c, t = run.bytes, architecture.transformer
+    c, t = run.bytes, model.architecture.transformer
     F = int(t["ffn_hidden_size"]) / _cut(run)
     mlp = (3 * c * F * run.tokens, f"gradients in an MLP 3cF = 3 x {c} x {F:,.0f} x {run.tokens:,} tokens")
-    if not architecture.experts:
+    if not model.architecture.experts:
         return mlp
-    layer = max(part.count for part in parts if part.kind == "experts")
+    layer = max(part.count for part in model.parts if part.kind == "experts")
     layer = layer // run.layout.expert // run.layout.expert_tensor
     rows = 3 * c * int(t["moe_ffn_hidden_size"]) * int(t["moe_router_topk"]) / _cut(run) * run.tokens
     # A grouped product takes the gate and up of all experts stacked in one tensor, and gives their gradients so.
+    if not model.experts_learn:
+        return max(mlp, (2 / 3 * c * layer + rows, f"experts of a layer stacked: 2/3 c x {parameters(layer)}, + 3ckF"))
     words = f"experts of a layer stacked, and their gradients: 4/3 c x {parameters(layer)}, + 3ckF"
     return max(mlp, (4 / 3 * c * layer + rows, words))

@@ -9,7 +9,8 @@ from typing import Any
 from slimectl.errors import SettingsError
 from slimectl.estimates import compute, engine, memory, parameters
 from slimectl.estimates.figures import GIB, Figure, sized
-from slimectl.estimates.parameters import Part, parts_of
+from slimectl.estimates.others import Standing, critic_of, policy_of
+from slimectl.estimates.parameters import Part, adapter_parts, parts_of
 from slimectl.estimates.run import Recompute, Run
 from slimectl.estimates.search import USABLE, fitting
 from slimectl.layouts import SETTINGS, ParallelLayout, problems
@@ -21,10 +22,19 @@ Suggestion = tuple[ParallelLayout, Recompute]
 
 @dataclass(frozen=True)
 class Model:
-    """What a configuration says, as the formulas take it."""
+    """What a configuration says, as the formulas take it, and what stands beside it.
+
+    With `adapters` they alone learn.
+    """
 
     architecture: Architecture
     parts: Sequence[Part]
+    adapters: Sequence[Part] = ()
+    others: Sequence[Standing] = ()
+
+    @property
+    def all(self) -> list[Standing]:
+        return [policy_of(self.architecture, self.parts, self.adapters), *self.others]
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,30 @@ class Plan:
     fits: bool
 
 
-def model_of(config: Config) -> Model:
-    """From a complete configuration. Raises CheckpointError if its family is not known."""
+def model_of(
+    config: Config,
+    *,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    critic: bool = False,
+    reference: bool = False,
+    teacher: Config | None = None,
+) -> Model:
+    """From complete configurations, the policy's and a teacher's.
+
+    Raises CheckpointError if a family is not known, SettingsError for a target of adapters that is no layer.
+    """
     family = family_of(config)
-    return Model(family.architecture(config), parts_of(family.links(config)))
+    architecture, links = family.architecture(config), family.links(config)
+    parts = parts_of(links)
+    adapters = adapter_parts(links, lora_rank, lora_targets) if lora_rank else []
+    others = [critic_of(architecture, parts, adapters)] if critic else []
+    if reference:
+        others.append(Standing("reference", architecture, parts))
+    if teacher is not None:
+        asked = model_of(teacher)
+        others.append(Standing("teacher", asked.architecture, asked.parts))
+    return Model(architecture, parts, adapters, others)
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
@@ -52,13 +82,21 @@ def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
 
 
 def fits(model: Model, run: Run, memory_gib: float) -> bool:
-    most = memory.peak(memory.figures(model.parts, model.architecture, run))
+    most = memory.peak(_memory(model, run))
     return most <= USABLE * memory_gib * GIB
+
+
+def _memory(model: Model, run: Run) -> list[Figure]:
+    return memory.figures(model.parts, model.architecture, run, adapters=model.adapters, others=model.others)
 
 
 def check(model: Model, run: Run) -> None:
     """Raises SettingsError, one line, for what the trainer would refuse."""
-    architecture = model.architecture
+    for standing in model.all:
+        _check(standing.architecture, run)
+
+
+def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "fsdp":
         plain = architecture.layer in ("plain", "sandwich") and not architecture.mla and not architecture.experts
         if not plain:
@@ -80,10 +118,13 @@ def with_layout(
         candidate = replace(run, layout=suggestion[0], recompute=recompute or suggestion[1])
         if fits(model, candidate, memory_gib):
             return candidate
-    for choice in fitting(model.parts, model.architecture, run, batch=batch, memory_gib=memory_gib):
+    for choice in fitting(
+        model.parts, model.architecture, run, batch=batch, memory_gib=memory_gib, adapters=model.adapters,
+        others=model.others,
+    ):  # fmt: skip
         if recompute in (None, choice.recompute):
             return replace(run, layout=choice.layout, recompute=choice.recompute)
-    least = (14 + 4) * parameters.count(model.parts) if run.bytes == 2 else 16 * parameters.count(model.parts)
+    least = memory.least(model.all, run)
     raise SettingsError(
         f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB a GPU; weights, gradients and optimizer"
         f" alone take {sized(least)} in all; give more --gpus, shorter --seq-len, or a layout to see its figures"
@@ -104,14 +145,14 @@ def planned(
 ) -> Plan:
     """All figures of a checked run."""
     parts, architecture = model.parts, model.architecture
-    training = memory.figures(parts, architecture, run)
+    training = _memory(model, run)
     return Plan(
         run,
         {
-            "parameters": parameters.figures(parts, architecture, run.layout),
+            "parameters": parameters.figures(parts, architecture, run.layout, model.adapters),
             "training memory": training,
             "arithmetic": compute.figures(
-                parts, architecture, seq_len=run.seq_len, batch=batch, world=run.world,
+                model.all, seq_len=run.seq_len, batch=batch, world=run.world,
                 recomputes=run.recompute == "full", tflops=tflops, mfu=mfu,
             ),
             "engine": engine.figures(

@@ -11,6 +11,7 @@ from slimectl.estimates import memory
 from slimectl.estimates.activations import columns
 from slimectl.estimates.compute import token_flops
 from slimectl.estimates.figures import GIB
+from slimectl.estimates.others import Standing
 from slimectl.estimates.parameters import Part, held
 from slimectl.estimates.run import Recompute, Run
 from slimectl.layouts import ParallelLayout, problems
@@ -56,7 +57,14 @@ def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
 
 
 def fitting(
-    parts: Sequence[Part], architecture: Architecture, run: Run, *, batch: int, memory_gib: float
+    parts: Sequence[Part],
+    architecture: Architecture,
+    run: Run,
+    *,
+    batch: int,
+    memory_gib: float,
+    adapters: Sequence[Part] = (),
+    others: Sequence[Standing] = (),
 ) -> Iterator[Choice]:
     """Layouts and recomputation that fit `run.world` GPUs, the likely fastest first; `batch` sequences a step.
 
@@ -64,12 +72,14 @@ def fitting(
     """
     tried: list[tuple[float, Run]] = []
     for layout in legal(architecture, run.world):
+        if any(any(problems(layout, other.architecture.transformer, run.world)) for other in others):
+            continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
         for recompute in recomputes:
             candidate = replace(run, layout=layout, recompute=recompute)
             tried.append((step_seconds(parts, architecture, candidate, batch), candidate))
     for seconds, candidate in sorted(tried, key=lambda item: (round(math.log(item[0], 1.1)), _parts(item[1]), item[0])):
-        most = memory.peak(memory.figures(parts, architecture, candidate))
+        most = memory.peak(memory.figures(parts, architecture, candidate, adapters=adapters, others=others))
         if most <= USABLE * memory_gib * GIB:
             yield Choice(candidate.layout, candidate.recompute, seconds, most)
 

@@ -49,6 +49,18 @@ def test_a_directory_is_planned_for_like_its_card(tmp_path: Path):
     assert plan("--model", str(tmp_path))[1] == plan("--card", "qwen3-0.6B")[1]
 
 
+def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
+    alone = ("--card", "qwen3-8B", "--gpus", "1", "--policy", "fsdp", "--recompute", "full")
+    assert plan(*alone)[0] == 1
+    code, out, err = plan(*alone, "--lora-rank", "32", "--reference", "--critic", "--teacher", "qwen3-4B")
+    assert (code, err) == (0, "1 ranks: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
+    beside = [
+        line.split("  ")[1] for line in out.splitlines() if line.startswith(("  critic", "  reference", "  teacher"))
+    ]
+    assert beside == ["critic weights", "critic optimizer", "critic gradients", "reference weights", "teacher weights"]
+    assert "of the model, which stays as it is" in out
+
+
 def test_a_layout_that_does_not_fit_is_shown_all_the_same():
     code, out, err = plan("--card", "qwen3-32B", "--tp", "8")
     assert (code, "peak per rank" in out) == (1, True)
@@ -64,6 +76,12 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "qwen3-30B-A3B", "--policy", "fsdp"], "--policy fsdp: trains plain dense decoders only"),
         (["--card", "qwen3-8B", "--policy", "fsdp", "--tp", "2"], "--policy fsdp: takes no parallel sizes"),
         (["--card", "qwen3-8b"], "model.card: no card 'qwen3-8b'; did you mean qwen3-8B?"),
+        (["--card", "qwen3-8B", "--lora-rank", "8", "--lora-target", "qkv"], "train.lora_targets: no linear layer is"),
+        (
+            ["--card", "qwen3-8B", "--lora-target", "q_proj"],
+            "--lora-target: says nothing without adapters; add --lora-rank",
+        ),
+        (["--card", "qwen3-8B", "--policy", "fsdp", "--teacher", "qwen3-30B-A3B"], "--policy fsdp: trains plain dense"),
         ([], "plan: which model? add --card NAME or --model DIR"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from slimectl import cards
@@ -13,8 +15,8 @@ from slimectl.layouts import ParallelLayout
 from slimectl.weights.complete import completed
 
 
-def model(name: str) -> Model:
-    return plan.model_of(cards.language_model(completed(cards.load(name)["config"])))
+def model(name: str, **beside: Any) -> Model:
+    return plan.model_of(cards.language_model(completed(cards.load(name)["config"])), **beside)
 
 
 def figure(figures: list[Figure], name: str) -> Figure:
@@ -76,6 +78,88 @@ def test_one_fsdp_process_holds_masters_gradients_and_moments():
         assert sizes == [weights, 4 * P, 8 * P]
 
 
+def memory_of(found: Model, run: Run) -> dict[str, float]:
+    lines = memory.figures(found.parts, found.architecture, run, adapters=found.adapters, others=found.others)
+    return {line.name: line.value for line in lines}
+
+
+P = 596_049_920
+Q, KV, H, F, K = 16 * 128, 8 * 128, 1024, 3072, 8
+ADAPTERS = 28 * K * ((H + Q) + 2 * (H + KV) + (Q + H) + 3 * (H + F))  # rank x (inputs + outputs) of seven layers
+ADAPTED = {
+    "lora_rank": K,
+    "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+
+
+def test_with_adapters_the_model_has_no_gradients_and_no_optimizer():
+    found = model("qwen3-0.6B", **ADAPTED)
+    assert parameters.count(found.adapters) == ADAPTERS
+    for policy, dtype, weights, moments in (
+        ("fsdp", "float32", 4 * (P + ADAPTERS), 8 * ADAPTERS),
+        ("fsdp", "bfloat16", 2 * (P + ADAPTERS) + 4 * ADAPTERS, 8 * ADAPTERS),  # float32 masters of what learns
+        ("megatron", "bfloat16", 2 * (P + ADAPTERS), 12 * ADAPTERS),
+    ):
+        lines = memory_of(found, Run(1, policy=policy, dtype=dtype))  # type: ignore[arg-type]
+        assert [lines[name] for name in ("weights", "gradients", "optimizer")] == [weights, 4 * ADAPTERS, moments]
+        whole = memory_of(SMALL, Run(1, policy=policy, dtype=dtype))  # type: ignore[arg-type]
+        # What lies between the halves of seven adapters a layer; the head's weight has no gradient.
+        inner = (2 if dtype == "bfloat16" else 4) * 8192 * 28 * 7 * K
+        assert lines["activations"] - whole["activations"] == inner
+        assert lines["head"] <= whole["head"]
+
+
+def test_adapters_are_cut_as_their_matrices_are():
+    found = model("qwen3-0.6B", **ADAPTED)
+    # Of q, k, v, gate and up B is cut, of o and down A; what is not cut every rank has.
+    cut = 28 * K * (Q + 2 * KV + Q + 3 * F)
+    held = parameters.held(found.adapters, found.architecture, ParallelLayout(tensor=4), 0).all
+    assert held == cut // 4 + (ADAPTERS - cut)
+    experts = model("qwen3-30B-A3B", lora_rank=4, lora_targets=["down_proj"])
+    spread = parameters.held(experts.adapters, experts.architecture, ParallelLayout(expert=8), 0)
+    assert (spread.dense, spread.experts) == (0, 48 * 128 * 4 * (768 + 2048) // 8)
+
+
+def test_a_critic_learns_all_but_the_head_of_the_language_model():
+    found, run = model("qwen3-4B", critic=True), Run(8, distributed_optimizer=False)
+    backbone = parameters.count(found.parts)  # tied: the head is the embedding, which learns
+    lines = memory_of(found, run)
+    assert lines["critic weights"] == 2 * (backbone + 2560)
+    assert (lines["critic gradients"], lines["critic optimizer"]) == (4 * (backbone + 2560), 12 * (backbone + 2560))
+    untied = model("qwen3-8B", critic=True)
+    (critic,) = untied.others
+    assert parameters.count(critic.trained) == parameters.count(untied.parts) - 151936 * 4096 + 4096
+    assert "critic's turn" not in lines  # it has no logits
+
+
+def test_a_reference_and_a_teacher_hold_their_weights_alone():
+    teacher = cards.language_model(completed(cards.load("qwen3-8B")["config"]))
+    found = model("qwen3-0.6B", reference=True, teacher=teacher)
+    lines = memory_of(found, Run(8, ParallelLayout(tensor=8), seq_len=1024, max_tokens_per_gpu=1024))
+    plain = memory_of(SMALL, Run(8, ParallelLayout(tensor=8), seq_len=1024, max_tokens_per_gpu=1024))
+    assert lines["reference weights"] == plain["weights"]
+    of_teacher = plan.model_of(teacher)
+    held = parameters.held(of_teacher.parts, of_teacher.architecture, ParallelLayout(tensor=8), 0)
+    assert lines["teacher weights"] == 2 * held.all
+    more = lines["reference weights"] + lines["teacher weights"] + lines.get("teacher's turn", 0.0)
+    assert lines[memory.PEAK] == pytest.approx(plain[memory.PEAK] + more)
+    (own, reference, eight), seq = (
+        compute.figures(found.all, seq_len=4096, batch=1, world=1, recomputes=False, tflops=None, mfu=1)[:3],
+        4096,
+    )
+    assert reference.value == pytest.approx(own.value / 3)  # forward only
+    assert eight.value == 2 * (parameters.count(of_teacher.parts) - 151936 * 4096) + 2 * 36 * 32 * 256 * seq / 2
+
+
+def test_flops_with_adapters_leave_out_the_gradient_of_the_model():
+    found = model("qwen3-0.6B", **ADAPTED)
+    made = compute.figures(found.all, seq_len=4096, batch=1, world=1, recomputes=True, tflops=None, mfu=1)
+    attention = 28 * 16 * 256 * 2048
+    token, whole = made[0].value, figure(made, "FLOPs per step, recomputation included").value / 4096
+    assert token == 4 * P + 6 * ADAPTERS + 6 * attention
+    assert whole == pytest.approx(token + 2 * (P + ADAPTERS) + 2 * attention)
+
+
 def test_the_peak_is_the_sum_of_its_lines():
     found = memory.figures(MIXED.parts, MIXED.architecture, Run(8, ParallelLayout(pipeline=4, expert=2)))
     assert memory.peak(found) == pytest.approx(sum(line.value for line in found[:-1]))
@@ -116,9 +200,7 @@ def test_flops_of_a_token():
 
 
 def test_time_of_a_step():
-    found = compute.figures(
-        SMALL.parts, SMALL.architecture, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5
-    )
+    found = compute.figures(SMALL.all, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5)
     flops = compute.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192
     assert figure(found, "time per step").value == pytest.approx(flops / (4 * 100e12 * 0.5))
 
