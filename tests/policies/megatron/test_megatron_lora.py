@@ -13,10 +13,15 @@ from policies.policy_cases import Clipped, new_policy, random_rows
 from rank_cases import STEADY, Ranks, megatron
 from safetensors.torch import load_file
 
+from slimectl.algorithms.losses import PolicyLoss
+from slimectl.algorithms.values import SharedLoss, ValueLoss
+from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.layouts import ParallelLayout
+from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
 from slimectl.policies.lora import LoraOptions, initial
 from slimectl.policies.megatron.config import Recompute
+from slimectl.policies.megatron.shared import MegatronPolicyWithValues
 from slimectl.policies.megatron.value import MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
 
@@ -206,6 +211,29 @@ def test_a_critic_keeps_its_head_in_the_adapter(four_layers: ModelDir, tmp_path:
     resumed.load(tmp_path)
     assert resumed.values(rows) == critic.values(rows)
     assert max(abs(value) for values in critic.values(rows) for value in values) > 0
+
+
+def test_a_policy_that_is_its_own_critic_keeps_its_head_beside_what_peft_reads(four_layers: ModelDir, tmp_path: Path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    policy = megatron(four_layers("tied"), kind=MegatronPolicyWithValues, lora=lora())
+    rows = random_rows(groups=4)
+    for row in rows:
+        row.values, row.returns = [0.0] * row.response_length, row.advantages
+    loss = SharedLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
+    policy.forward_backward(rows, loss)
+    policy.optim_step()
+    fsdp = FsdpPolicyWithValues(four_layers("tied"), HFCheckpoint(), optimizer=STEADY, lora=lora())
+    fsdp.load(saved(policy, tmp_path / "megatron"))
+    assert fsdp.forward_backward(rows, loss) == pytest.approx(policy.forward_backward(rows, loss), rel=1e-5)
+    assert fsdp.optim_step() == pytest.approx(policy.optim_step(), rel=1e-5)
+    for found, expected in zip(fsdp.values(rows), policy.values(rows), strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(four_layers("tied"), dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain, saved(fsdp, tmp_path / "fsdp") / "adapter").merge_and_unload()
+    merged = theirs.state_dict()
+    assert all(torch.allclose(tensor, merged[name], atol=1e-6) for name, tensor in fsdp.weights())
 
 
 def test_what_cannot_be_is_refused(four_layers: ModelDir, tmp_path: Path):
