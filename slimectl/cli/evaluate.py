@@ -87,12 +87,14 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
     """The metrics of every dataset; the graded samples go to `out` where one is given."""
     from slimectl import wiring
     from slimectl.cli.records import told, up_to_date, write_out
+    from slimectl.hooks import check_hooks
     from slimectl.stages.evaluate import answer_of, settings_for, summarized
     from slimectl.stages.evaluate import evaluate as stage
 
     parts = {}
     for name, source in settings.eval.sources.items():
         own = settings_for(settings, name)
+        check_hooks(own, "rollout.", "score.")
         prompts = wiring.prompts(own, [source], shuffle=False)
         parts[name] = own, prompts, wiring.reward(own), wiring.agent(own)
     folder = wiring.model_folder(settings.model.path)

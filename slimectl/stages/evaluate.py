@@ -17,9 +17,10 @@ from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.attempt import Attempts, single_turn
-from slimectl.stages.own_rollout import FUNCTION, on_sample, own_evaluation
+from slimectl.stages.own_rollout import FUNCTION, own_evaluation
 from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.round_metrics import asked_for, pass_rates
+from slimectl.stages.sample_hooks import on_sample
 from slimectl.stages.score import Grader, reward_number, score
 from slimectl.streams import tee
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow

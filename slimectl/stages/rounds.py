@@ -16,8 +16,9 @@ from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups
-from slimectl.stages.own_rollout import FUNCTION, OwnRollout, agent_at, on_sample, own_rounds, process_all
+from slimectl.stages.own_rollout import FUNCTION, OwnRollout, own_rounds
 from slimectl.stages.rollout import fitting, most_in_flight
+from slimectl.stages.sample_hooks import agent_at, on_sample, process_all
 from slimectl.stages.score import score
 from slimectl.stages.underway import Group, Underway
 from slimectl.types import Metrics, Prompt, Round, Sample, Status

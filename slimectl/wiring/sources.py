@@ -86,7 +86,7 @@ def agent(settings: Settings) -> Agent | None:
     if found is None:
         return None
 
-    from slimectl.stages.own_rollout import as_agent
+    from slimectl.stages.sample_hooks import as_agent
 
     return as_agent(found, args)
 
@@ -107,8 +107,9 @@ def rolled_out(
     left_out: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
     """Ungraded samples, of the rounds that the user's function makes where there is one, else a group a prompt."""
-    from slimectl.stages.own_rollout import agent_at, on_sample, own_samples
+    from slimectl.stages.own_rollout import own_samples
     from slimectl.stages.rollout import rollout
+    from slimectl.stages.sample_hooks import agent_at, on_sample
 
     shared: dict[str, Any] = {
         "agent": agent(settings),
