@@ -106,11 +106,17 @@ def _rollout() -> list[Metric]:
         "spec_accept_rate": ("", "Share of drafted tokens that were taken, with speculative decoding"),
         "zero_std/count_{reward}": ("groups", "Groups whose answers all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
+        "waiting_groups": (
+            "groups",
+            "Kept for the next round: finished surplus, or broken off",
+        ),
+        "continued_samples": ("samples", "Begun in an earlier round and gone on with in this one (partial_rollout)"),
         "prompts_too_long": ("prompts", "Left out for having more than rollout.max_prompt_len tokens"),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
         "values": ("", "Mean value that the critic gave to sampled tokens"),
         "returns": ("", "Mean return of sampled tokens, which the critic learns"),
+        "generation_time": ("s", "Generation and grading of the round, as perf/rollout_time"),
         "samples_per_second": ("1/s", "Samples a second of generation and grading"),
         "step": ("rounds", "The axis of rollout metrics"),
     }
@@ -137,6 +143,7 @@ def _eval() -> list[Metric]:
         "{name}-avg@{n}": ("", "Mean over prompts of the share of right answers"),
         "{name}-maj@{n}": ("", "Share of prompts whose most frequent answer is right (arXiv:2203.11171)"),
         "{name}/response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
+        "{name}/error/{category}": ("samples", "Failed attempts, by exception; they count as wrong"),
         "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
         "{name}/category/{category}/reward": ("", "Mean reward of answers of this category"),
         "{name}/correct_samples/count": ("samples", "Right answers (track.log_correct_samples)"),
@@ -167,6 +174,7 @@ def _perf() -> list[Metric]:
             "Tokens sampled a second of a round's generation and grading, a GPU",
         ),
         "perf/longest_sample_tokens_per_sec": ("tokens/s", "Tokens of the longest answer in that time"),
+        "perf/non_generation_time/{mean,max,min}": ("s", "What tools took of an attempt, where there are any"),
         "perf/tokens_per_sec": ("tokens/s", "Tokens of a round, prompts included, a second of the whole round"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),
     }

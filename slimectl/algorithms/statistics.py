@@ -28,14 +28,19 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
     ]
     if written:
         metrics["rollout/rollout_log_probs"] = statistics.fmean(written)
-    failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
-    metrics |= {f"rollout/error/{name}": float(count) for name, count in sorted(failures.items())}
+    metrics |= count_failures("rollout/", samples)
     prompts = sum(info["total_prompt_tokens"] for s in samples if (info := s.prefix_cache_info))
     if prompts:
         cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))
         metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
     metrics |= _speculation([s.spec_info for s in samples if s.spec_info])
     return metrics
+
+
+def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
+    """How many attempts failed, by exception; nothing where none did."""
+    failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
+    return {f"{prefix}error/{name}": float(count) for name, count in sorted(failures.items())}
 
 
 def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:

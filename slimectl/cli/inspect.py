@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import Model
+from slimectl.cli.options import Assign, Config, Model, resolved
 from slimectl.errors import SettingsError
 
 
@@ -18,11 +18,14 @@ def inspect(
         bool, typer.Option("--mask", help="Show which tokens are taught: green, or in [[ ]] without colours")
     ] = False,
     model: Model = None,
+    config: Config = None,
+    assign: Assign = None,
 ) -> None:
     """Say what a run, a samples file or a model directory is and where it came from.
 
-    With --mask, a samples file (or chats to imitate) is shown token by token: what the model is taught, and what it
-    only reads. The model is the one that the file's manifest names, or --model.
+    With --mask, a samples file (or chats to imitate; preferences with -s algorithm.name=dpo) is shown token by token:
+    what the model is taught, and what it only reads. The model is the one that the file's manifest names, or --model;
+    rows are read as `train` would with the same -c and -s.
 
     Example:
 
@@ -33,7 +36,7 @@ def inspect(
     if mask:
         from slimectl.cli.masks import at_masks
 
-        at_masks(path, rows, model)
+        at_masks(path, rows, resolved(config, assign, {"model.path": model}).settings)
         return
     from slimectl.cli import looking
 

@@ -11,24 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import wiring
-from slimectl.data.jsonl import read_lines, read_samples
 from slimectl.data.manifest import manifest_path
 from slimectl.errors import SettingsError
-from slimectl.settings.layers import Layer, resolve
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.types import Sample
 
 TAUGHT, READ, PROMPT = "taught", "read", "prompt"
 COLOURS = {TAUGHT: "\x1b[30;42m", READ: "\x1b[33m", PROMPT: "\x1b[2m"}
+PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+"""Characters that would steer the terminal, as the pictures of them that Unicode has: a model writes anything."""
 BRACKETS = {TAUGHT: ("[[", "]]"), READ: ("((", "))"), PROMPT: ("", "")}
 
 
-def at_masks(path: Path, rows: int, model: str | None) -> None:
+def at_masks(path: Path, rows: int, settings: Settings) -> None:
     """The first samples of a file, or of the demonstrations that its prompts become, with every token's part shown."""
-    tokenizer = wiring.tokenizer(wiring.model_folder(model or _made_with(path)))
+    tokenizer = wiring.tokenizer(wiring.model_folder(settings.model.path or _made_with(path)))
     coloured = sys.stdout.isatty() if "FORCE_COLOR" not in os.environ else True
     coloured = coloured and "NO_COLOR" not in os.environ
     print(" ".join(_shown(part, part, coloured) for part in (PROMPT, TAUGHT, READ)))
-    for sample in islice(_samples(path, tokenizer), rows):
+    for sample in islice(_samples(path, tokenizer, settings), rows):
         mask = sample.mask()
         print(f"--- sample {sample.index}: {sample.prompt_length} + {len(mask)} tokens, {sum(mask)} taught")
         print("".join(_shown(text, part, coloured) for part, text in _runs(sample, tokenizer)))
@@ -44,13 +46,10 @@ def _made_with(path: Path) -> str:
     return str(model)
 
 
-def _samples(path: Path, tokenizer: Any) -> Iterator[Sample]:
-    if any("tokens" in line for _, line in islice(read_lines(path), 1)):
-        return read_samples(path)
-    from slimectl.stages.rollout import demonstrations
-
-    settings = resolve([Layer("inspect", {})]).settings
-    return demonstrations(wiring.prompts(settings, [str(path)]), tokenizer, settings.rollout)
+def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]:
+    if not isinstance(settings.algorithm, Sft | Pairwise):
+        settings = settings.model_copy(update={"algorithm": Sft()})
+    return wiring.training_samples(settings, str(path), tokenizer, on_error="stop", report=lambda error: None)
 
 
 def _runs(sample: Sample, tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -61,7 +60,8 @@ def _runs(sample: Sample, tokenizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _shown(text: str, part: str, coloured: bool) -> str:
-    if coloured:
-        return f"{COLOURS[part]}{text}\x1b[0m"
+    text = text.translate(PICTURES)
+    if coloured:  # line by line: pagers begin each line without a colour
+        return "\n".join(f"{COLOURS[part]}{line}\x1b[0m" if line else "" for line in text.split("\n"))
     before, after = BRACKETS[part]
     return before + text + after

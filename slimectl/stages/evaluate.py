@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from slimectl.algorithms.pass_rates import majority_at_n
+from slimectl.algorithms.statistics import count_failures
 from slimectl.errors import RecordError
 from slimectl.hooks import hook
 from slimectl.ports import Agent, Engine, Executor, RewardFn
@@ -161,7 +162,7 @@ def summarize(
         f"eval/{name}/response_len/max": float(max(lengths)),
         f"eval/{name}/response_len/min": float(min(lengths)),
     }
-    metrics |= _of_groups(name, samples, right, answer)
+    metrics |= count_failures(f"eval/{name}/", samples) | _of_groups(name, samples, right, answer)
     return metrics | asked_for(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
 
 

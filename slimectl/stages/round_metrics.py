@@ -190,5 +190,8 @@ def round_perf(samples: Sequence[Sample], perf: Metrics, *, gpus: int) -> Iterat
     if rollout_s and lengths:
         yield "perf/tokens_per_gpu_per_sec", sum(lengths) / rollout_s / max(1, gpus)
         yield "perf/longest_sample_tokens_per_sec", max(lengths) / rollout_s
+    tools_s = [sample.non_generation_time for sample in samples]
+    if any(tools_s):
+        yield from _spread("perf/non_generation_time", tools_s).items()
     if total_s and lengths:
         yield "perf/tokens_per_sec", sum(len(sample.tokens) for sample in samples) / total_s

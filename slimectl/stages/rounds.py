@@ -102,7 +102,7 @@ class _Rounds:
         self.state = state
         self.metrics: Metrics = {}
         self.going = Underway(attempts)
-        self._too_long = 0
+        self._too_long = self._continued = 0
         self._settings = settings
         self._seen: list[Group] = []
         epochs = None if settings.run.num_rollout else settings.run.num_epoch or 1
@@ -136,11 +136,21 @@ class _Rounds:
             process_all(groups if plain else list(self._seen), self.source, self._settings)
             self.state.rounds += 1
             self.source.save(self.state.rounds)
-        drops = {f"rollout/dynamic_filter/drop_{why}": float(count) for why, count in sorted(self._drops.items())}
-        self.metrics = drops | ({"rollout/prompts_too_long": float(self._too_long)} if self._too_long else {})
+        self.metrics = self._counts()
         if self.going:
             self.state.position = self.going.oldest_index
         return samples
+
+    def _counts(self) -> Metrics:
+        """What was left out of the round, and what waits for the next."""
+        counts = {f"dynamic_filter/drop_{why}": count for why, count in sorted(self._drops.items())}
+        if self._too_long:
+            counts["prompts_too_long"] = self._too_long
+        if self._partial or self._over > self._size:
+            counts["waiting_groups"] = len(self.state.buffer)
+        if self._partial:
+            counts["continued_samples"] = self._continued
+        return {f"rollout/{name}": float(count) for name, count in counts.items()}
 
     def _as_they_come(self) -> Iterator[Sample]:
         """Nothing can be dropped, so grading goes beside sampling."""
@@ -153,8 +163,10 @@ class _Rounds:
     def _filled(self) -> list[Sample]:
         chosen = self._from_buffer(self.state.buffer, self._size, self.state.rounds + 1)
         taken = [group for group in chosen if _is_done(group)]
+        self._continued = 0
         for group in chosen:
             if not _is_done(group):
+                self._continued += sum(sample.status in UNFINISHED for sample in group)
                 self.going.go_on(copy.deepcopy(group))
         wanted = self._over
         while len(taken) < self._size:

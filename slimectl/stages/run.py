@@ -71,6 +71,7 @@ def run(
             perf[id(samples[0])] = {
                 "perf/rollout_time": made.seconds,
                 "perf/wait_time": waited,
+                "rollout/generation_time": made.seconds,
                 "rollout/samples_per_second": len(samples) / made.seconds if made.seconds else 0.0,
             }
             yield samples

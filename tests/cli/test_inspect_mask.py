@@ -41,6 +41,22 @@ def test_a_chat_to_imitate_shows_what_its_template_makes_of_it(workshop: Worksho
     assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]" in out
 
 
+def test_rows_are_read_as_train_would(workshop: Workshop):
+    (workshop.folder / "rows.csv").write_text("question,answer\nhi,yes\n")
+    keys = ["-s", "rollout.input_key=question", "-s", "rollout.label_key=answer", "-s", f"model.path={workshop.model}"]
+    assert workshop.slimectl("inspect", "rows.csv", "--mask", *keys).decode().endswith("\nhi[[yes<|end|>]]\n")
+
+
+def test_what_would_steer_the_terminal_is_pictured_and_colours_end_with_the_line(workshop: Workshop, monkeypatch):
+    answer = b"\x1b[2J\ra\nb"
+    steering = {**SAMPLE, "tokens": list(b"1+1=" + answer), "response_length": len(answer), "loss_mask": None}
+    (workshop.folder / "s.jsonl").write_text(json.dumps({**steering, "rollout_log_probs": None}) + "\n")
+    command = ("inspect", "s.jsonl", "--mask", "--model", str(workshop.model))
+    assert workshop.slimectl(*command).decode().endswith("1+1=[[␛[2J␍a\nb]]\n")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert workshop.slimectl(*command).decode().endswith("\x1b[30;42m␛[2J␍a\x1b[0m\n\x1b[30;42mb\x1b[0m\n")
+
+
 def test_samples_of_an_unknown_model_ask_for_it(workshop: Workshop):
     (workshop.folder / "s.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     workshop.slimectl("inspect", "s.jsonl", "--mask", code=2)

@@ -106,6 +106,13 @@ def test_several_answers_that_would_be_alike_are_refused():
     settings(*greedy, "rollout.custom_generate_function_path=tools.py:generate")
 
 
+def test_attempts_that_failed_are_counted_and_count_as_wrong():
+    failed = sample(1, 0.0, metadata={"error": "ConnectionError: gone"})
+    failed.status = Status.FAILED
+    found = summarize("m", [sample(0, 1.0), failed])
+    assert (found["eval/m/error/ConnectionError"], found["eval/m_accuracy"]) == (1.0, 0.5)
+
+
 def test_a_dataset_without_prompts_is_named():
     with pytest.raises(RecordError, match=r"eval\.data\.m: no prompts"):
         summarize("m", [])

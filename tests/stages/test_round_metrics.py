@@ -109,3 +109,6 @@ def test_tokens_a_second_follow_from_samples_and_times():
         "perf/tokens_per_sec": 11.5,  # 46 / 4 s
     }
     assert dict(round_perf(samples, {}, gpus=1)) == {}
+    samples[1].non_generation_time = 0.5
+    tools = {name.rpartition("/")[2]: value for name, value in round_perf(samples, {}, gpus=1)}
+    assert tools == {"mean": 0.25, "max": 0.5, "min": 0.0}

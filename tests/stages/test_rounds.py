@@ -132,6 +132,7 @@ def test_surplus_groups_wait_for_the_next_round_finished():
     assert [sample.group_index for group in made[0].state.buffer for sample in group] == [2]
     made += coming
     assert [numbers(each) for each in made] == [[0, 1], [2, 3], [4, 5]]
+    assert [each.metrics for each in made] == [{"rollout/waiting_groups": count} for count in (1.0, 1.0, 1.0)]
     assert graded == sorted(set(graded))  # once each
 
 
@@ -150,6 +151,7 @@ def test_a_broken_off_answer_goes_on_with_its_tokens():
     coming = rounds(lengths(60, 2, 3, 2, 2), engine, rollout={"partial_rollout": True, "over_sampling_batch_size": 3})
     first = next(coming)
     assert sorted(numbers(first)) == [1, 2]
+    assert first.metrics == {"rollout/waiting_groups": 1.0, "rollout/continued_samples": 0.0}
     (waiting,) = first.state.buffer
     assert (waiting[0].group_index, waiting[0].status) == (0, Status.ABORTED)
     so_far = waiting[0].response_length
