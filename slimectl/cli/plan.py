@@ -55,7 +55,7 @@ LoraTargets = Annotated[
     list[str] | None,
     option("--lora-target", "Linear layer that gets one; repeatable; train.lora_targets' by default", BESIDE),
 ]
-Critic = Annotated[bool, option("--critic", "With a critic on the same backbone (ppo)", BESIDE)]
+Critic = Annotated[bool, option("--critic", "With a critic of its own, which begins as the model (ppo)", BESIDE)]
 Reference = Annotated[bool, option("--reference", "With a frozen reference", BESIDE)]
 Teacher = Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)]
 Json = Annotated[bool, option("--json", "Print JSON instead of a table")]

@@ -32,7 +32,10 @@ def asked(model: Standing, run: Run, stage: int) -> float:
 
 
 def _inner(model: Standing, run: Run, stage: int) -> float:
-    """Bytes per token between the halves of adapters, over the layers of a stage; a token meets k of E experts."""
+    """Bytes per token between the halves of adapters, over the layers of a stage; a token meets k of E experts.
+
+    What frozen norms keep less is not taken off: 7 % of what a layer of Qwen3-8B keeps, more in small models.
+    """
     t, columns = model.architecture.transformer, 0.0
     for part in model.trained:
         if part.layer is not None and part.layer in _layers(model.architecture, run, stage):

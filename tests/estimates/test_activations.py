@@ -18,7 +18,9 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.estimates import passing
 from slimectl.estimates.run import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.settings.train import TrainSettings
 from slimectl.types import Row
 from slimectl.weights.complete import completed
 from slimectl.weights.families import family_of
@@ -109,6 +111,24 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
         # Angles are held, but not by autograd.
         formula -= 2 * run.bytes * SHAPE["head_dim"] * _architecture(name).rope.percent * tokens
     assert measured == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_save_at_most_what_lies_between_their_halves_besides(dtype: Any, tmp_path: Path):
+    create_model(config_of("qwen3"), tmp_path, seed=0)
+    response, rank = LENGTH + 1 - PROMPT, 8
+    rows = [Row([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
+
+    def saved(lora: LoraOptions | None) -> int:
+        options = OptimizerOptions()
+        policy = FsdpPolicy(tmp_path, HFCheckpoint(), optimizer=options, dtype=dtype, lora=lora)
+        ((pack,),) = (policy._share(rows),)
+        return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+
+    inner = LENGTH * SEQUENCES * SHAPE["num_hidden_layers"] * 7 * rank * (4 if dtype == "float32" else 2)
+    # Frozen norms keep less, and so does the first layer, whose input has no gradient: neither is in the formulas.
+    most = saved(None) + inner
+    assert 0.8 * most < saved(LoraOptions(rank, 16.0, TrainSettings().lora_targets)) <= most
 
 
 def _architecture(name: str) -> Any:
