@@ -108,14 +108,15 @@ def sampled(given: argparse.Namespace) -> list[list[Any]]:
     """A batch of samples for every update, with rewards, and log-probabilities that the model gave them."""
     from slimectl import wiring
     from slimectl.stages.rollout import rollout
-    from slimectl.stages.score import referenced
+    from slimectl.stages.teaching import with_log_probs
 
     settings = slimectl_settings(given, {})
     tokenizer, start = wiring.tokenizer(given.model), Path(given.model)
     engine = wiring.engine(settings, start, tokenizer)
     size = given.prompts * given.answers
     drawn = rollout(wiring.prompts(settings, [given.data]), engine, tokenizer, settings.rollout)
-    samples = list(referenced(islice(drawn, size * given.updates), wiring.frozen(settings, start)))
+    answers = islice(drawn, size * given.updates)
+    samples = list(with_log_probs(answers, wiring.frozen(settings, start), "ref_log_probs"))
     if len(samples) < size * given.updates:
         raise SystemExit(f"{given.data}: {len(samples)} answers, {size * given.updates} are needed")
     random = Random(1)

@@ -10,7 +10,6 @@ from slimectl.data.buffer import SamplingState
 from slimectl.ports import Critic, Executor, LogProbs, Policy
 from slimectl.settings import Settings
 from slimectl.stages.rounds import Clock
-from slimectl.stages.score import referenced
 from slimectl.stages.teaching import with_log_probs
 from slimectl.stages.train import TrainState, train_rounds
 from slimectl.types import Metrics, Round, Sample, StepReport
@@ -63,7 +62,9 @@ def run(
             waited = clock() - asked
             if shared:
                 sync.sleep()
-            samples = made.samples if reference is None else list(referenced(made.samples, reference))
+            samples = made.samples
+            if reference is not None:
+                samples = list(with_log_probs(samples, reference, "ref_log_probs", again=True))
             if teacher is not None:
                 samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
             here = made.state

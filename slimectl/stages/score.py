@@ -15,13 +15,10 @@ from slimectl.rewards.asking import Asker
 from slimectl.rewards.verdict import is_number
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Calls, Grader, as_calls
-from slimectl.streams import batched
-from slimectl.types import Row, Sample, Status
+from slimectl.stages.teaching import with_log_probs
+from slimectl.types import Sample, Status
 
-__all__ = ["Grader", "referenced", "reward_number", "score"]
-
-REFERENCE_BATCH = 64
-"""Samples whose reference log-probabilities are computed together."""
+__all__ = ["Grader", "reward_number", "score"]
 
 
 def score(
@@ -43,16 +40,7 @@ def score(
     `settings.reward_key`.
     """
     graded = _graded(samples, reward, settings, executor)
-    yield from graded if reference is None else referenced(graded, reference)
-
-
-def referenced(samples: Iterable[Sample], reference: Policy) -> Iterator[Sample]:
-    """Every sample with the log-probabilities that `reference` gives its response."""
-    for batch in batched(samples, REFERENCE_BATCH):
-        rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in batch]
-        for sample, log_probs in zip(batch, reference.log_probs(rows), strict=True):
-            sample.ref_log_probs = log_probs
-        yield from batch
+    yield from graded if reference is None else with_log_probs(graded, reference, "ref_log_probs", again=True)
 
 
 def _graded(

@@ -14,11 +14,18 @@ BATCH = 64
 
 
 def with_log_probs(
-    samples: Iterable[Sample], model: LogProbs, field: Literal["ref_log_probs", "teacher_log_probs"]
+    samples: Iterable[Sample],
+    model: LogProbs,
+    field: Literal["ref_log_probs", "teacher_log_probs"],
+    *,
+    again: bool = False,
 ) -> Iterator[Sample]:
-    """Every sample with the log-probabilities that `model` gives its response under `field`; those it has stay."""
+    """Every sample with the log-probabilities that `model` gives its response under `field`.
+
+    Those that a sample has stay, unless they are to be computed `again`.
+    """
     for batch in batched(samples, BATCH):
-        lacking = [sample for sample in batch if getattr(sample, field) is None]
+        lacking = [sample for sample in batch if again or getattr(sample, field) is None]
         rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in lacking]
         for sample, log_probs in zip(lacking, model.log_probs(rows) if rows else [], strict=True):
             setattr(sample, field, log_probs)
