@@ -79,7 +79,7 @@ def evaluate(
 
     metrics = _measured(settings, out)
     for name in settings.eval.data:
-        say(f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}")
+        say(summary_line(name, metrics))
     print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
 
 
@@ -116,6 +116,14 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
             assert manifest is not None
             told(write_out(graded(sampling, graders), out, manifest, inputs), {})
     return metrics
+
+
+def summary_line(name: str, metrics: Metrics) -> str:
+    """The accuracy on a dataset; attempts that failed count as wrong, and are told."""
+    prefix = f"eval/{name}/error/"
+    failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    told = "".join(f", {count:.0f} failed of {kind}" for kind, count in failed.items())
+    return f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}{told}"
 
 
 def _named(item: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import json
 import pytest
 from workshop import Workshop
 
+from slimectl.cli.evaluate import summary_line
 from slimectl.errors import RecordError, SettingsError
 from slimectl.settings.layers import from_assignments, resolve
 from slimectl.settings.run import TrackSettings
@@ -111,6 +112,7 @@ def test_attempts_that_failed_are_counted_and_count_as_wrong():
     failed.status = Status.FAILED
     found = summarize("m", [sample(0, 1.0), failed])
     assert (found["eval/m/error/ConnectionError"], found["eval/m_accuracy"]) == (1.0, 0.5)
+    assert summary_line("m", found) == "m: accuracy 0.500, 1 failed of ConnectionError"
 
 
 def test_a_dataset_without_prompts_is_named():
