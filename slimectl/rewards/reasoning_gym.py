@@ -49,7 +49,7 @@ class ReasoningGym(Verifier):
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
             why = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
-        elif scorer.counts and _EXPONENT.search(answer.text):
+        elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
             why = f"an exponent of more than three digits, which the scorer of {task} would write out"
         elif scorer.evaluates and not is_inert(answer.text):
             why = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"

@@ -96,7 +96,7 @@ def test_only_literals_and_small_arithmetic_are_inert(text, inert):
 
 
 @pytest.mark.parametrize("number", ["1e999999999", "1E-999999999", "5.e99_999_999", "1e99,999,999", "-.1e999999999/3"])
-@pytest.mark.parametrize("task", ["coin_flip", "power_function", "chain_sum"])
+@pytest.mark.parametrize("task", ["coin_flip", "power_function", "chain_sum", *EVALUATING])
 def test_no_number_is_written_out(task, number):
     verdict = verifier("reasoning_gym").explain(made(task, answer=number))
     assert (verdict.reward, verdict.why[:38]) == (0.0, "an exponent of more than three digits,")
