@@ -88,7 +88,9 @@ def is_inert(text: str) -> bool:
     if "#" in plain or (len(plain) > MAX_EXPRESSION and not plain.startswith(("[", "{"))):
         return False
     try:
-        nodes = list(ast.walk(ast.parse(plain, mode="eval").body))
+        with warnings.catch_warnings():  # of literals such as 1or 2
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(plain, mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _is_text(plain)
     strings = any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in nodes)

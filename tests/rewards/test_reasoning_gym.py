@@ -104,6 +104,7 @@ def test_no_number_is_written_out(task, number):
 
 def test_a_scorer_that_warns_writes_nothing(recwarn):
     assert verifier("reasoning_gym")(made("pool_matrix", answer="")) < 0.1
+    assert not is_inert("1or [x]()")
     assert list(recwarn) == []
 
 
