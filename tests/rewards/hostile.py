@@ -24,6 +24,7 @@ EXPLOSIVE = [
     r"\frac{0}{0}", r"\tan(\frac{\pi}{2})", r"\infty - \infty", r"\sin(10^{40})",
     r"\det\begin{vmatrix}1\end{vmatrix}",
     "x = y = z = x", "1 < 2 < 3 < x < 4", r"\left\{ x \mid x > 1 \right.", r"|x| \cdot ||y||| ", r"a_{b_{c_{d}}}",
+    r"\left[((10^{300})^{300})^{300}1,234.5\right)", "[9^{9^{9}},5)",
     r"(-1)^{\frac{1}{10^{30}}}", r"x^{0.1234567890123456789}", "0.1e-300^{300}", r"\cos^{-1}(2)^{i}", "i^{i^{i^i}}",
 ]  # fmt: skip
 BROKEN = [
