@@ -60,7 +60,8 @@ class ScoreSettings(Section):
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Worker processes; 0 grades in this process, without the time limit. Where not given: one for each core, at most
-    4, for verifiers that do symbolic mathematics or run programs, else 0."""
+    4, if a verifier of these settings does symbolic mathematics or runs programs, else 0. Verifiers that only prompts
+    name (metadata.rm_type) are not looked at: give a number where these are slow ones."""
 
     @property
     def processes(self) -> int:

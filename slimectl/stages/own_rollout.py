@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from slimectl.data.buffer import SamplingState
 from slimectl.errors import HookError
 from slimectl.hooks import Args, Hook, hook
 from slimectl.ports import Agent, Engine, OnSample
+from slimectl.rewards.verdict import is_number
 from slimectl.settings import Settings
 from slimectl.stages.attempt import Attempts, sampling_params, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups, flattened
@@ -108,8 +108,7 @@ class OwnRollout:
 
     def _checked(self, metrics: Any) -> Metrics:
         fit = isinstance(metrics, dict) and all(
-            isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
-            for name, value in metrics.items()
+            isinstance(name, str) and is_number(value) for name, value in metrics.items()
         )
         if not fit:
             raise self._hook.returned(metrics, "finite numbers by name as metrics")

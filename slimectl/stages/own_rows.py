@@ -5,7 +5,6 @@ R response tokens of a sample
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from slimectl.errors import HookError
 from slimectl.hooks import Args, Hook, hook
+from slimectl.rewards.verdict import is_number
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient
 from slimectl.types import Metrics, Row, Sample, Status
@@ -94,7 +94,7 @@ def _rewards(found: Hook, name: str, given: Any, count: int) -> list[float]:
     if len(numbers) != count:
         raise HookError(f"{found.setting}: {found.path} returned {len(numbers)} {name} for {count} samples; one each")
     for i, number in enumerate(numbers):
-        if not finite(number):
+        if not is_number(number):
             raise HookError(f"{found.setting}: {found.path}: {name} of sample {i} is {number!r}, not a finite number")
     return [float(number) for number in numbers]
 
@@ -192,7 +192,7 @@ def postprocess(
 def checked_numbers(found: Hook, name: str, given: Any, i: int, length: int) -> list[float]:
     """R finite numbers of sample `i`. Raises HookError."""
     numbers = listed(given)
-    if len(numbers) != length or not all(map(finite, numbers)):
+    if len(numbers) != length or not all(map(is_number, numbers)):
         raise HookError(
             f"{found.setting}: {found.path}: {name} of sample {i}: must be {length} finite numbers, one a response "
             "token"
@@ -205,7 +205,3 @@ def listed(given: Any) -> list[Any]:
     if isinstance(given, Tensor) or hasattr(given, "tolist"):
         given = given.tolist()
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def finite(number: Any) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)

@@ -114,6 +114,8 @@ WRONG = [
     ("score.custom_reward_post_process_path", "return [1.0], [1.0]", "", "returned 1 raw_rewards for 4 samples"),
     ("score.custom_reward_post_process_path", "return [0.0] * 4, [float('inf')] * 4", "",
      "rewards of sample 0 is inf, not a finite number"),
+    ("score.custom_reward_post_process_path", "return [0.0] * 4, [10**400] * 4", "",
+     "rewards of sample 0 is 10+, not a finite number"),
     ("train.custom_convert_samples_to_train_data_path", "return {'tokens': []}", "", "return a dict with"),
     ("train.custom_convert_samples_to_train_data_path",
      "return {'tokens': [[1, 2]] * 3, 'response_lengths': [1] * 3, 'rewards': [0.0] * 3}", "",
