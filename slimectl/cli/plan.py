@@ -83,7 +83,7 @@ def plan(
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
-        slimectl plan --card qwen3-8B --gpus 1 --policy fsdp --lora-rank 32 --reference
+        slimectl plan --card qwen3-4B --gpus 1 --policy fsdp --lora-rank 32 --reference
     """
     if placement:
         from slimectl.cli.placement import show_placement

