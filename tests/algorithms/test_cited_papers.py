@@ -23,6 +23,7 @@ OURS = {
     "ValuePack": "what a loss reads",
     "SlopeLoss": "the chain rule",
     "bundled": "our own sharing of prompts",
+    "count_failures": "a count",
     "count_groups": "a count",
     "dealt": "balancing.py has the method",
     "group_advantages": "puts together functions that cite",

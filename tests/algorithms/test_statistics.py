@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimectl.algorithms.statistics import count_groups, rollout_metrics
+from slimectl.algorithms.statistics import count_failures, count_groups, rollout_metrics
 from slimectl.types import Sample, Status
 
 
@@ -25,6 +25,18 @@ def test_lengths_rewards_and_failures_of_a_round():
             "rollout/error/OSError": 1.0,
         }
     )
+
+
+def test_failures_are_counted_by_exception():
+    failed = [
+        sample(1, Status.FAILED, metadata={"error": said})
+        for said in ("OSError: gone", "OSError: full", "KeyError: 'a'")
+    ]
+    assert count_failures("eval/aime/", [sample(2), *failed]) == {
+        "eval/aime/error/KeyError": 1.0,
+        "eval/aime/error/OSError": 2.0,
+    }
+    assert count_failures("eval/aime/", [sample(2)]) == {}
 
 
 def test_what_the_engine_told_is_summed_before_it_is_divided():

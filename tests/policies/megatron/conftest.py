@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,25 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
-@pytest.fixture(scope="package")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+RANKS: dict[int, Ranks] = {}
+"""By their number; their processes live until the last test of this folder."""
 
 
-@pytest.fixture(scope="package")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+@pytest.fixture(scope="session")
+def two() -> Ranks:
+    RANKS[2] = Ranks(2)
+    return RANKS[2]
+
+
+@pytest.fixture(scope="session")
+def four() -> Ranks:
+    RANKS[4] = Ranks(4)
+    return RANKS[4]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks with the folder: their threads poll, and no scope of pytest's ends with a folder of no package."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        while RANKS:
+            RANKS.popitem()[1].close()
