@@ -126,7 +126,7 @@ class Asker:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.InvalidURL):
                 raise Refused("this is no address; write http://HOST:PORT/PATH", passing=False) from None
-            raise Refused(f"is not answering: {error or type(error).__name__}", passing=True) from None
+            raise Refused(f"no answer: {error or type(error).__name__}", passing=True) from None
         try:
             return json.loads(text)
         except (ValueError, RecursionError):

@@ -12,7 +12,9 @@ from slimectl.errors import CheckpointError, SettingsError
 def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
     """The Hugging Face directory that a setting names. Raises SettingsError or CheckpointError."""
     if path is None:
-        raise SettingsError(f"{setting}: no model is given; add --model DIR, a Hugging Face checkpoint directory")
+        way = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
+        found = way.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
+        raise SettingsError(f"{setting}: no model is given; {found}")
     folder = Path(path)
     if is_gguf(path):
         raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")

@@ -149,7 +149,7 @@ def test_a_server_that_hangs_and_one_that_is_not_there_cost_their_time_and_no_mo
     started = time.perf_counter()
     with grading(hang) as server, pytest.raises(BackendError, match=r"no answer; no time left \(1 try, 0 s\)"):
         verifier("remote_rm", url=server.url, timeout_s=0.3)(SAMPLE)
-    with pytest.raises(BackendError, match=r"is not answering: .*\(2 tries"):
+    with pytest.raises(BackendError, match=r"no answer: .*\(2 tries"):
         verifier("remote_rm", url=server.url, tries=2)(SAMPLE)
     assert time.perf_counter() - started < 5
 

@@ -83,7 +83,7 @@ def test_a_reference_follows_the_policy_and_is_found_again(workshop: Workshop):
 def test_a_run_of_distillation_needs_a_teacher_of_its_vocabulary(workshop: Workshop, model_dir: ModelDir):
     opd = [*STEADY, "-s", "algorithm.name=opd", "-s", "run.num_rollout=1", "--name", "opd"]
     workshop.slimectl("run", *opd, code=2)
-    assert "algorithm.opd_teacher_load" in workshop.stderr
+    assert "algorithm.opd_teacher_load: no model is given; name the teacher's, or its servers by" in workshop.stderr
     workshop.slimectl("run", *opd, "--force", "-s", f"algorithm.opd_teacher_load={model_dir('llama_untied')}")
     (report,) = steps(workshop, "opd")
     assert report["metrics"]["train/opd_reverse_kl"] != 0
