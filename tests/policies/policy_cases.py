@@ -1,4 +1,4 @@
-"""What the policy tests share: rows of random tokens, two small losses, the plain padded way to compare with.
+"""What the policy tests share: rows of random tokens, small losses, a value head, the plain padded way to compare with.
 
 Importable by name, so that the processes of a group find the losses.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -69,6 +70,25 @@ def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Row
                 )
             )
     return rows
+
+
+def rows_with_returns() -> list[Row]:
+    """Every answer returns 1 or -1 from each of its tokens."""
+    rows = random_rows()
+    for row in rows:
+        row.values, row.returns = [0.0] * row.response_length, row.advantages
+    return rows
+
+
+def add_value_head(source: Path, folder: Path) -> Path:
+    """The model at `source` with a random value head, in `folder`; `folder`/plain is the model without it."""
+    weights = load_file(source / "model.safetensors")
+    width = weights["model.norm.weight"].shape[0]
+    head = torch.randn(1, width, generator=torch.Generator().manual_seed(3)) * 0.1
+    save_file(weights | {"score.weight": head}, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    (folder / "plain").symlink_to(source)
+    return folder
 
 
 def padded_log_probs(model: torch.nn.Module, rows: list[Row], temperature: float = 1.0) -> list[Tensor]:

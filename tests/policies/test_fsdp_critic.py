@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from policies.policy_cases import random_rows
-from safetensors.torch import load_file, save_file
+from policies.policy_cases import add_value_head, random_rows, rows_with_returns
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimectl.algorithms.values import ValueLoss
@@ -20,7 +20,6 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
 
 ModelDir = Callable[..., Path]
 
@@ -29,23 +28,9 @@ def new_critic(folder: Path, **options: Any) -> FsdpCritic:
     return FsdpCritic(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=3e-3)} | options))
 
 
-def rows_with_returns() -> list[Row]:
-    """Every answer returns 1 or -1 from each of its tokens."""
-    rows = random_rows()
-    for row in rows:
-        row.values, row.returns = [0.0] * row.response_length, row.advantages
-    return rows
-
-
 @pytest.fixture(scope="module", params=["llama", "llama_untied"])
 def with_head(request: pytest.FixtureRequest, model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, folder = model_dir(request.param), tmp_path_factory.mktemp("critic")
-    weights = load_file(source / "model.safetensors")
-    width = weights["model.norm.weight"].shape[0]
-    head = torch.randn(1, width, generator=torch.Generator().manual_seed(3)) * 0.1
-    save_file(weights | {"score.weight": head}, folder / "model.safetensors")
-    (folder / "config.json").write_text((source / "config.json").read_text())
-    return folder
+    return add_value_head(model_dir(request.param), tmp_path_factory.mktemp("critic"))
 
 
 def test_values_are_the_head_of_the_hidden_states_that_predict_the_tokens(with_head: Path):

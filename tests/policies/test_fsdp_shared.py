@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from policies.policy_cases import padded_log_probs, random_rows
-from safetensors.torch import load_file, save_file
+from policies.policy_cases import add_value_head, padded_log_probs, random_rows, rows_with_returns
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimectl.algorithms.losses import PolicyLoss
@@ -23,7 +23,6 @@ from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
 from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
 
 ModelDir = Callable[..., Path]
 LOSS = SharedLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
@@ -33,22 +32,9 @@ def new(folder: Path, kind: Callable[..., Any] = FsdpPolicyWithValues, **options
     return kind(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=3e-3)} | options))
 
 
-def rows_with_returns() -> list[Row]:
-    rows = random_rows()
-    for row in rows:
-        row.values, row.returns = [0.0] * row.response_length, row.advantages
-    return rows
-
-
 @pytest.fixture(scope="module", params=["llama", "llama_untied"])
 def with_head(request: pytest.FixtureRequest, model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, folder = model_dir(request.param), tmp_path_factory.mktemp("shared")
-    weights = load_file(source / "model.safetensors")
-    head = torch.randn(1, weights["model.norm.weight"].shape[0], generator=torch.Generator().manual_seed(3)) * 0.1
-    save_file(weights | {"score.weight": head}, folder / "model.safetensors")
-    (folder / "config.json").write_text((source / "config.json").read_text())
-    (folder / "plain").symlink_to(source)
-    return folder
+    return add_value_head(model_dir(request.param), tmp_path_factory.mktemp("shared"))
 
 
 def test_both_halves_say_what_they_would_alone_and_engines_get_the_policy(with_head: Path):
