@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slimectl.algorithms.balancing import karmarkar_karp, round_robin
@@ -62,7 +62,8 @@ def test_every_load_is_dealt_once_in_equal_numbers_and_never_worse_than_in_turns
 
 
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=6).filter(lambda costs: len(costs) % 2 == 0))
-def test_two_shares_are_within_seven_sixths_of_the_best(costs: list[int]):
-    """The bound of differencing for two shares of equal number (Michiels et al. 2003)."""
+@example([3, 1, 1, 1, 0, 0])  # 4 where 3 is possible
+def test_two_shares_are_within_half_of_the_best(costs: list[int]):
+    """The bound of differencing that keeps two shares of equal number: 3/2 (Michiels et al. 2003)."""
     best = min(max(sums([list(order[::2]), list(order[1::2])], costs)) for order in permutations(range(len(costs))))
-    assert max(sums(karmarkar_karp(costs, 2), costs)) <= best * 7 / 6 + 1e-9
+    assert max(sums(karmarkar_karp(costs, 2), costs)) <= best * 3 / 2 + 1e-9
