@@ -56,7 +56,8 @@ class RunSettings(Section):
     """How often a run goes on from its last checkpoint after a trainer's rank died."""
 
     max_logprob_abs_diff: Annotated[float, Field(gt=0)] | None = 0.1
-    """Mean |trainer - engine| log-probability of a step above which something is wrong; none does not look."""
+    """Mean |trainer - engine| log-probability of a step above which something is wrong; none does not look. Rounds that
+    older weights wrote in part (run.ahead, over-sampling) differ by right: they are reported and not judged."""
 
     on_disagreement: Literal["warn", "stop"] = "warn"
     """What to do above it."""
