@@ -8,8 +8,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import forkserver
 import pytest
+from forkserver import ForkedProcess
 
 REWARD = '''
 def reward(sample):
@@ -36,19 +39,22 @@ class Workshop:
     stderr: str = ""
     """Words of the last command."""
 
+    def start(self, *arguments: str, **streams: Any) -> ForkedProcess:
+        """Start a command in a forked process; `streams` mean what they mean to subprocess.Popen."""
+        return forkserver.start(list(arguments), cwd=self.folder, env=self.environment, **streams)
+
     def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0, timeout_s: float = 90) -> bytes:
-        """Run a command to its end; its stdout. Fails with its stderr if the exit code is not `code`."""
-        result = subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            input=stdin,
-            capture_output=True,
-            env=self.environment,
-            timeout=timeout_s,
-        )
-        assert result.returncode == code, result.stderr.decode()
-        self.stderr = result.stderr.decode()
-        return result.stdout
+        """Run a command to its end and return its stdout. Fails with its stderr if the exit code is not `code`."""
+        pipe = subprocess.PIPE
+        process = self.start(*arguments, stdin=None if stdin is None else pipe, stdout=pipe, stderr=pipe)
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        self.stderr = stderr.decode()
+        assert process.returncode == code, self.stderr
+        return stdout
 
     def metrics(self, run: str) -> list[dict]:
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()

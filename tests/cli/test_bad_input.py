@@ -195,12 +195,8 @@ def test_a_full_output_is_an_error_with_a_way_out(workshop: Workshop):
 
 
 def test_a_second_ctrl_c_stops_at_once(workshop: Workshop):
-    process = subprocess.Popen(
-        workshop.command("run", "-s", "run.num_rollout=1000", "-s", "rollout.max_response_len=200"),
-        cwd=workshop.folder,
-        env=workshop.environment,
-        stderr=subprocess.PIPE,
-    )
+    rounds = ["-s", "run.num_rollout=1000", "-s", "rollout.max_response_len=200"]
+    process = workshop.start("run", *rounds, stderr=subprocess.PIPE)
     metrics = workshop.folder / "runs" / "a" / "metrics.jsonl"
     while not metrics.exists():
         time.sleep(0.01)

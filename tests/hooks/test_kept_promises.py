@@ -79,9 +79,7 @@ def words(assignments: tuple[str, ...]) -> list[str]:
 
 def killed_in(workshop: Workshop, run: str, arguments: list[str], *, lines: int) -> None:
     """Start a run and kill -9 it once it has written so many lines of metrics."""
-    process = subprocess.Popen(
-        workshop.command(*arguments), cwd=workshop.folder, env=workshop.environment, stderr=subprocess.DEVNULL
-    )
+    process = workshop.start(*arguments, stderr=subprocess.DEVNULL)
     metrics = workshop.folder / "runs" / run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
         assert process.poll() is None

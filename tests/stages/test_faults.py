@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +12,19 @@ from typing import Any
 
 import psutil
 import pytest
+from forkserver import ForkedProcess
 from workshop import Workshop, alike
 
 ROUNDS = ["-s", "run.num_rollout=24", "-s", "rollout.max_response_len=120", "-s", "rollout.ignore_eos=true"]
 ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=4"]
 
 
-def started(workshop: Workshop, *arguments: str) -> subprocess.Popen[bytes]:
+def started(workshop: Workshop, *arguments: str) -> ForkedProcess:
     log = (workshop.folder / "words.txt").open("wb")
-    return subprocess.Popen(
-        workshop.command("run", *arguments), cwd=workshop.folder, env=workshop.environment, stdout=log, stderr=log
-    )
+    return workshop.start("run", *arguments, stdout=log, stderr=log)
 
 
-def descendants(process: subprocess.Popen[bytes], *words: str) -> list[psutil.Process]:
+def descendants(process: ForkedProcess, *words: str) -> list[psutil.Process]:
     """The running processes below it whose command line has all the words."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -43,7 +41,7 @@ def rounds_done(workshop: Workshop, run: str) -> int:
     return path.read_text().count("perf/train_time") if path.exists() else 0
 
 
-def until(condition, *, process: subprocess.Popen[bytes], limit_s: float = 60.0) -> None:
+def until(condition, *, process: ForkedProcess, limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, "the run ended meanwhile"

@@ -16,9 +16,7 @@ KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 
 def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: int) -> bool:
     """Start a run and kill -9 it once its metrics have grown to `at_bytes`; False if it ended first."""
-    process = subprocess.Popen(
-        workshop.command(*arguments), cwd=workshop.folder, env=workshop.environment, stderr=subprocess.DEVNULL
-    )
+    process = workshop.start(*arguments, stderr=subprocess.DEVNULL)
     started = metrics.parent / "run.toml"
     while process.poll() is None:
         size = metrics.stat().st_size if metrics.exists() else (0 if started.exists() else -1)
@@ -66,10 +64,7 @@ def test_a_run_goes_on_at_another_layout_or_with_another_policy(workshop: Worksh
 
 
 def test_the_first_ctrl_c_finishes_the_round_and_saves(workshop: Workshop):
-    process = subprocess.Popen(
-        workshop.command("run", "--name", "a"), cwd=workshop.folder, env=workshop.environment, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+    process = workshop.start("run", "--name", "a", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = workshop.folder / "runs" / "a" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
         time.sleep(0.005)

@@ -1,0 +1,260 @@
+"""Start slimectl commands by forking a process that has imported torch and transformers already.
+
+Such a command is a process like any other: its own pid, descriptors, environment, working directory, signals and exit
+code. It lacks only the seconds of importing. Tests of start-up, of memory and of other interpreters start a new
+interpreter instead.
+
+This file is both ends: tests call `start`; run as a script it is the server, one for every pytest process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+STATUS_BYTES = 4
+
+
+class ForkedProcess:
+    """A forked command, driven as subprocess.Popen is."""
+
+    def __init__(self, pid: int, status: int, streams: dict[str, IO[bytes] | None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = (streams[name] for name in ("stdin", "stdout", "stderr"))
+        self._status = status
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process lives."""
+        return self._receive(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._receive(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(["slimectl"], timeout or 0.0)
+        return code
+
+    def _receive(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            data = os.read(self._status, STATUS_BYTES)
+            assert data, "the fork server ended before this process"
+            self.returncode = int.from_bytes(data, "little", signed=True)
+            os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, data: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Write `data` to stdin, read stdout and stderr to their ends, and wait."""
+        outputs: dict[str, bytes] = {"stdout": b"", "stderr": b""}
+
+        def read(name: str, stream: IO[bytes]) -> None:
+            outputs[name] = stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=(name, stream), daemon=True)
+            for name, stream in (("stdout", self.stdout), ("stderr", self.stderr))
+            if stream is not None
+        ]
+        for reader in readers:
+            reader.start()
+        if self.stdin is not None:
+            try:
+                self.stdin.write(data or b"")
+                self.stdin.close()
+            except BrokenPipeError:
+                pass
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return outputs["stdout"], outputs["stderr"]
+
+    def __enter__(self) -> ForkedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+_server: socket.socket | None = None
+
+
+def start(
+    arguments: list[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    stdin: Any = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    new_session: bool = False,
+) -> ForkedProcess:
+    """Start `slimectl ARGUMENTS`; `stdin`, `stdout` and `stderr` mean what they mean to subprocess.Popen."""
+    streams: dict[str, IO[bytes] | None] = {"stdin": None, "stdout": None, "stderr": None}
+    descriptors, temporary = [], []
+    for number, (name, target) in enumerate([("stdin", stdin), ("stdout", stdout), ("stderr", stderr)]):
+        if target is None:
+            descriptors.append(number)
+        elif target == subprocess.PIPE:
+            reading, writing = os.pipe()
+            streams[name] = open(writing, "wb") if number == 0 else open(reading, "rb")  # noqa: SIM115
+            temporary.append(reading if number == 0 else writing)
+            descriptors.append(temporary[-1])
+        elif target == subprocess.STDOUT:
+            descriptors.append(descriptors[1])
+        elif target == subprocess.DEVNULL:
+            temporary.append(os.open(os.devnull, os.O_RDWR))
+            descriptors.append(temporary[-1])
+        else:
+            descriptors.append(target if isinstance(target, int) else target.fileno())
+    status, report = os.pipe()
+    request = {"arguments": arguments, "cwd": str(cwd), "env": env, "new_session": new_session}
+    server = _connection()
+    socket.send_fds(server, [json.dumps(request).encode()], [*descriptors, report])
+    for descriptor in [*temporary, report]:
+        os.close(descriptor)
+    return ForkedProcess(int(server.recv(64)), status, streams)
+
+
+def _connection() -> socket.socket:
+    """The connection to this process's server, which ends with it."""
+    global _server
+    if _server is None:
+        _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
+        )
+        theirs.close()
+        atexit.register(process.wait)
+        atexit.register(_server.close)  # it reads the end of its socket and leaves
+    return _server
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def preload() -> None:
+    """Import what takes time; nothing that starts a thread."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import slimectl.cli.app
+    import slimectl.job
+    import slimectl.wiring  # noqa: F401
+
+    assert threading.active_count() == 1
+
+
+def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork a process for every request. Returns twice: a request in each child, None at the end of the connection."""
+    preload()
+    gc.freeze()  # a collection in a child would copy the pages of all these objects
+    reports: dict[int, int] = {}
+    wakeup, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        ready = select.select([control, wakeup], [], [])[0]
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+            _reap(reports)
+        if control not in ready:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        if not message:
+            return None
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for descriptor in (control.detach(), wakeup, waker, descriptors.pop(), *reports.values()):
+                os.close(descriptor)
+            return json.loads(message), descriptors
+        reports[pid] = descriptors.pop()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(str(pid).encode())
+
+
+def _reap(reports: dict[int, int]) -> None:
+    """Report the exit code of every child that has ended."""
+    while reports:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        report = reports.pop(pid)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            os.write(report, os.waitstatus_to_exitcode(status).to_bytes(STATUS_BYTES, "little", signed=True))
+        os.close(report)
+
+
+def run_command(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Become `slimectl ARGUMENTS`, as `python -m slimectl` would run it, and exit."""
+    _take_over(request, descriptors)
+    code = 1
+    try:
+        runpy.run_module("slimectl", run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    # What an interpreter does at its end, but for freeing every object: that would copy all of the server's memory.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Give this process the descriptors, environment and folder of the request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    random.seed()
+    sys.argv = ["slimectl", *request["arguments"]]
+    sys.path[0] = request["cwd"]  # as `python -m` has it
+
+
+if __name__ == "__main__":
+    child = serve(socket.socket(fileno=int(sys.argv[1])))
+    if child is not None:
+        run_command(*child)
