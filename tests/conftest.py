@@ -74,3 +74,20 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 @pytest.fixture
 def workshop(tmp_path: Path, model_dir: Callable[[str], Path]) -> Workshop:
     return set_up(tmp_path, model_dir("llama"))
+
+
+SHARED = {
+    "ray": ("executors/test_ray", "contracts/test_executor_contract", "stages/test_faults"),
+    "sglang": ("engines/sglang/", "contracts/test_engine_contract", "contracts/test_sync_contract",
+               "contracts/test_teacher_contract", "stages/test_servers"),
+    "ranks": ("policies/megatron/",),
+}  # fmt: skip
+"""Test files that share what is dear to start (a cluster, a server, rank processes), by the name of their group."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what shares fixtures on one worker (pytest -n 2 --dist loadgroup): the files of a group, else a file."""
+    for item in items:
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        group = next((group for group, prefixes in SHARED.items() if name.startswith(prefixes)), name)
+        item.add_marker(pytest.mark.xdist_group(group))

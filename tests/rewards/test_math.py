@@ -119,17 +119,17 @@ verifier("math")(boxed("2^x", label="x"))  # the import of sympy is not on the c
 
 @pytest.mark.parametrize("answer", EXPLOSIVE, ids=lambda answer: answer[:30])
 def test_no_answer_takes_two_seconds(answer):
-    start = time.perf_counter()
+    start = time.process_time()
     assert verifier("math")(boxed(answer)) == 0.0
     assert verifier("math")(boxed("1", label=answer)) == 0.0
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_a_very_long_response_is_searched_quickly():
-    start = time.perf_counter()
+    start = time.process_time()
     assert verifier("math")(Sample(response=r"\boxed{" * 300_000, label="1")) == 0.0
     assert verifier("math")(Sample(response="{" * 2_000_000 + r"\boxed{1}", label="1")) == 1.0
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_threads_may_grade():
