@@ -20,6 +20,15 @@ def manifest_path(out: Path) -> Path:
     return out / MANIFEST if out.is_dir() else out.with_name(out.name + f".{MANIFEST}")
 
 
+def is_manifest(path: Path) -> bool:
+    """Return whether a file is a manifest that a stage of this program wrote."""
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and {"slimectl", "stage"} <= facts.keys()
+
+
 def settings_hash(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
