@@ -17,7 +17,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.rundir import RunDir, write_folder, write_text
-from slimectl.errors import DiedError, SettingsError, SlimectlError
+from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
 from slimectl.journal import Journal
 from slimectl.ports import Policy
@@ -74,10 +74,20 @@ class Job:
                 self.folder.start(settings_toml, force=force, facts=manifest.facts, warn=say)
             self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
-                finished = self._persistently(self._prepared())
+                finished = self._explained(self._prepared())
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
+
+    def _explained(self, model: Path) -> bool:
+        """Run; where training stopped at numbers that are not finite, say what there is to go on from."""
+        try:
+            return self._persistently(model)
+        except DivergedError as error:
+            numbers = self.folder.checkpoints()
+            last = f"the last checkpoint is {self.folder.step(numbers[-1])}" if numbers else "no checkpoint was saved"
+            again = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
+            raise DivergedError(f"{error}; {last}; go on with: {again}") from error
 
     def _persistently(self, model: Path) -> bool:
         """Go on from the last checkpoint when what trains or samples has died, run.max_restarts times."""
