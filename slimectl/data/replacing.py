@@ -91,7 +91,7 @@ def recover(target: Path, names: re.Pattern[str] | None = None) -> None:
 def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = None) -> None:
     """Give the whole folder `staged` the name `target`. Raises SettingsError if that would lose what is not ours."""
     old = _old(target)
-    if os.path.lexists(target):
+    if replaces := os.path.lexists(target):
         clash = [name for name in _foreign_files(target, names) if os.path.lexists(staged / name)]
         if clash or os.path.lexists(old):
             place = target / clash[0] if clash else old
@@ -99,7 +99,7 @@ def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = N
         os.rename(target, old)
     os.rename(staged, target)
     sync_folder(target.parent)
-    if os.path.lexists(old):
+    if replaces:
         _settle(old, target, names)
 
 
