@@ -56,6 +56,9 @@ TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
 TRANSIENT = re.compile(r"\.tmp-|[^/]+/\.tmp-|weights/")
 """What of a run's files a resume removes: half-written ones, and weights on their way to engines."""
 
+UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
+"""What a run leaves that was killed before its folder had a manifest."""
+
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
     rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json"

@@ -16,26 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
+from slimectl.data import ownership
 from slimectl.data.locks import Lock
-from slimectl.data.ownership import (
-    CHECKPOINT_FILES,
-    GROWING,
-    LOCK,
-    MANIFEST,
-    STAGED,
-    TEMPORARY,
-    TRANSIENT,
-    file_size,
-    files_below,
-    is_older_run,
-    is_run,
-    own_files,
-    own_run_files,
-    refuse_links,
-    remove_files,
-    remove_made,
-    remove_staged,
-)
+from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.data.replacing import (
     RESUME,
     new_file,
@@ -121,7 +104,7 @@ def write_folder(
             refuse_existing(target, force=True)
         else:
             recover(target, names)
-            remove_staged(target.with_name(f".tmp-{target.name}"))
+            ownership.remove_staged(target.with_name(f".tmp-{target.name}"))
         staged = staging(target, resume)
         try:
             if resume is not None:
@@ -131,7 +114,7 @@ def write_folder(
             replace_folder(staged, target, names)
         except BaseException as error:
             if resume is None or isinstance(error, Exception):
-                remove_staged(staged)
+                ownership.remove_staged(staged)
             raise
 
 
@@ -207,8 +190,8 @@ class RunDir:
             return
         if not self.path.is_dir():
             raise SettingsError(f"{self.path}: is no folder; give the run another with -s run.name=ANOTHER")
-        strangers = [child.name for child in self.path.iterdir() if child.name != LOCK]
-        if strangers and not is_run(self.path):
+        strangers = [child.name for child in self.path.iterdir() if not ownership.UNSIGNED.fullmatch(child.name)]
+        if strangers and not ownership.is_run(self.path):
             old = ", or go on with an older version's run by --resume" if (self.path / "run.toml").exists() else ""
             raise SettingsError(
                 f"{self.path}: holds {min(strangers)!r} but no manifest.json of a run, so it is not slimectl's to use; "
@@ -229,8 +212,8 @@ class RunDir:
         Raises SettingsError if a run is already there and not `force`, or if the folder is not a run's.
         """
         self.check_start()
-        if is_run(self.path):
-            begun = bool(self.checkpoints()) or any(file_size(self.path / name) for name in GROWING)
+        if ownership.is_run(self.path):
+            begun = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
             if begun and not force:
                 raise SettingsError(
                     f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
@@ -240,6 +223,8 @@ class RunDir:
         with explained_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         self._sign(facts)
+        with explained_storage(self.path):
+            self._sweep()
         write_text(self.path / "run.toml", settings_toml)
 
     def _sign(self, facts: Mapping[str, Any] | None) -> None:
@@ -253,12 +238,12 @@ class RunDir:
                 f"{self.path}: is a link, and nothing is removed through one; give the run's own folder "
                 f"({self.path.resolve()}), or -s run.name=ANOTHER"
             )
-        refuse_links(self.path, "its run cannot be replaced")
+        ownership.refuse_links(self.path, "its run cannot be replaced")
         with explained_storage(self.path):
             for old in [*self.path.glob(".old-*"), *self.path.glob("reference/.old-*")]:
-                remove_made(old)
-            remove_files(self.path, own_run_files(self.path))
-            remains = [name for name in files_below(self.path) if name != LOCK]
+                ownership.remove_made(old)
+            ownership.remove_files(self.path, ownership.own_run_files(self.path))
+            remains = [name for name in ownership.files_below(self.path) if name != LOCK]
         if remains:
             more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
             warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
@@ -272,13 +257,13 @@ class RunDir:
         """
         if not (self.path / "run.toml").exists():
             raise SettingsError(f"{self.path}: no run to resume; start it without --resume")
-        signed = is_run(self.path)
-        if not signed and not is_older_run(self.path):
+        signed = ownership.is_run(self.path)
+        if not signed and not ownership.is_older_run(self.path):
             raise SettingsError(
                 f"{self.path}: has a run.toml, but no manifest.json and no files of a run; begin a run of these "
                 f"settings elsewhere: slimectl run -c {self.path / 'run.toml'} -s run.name=ANOTHER"
             )
-        refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
+        ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
         with explained_storage(self.path):
             self._sweep()
         if not signed:
@@ -288,18 +273,20 @@ class RunDir:
         """Remove what was half-written when a run was killed, and finish what was half-renamed."""
         for parent in (self.path, self.path / "reference"):
             for old in parent.glob(".old-*"):
-                recover(old.with_name(old.name.removeprefix(".old-")), CHECKPOINT_FILES)
-        remove_files(self.path, [name for name in own_run_files(self.path) if TRANSIENT.match(name)])
+                recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
+        ownership.remove_files(
+            self.path, [name for name in ownership.own_run_files(self.path) if ownership.TRANSIENT.match(name)]
+        )
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
-            if TEMPORARY.fullmatch(staged.name):
-                remove_staged(staged)  # its empty folders
+            if ownership.TEMPORARY.fullmatch(staged.name):
+                ownership.remove_staged(staged)  # its empty folders
         latest = self.path / "latest"
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
         """A checkpoint under step `number`, then `latest` on it."""
-        write_folder(self.step(number), fill, names=CHECKPOINT_FILES)
+        write_folder(self.step(number), fill, names=ownership.CHECKPOINT_FILES)
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
@@ -320,10 +307,10 @@ class RunDir:
             folder = self.step(number)
             if folder.is_symlink():
                 continue
-            names = own_files(folder, CHECKPOINT_FILES)
+            names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
             if (folder / "samples.jsonl").exists():
                 names = [name for name in names if name.startswith("policy/")]
-            remove_files(folder, names)
+            ownership.remove_files(folder, names)
             with suppress(OSError):
                 folder.rmdir()
 
@@ -375,7 +362,7 @@ class RunDir:
             size = int(json.loads((folder / "state.json").read_text())["sizes"].get("metrics.jsonl", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None  # whoever reads the state says what is wrong with it
-        present = file_size(self.path / "metrics.jsonl")
+        present = ownership.file_size(self.path / "metrics.jsonl")
         return f"metrics.jsonl has {present} bytes, and had {size} when it was saved" if present < size else None
 
 
