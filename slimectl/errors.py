@@ -6,6 +6,7 @@
     ├── RecordError               exit 3   mend or drop a line of data
     ├── CheckpointError           exit 1   give another checkpoint, or convert this one
     ├── StorageError              exit 1   free space, or write elsewhere
+    ├── DivergedError             exit 1   go on from the last checkpoint with other settings
     └── BackendError              exit 4   start, reach or install what the work runs on
         ├── DiedError             exit 4   begin again from the last checkpoint (`run` does so by itself)
         └── MissingExtraError     exit 4   run the `pip install` that the message names
@@ -48,6 +49,10 @@ class CheckpointError(SlimectlError):
 
 class StorageError(SlimectlError):
     """Writing failed (disk full, read-only, no permission); nothing half-written keeps its final name."""
+
+
+class DivergedError(SlimectlError):
+    """Training came upon numbers that are not finite, and stopped before it learnt from them."""
 
 
 class BackendError(SlimectlError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import wiring
+from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest
+from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.rundir import RunDir, write_folder, write_text
-from slimectl.errors import DiedError, SettingsError, SlimectlError
+from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
 from slimectl.journal import Journal
 from slimectl.ports import Policy
@@ -54,21 +55,39 @@ class Job:
             check_hooks(settings_for(settings, name), "rollout.", "score.")
         wiring.reward(settings)
 
-    def execute(self, settings_toml: str, *, resume: bool = False, force: bool = False) -> bool:
-        """Run to the end; False if it was interrupted before. Raises SettingsError if the folder holds a run."""
+    def execute(
+        self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
+    ) -> bool:
+        """Run to the end; False if it was interrupted before. `lock` is the folder's, where the caller holds it.
+
+        Raises SettingsError if the folder holds a run, if one goes on there, or if it is not a run's.
+        """
         self._look_at_sources()
-        if resume:
-            self._adopt()
-        else:
-            self.folder.start(settings_toml, force=force)
+        if not resume:
+            self.folder.check_start()
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
         with ExitStack() as ending:
+            ending.enter_context(lock or self.folder.lock(warn=say))
+            if resume:
+                self.folder.adopt(manifest.facts)
+            else:
+                self.folder.start(settings_toml, force=force, facts=manifest.facts, warn=say)
             self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
-            ending.callback(self.executor.close)
-            finished = self._persistently(self._prepared())
-        if finished:
-            manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
-        return finished
+            with closing(self.executor):
+                finished = self._explained(self._prepared())
+            if finished:
+                manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
+            return finished
+
+    def _explained(self, model: Path) -> bool:
+        """Run; where training stopped at numbers that are not finite, say what there is to go on from."""
+        try:
+            return self._persistently(model)
+        except DivergedError as error:
+            numbers = self.folder.checkpoints()
+            last = f"the last checkpoint is {self.folder.step(numbers[-1])}" if numbers else "no checkpoint was saved"
+            again = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
+            raise DivergedError(f"{error}; {last}; go on with: {again}") from error
 
     def _persistently(self, model: Path) -> bool:
         """Go on from the last checkpoint when what trains or samples has died, run.max_restarts times."""
@@ -97,15 +116,6 @@ class Job:
             if sources and "-" not in sources:
                 next(wiring.prompts(settings, sources, shuffle=False))
 
-    def _adopt(self) -> None:
-        """Clear away what a killed run left half-written."""
-        if not (self.folder.path / "run.toml").exists():
-            raise SettingsError(f"{self.folder.path}: no run to resume; start it without --resume")
-        for left in [*self.folder.path.glob(".tmp-*"), *self.folder.path.glob("*/.tmp-*")]:
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        if not self.folder.checkpoints() and not (self.folder.path / "warmup").exists():
-            self.folder.cut_back({})
-
     # --- the model to begin with -----------------------------------------------------------------------------------
 
     def _prepared(self) -> Path:
@@ -113,19 +123,21 @@ class Job:
         path, card, made = self.settings.model.path, self.settings.model.card, self.folder.path / "model"
         if path is not None and not wiring.is_gguf(path):
             return wiring.model_folder(path)
-        if not made.exists():
+        if not (made / MANIFEST).exists():
             if path is not None:
                 say(f"converting {path}")
                 wiring.convert(path, made)
             else:
-                write_folder(made, lambda staged: wiring.new_model(str(card), staged, seed=self.settings.run.seed))
+                new_model = partial(wiring.new_model, str(card), seed=self.settings.run.seed)
+                write_folder(made, new_model, names=CHECKPOINT_FILES)
         return made
 
     def _warmed_up(self, model: Path, side: SamplingSide) -> Path:
         """The model after supervised steps on labels, where [warmup] asks for them."""
         warmup, target = self.settings.warmup, self.folder.path / "warmup"
-        if target.exists() or not warmup.data:
-            return target if target.exists() else model
+        if (target / MANIFEST).exists() or not warmup.data:
+            return target if (target / MANIFEST).exists() else model
+        self.folder.cut_back({})  # of a warm-up that was cut off
         tokenizer = wiring.tokenizer(model)
         policy = wiring.policy(self.settings, model, total_steps=None, lr=warmup.lr, executor=self.executor)
         sync = side.sync(policy)
@@ -163,7 +175,7 @@ class Job:
             policy.save(staged)
             write_text(staged / "state.json", json.dumps({"sizes": sizes}) + "\n")
 
-        write_folder(target, fill)
+        write_folder(target, fill, names=CHECKPOINT_FILES)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -188,6 +200,7 @@ class Job:
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
             if total is not None and self.state.rollout_id >= total:
+                self.folder.prune(settings.run.keep_checkpoints)  # it may have been killed just before
                 say(f"all {total} rounds are done; raise run.num_rollout to go on")
                 return True
             self.journal.trackers = wiring.trackers(

@@ -128,12 +128,16 @@ class Journal:
 
     def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
         """Go back to the newest whole checkpoint; to the end of the warm-up, or the very start, where there is none."""
-        self.sampling = SamplingState()
+        self.sampling, self.scores, self.evaluations = SamplingState(), [], []
         if not self.folder.checkpoints():
-            warmup = self.folder.path / "warmup" / "state.json"
-            self.folder.cut_back(json.loads(warmup.read_text())["sizes"] if warmup.exists() else {})
+            warmup = self.folder.path / "warmup"
+            if lost := self.folder.lost_metrics(warmup):
+                raise CheckpointError(f"{warmup}: {lost}; put it back from a copy, or start the run anew with --force")
+            state = warmup / "state.json"
+            self.folder.cut_back(json.loads(state.read_text())["sizes"] if state.exists() else {})
             return TrainState()
         folder = self.folder.newest(warn)
+        self.folder.point_latest(folder)
         facts = json.loads((folder / "state.json").read_text())
         if lacking := [key for key in ("pending", "sampling", "sizes", "scores", "evaluations") if key not in facts]:
             raise CheckpointError(

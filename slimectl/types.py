@@ -237,6 +237,6 @@ class StepReport:
             "step": self.step,
             "rollout_id": self.rollout_id,
             "weight_version": self.weight_version,
-            # JSON has no NaN: a gradient norm that is not finite is null, and its update was left out.
+            # JSON has no NaN: what is not finite is null. Loss and gradient norm are finite, or training has stopped.
             "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
         }

@@ -1,6 +1,8 @@
 """The command line: options in, one stage, records out."""
 
 import os
+import signal
+import sys
 
 
 def main() -> None:
@@ -8,6 +10,13 @@ def main() -> None:
     # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. It has
     # to be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from slimectl.cli.app import app
+    try:
+        from slimectl.cli.app import app
 
-    app()
+        app()
+    except KeyboardInterrupt:  # while commands are imported; what comes later is theirs
+        sys.stderr.write("slimectl: interrupted\n")
+        sys.exit(130)
+    finally:
+        # All is said and done: a late Ctrl-C is not to tear what libraries do at exit apart.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -13,7 +13,9 @@ from slimectl.data.manifest import manifest_path
 def at_run(path: Path) -> None:
     """How far a run is, its curve and its evaluations."""
     metrics = path / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    text = metrics.read_text() if metrics.exists() else ""
+    # A line without its end is being written, or was when the run was killed.
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     scores = [(line["rollout_id"], line["metrics"]["rollout/raw_reward"]) for line in lines
               if "rollout/raw_reward" in line["metrics"]]  # fmt: skip
     print(f"{path}: {len(scores)} rounds")

@@ -11,10 +11,11 @@ from typing import Any
 
 from slimectl.data.hashing import content_hash
 from slimectl.data.jsonl import JsonlWriter
-from slimectl.data.manifest import Manifest
+from slimectl.data.manifest import Manifest, is_manifest
+from slimectl.data.ownership import MANIFEST
 from slimectl.data.partial import Partial
 from slimectl.data.records import sample_to_json
-from slimectl.errors import RecordError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.settings import Settings
 from slimectl.types import Sample
 
@@ -30,6 +31,9 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     hashes = {name: content_hash(Path(name)) for name in sorted(named) if Path(name).exists()}
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes)
     known = len(hashes) == len(named)
+    sidecar = Path(f"{out}.{MANIFEST}")
+    if out != "-" and sidecar.exists() and not is_manifest(sidecar):
+        raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
     if out != "-" and not force and known and manifest.unchanged(Path(out)):
         say(f"{out}: is made of the same inputs and settings already; --force makes it again")
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +29,9 @@ from slimectl.cli.options import (
     resolved,
 )
 from slimectl.errors import EXIT_INTERRUPTED, SettingsError
+
+if TYPE_CHECKING:
+    from slimectl.data.locks import Lock
 
 
 def run(
@@ -71,22 +75,32 @@ def run(
             raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
         config = [resume / "run.toml", *(config or [])]
         flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
-    found = resolved(config, assign, flags, recipe=chosen.layer, eval_config=eval_config)
-    if dry_run:
-        print_settings(found)
-        return
-    from slimectl.cli.curve import closing_words
-    from slimectl.job import Job
-    from slimectl.settings.written import settings_toml
+    with nullcontext() if resume is None or dry_run else locked(resume) as lock:
+        result = resolved(config, assign, flags, recipe=chosen.layer, eval_config=eval_config)
+        if dry_run:
+            print_settings(result)
+            return
+        from slimectl.cli.curve import closing_words
+        from slimectl.job import Job
+        from slimectl.settings.written import settings_toml
 
-    stop = Interrupt()
-    job = Job(found.settings, interrupted=stop.asked)
-    with stop:
-        finished = job.execute(settings_toml(found.settings), resume=resume is not None, force=force)
+        stop = Interrupt()
+        job = Job(result.settings, interrupted=stop.asked)
+        with stop:
+            text = settings_toml(result.settings)
+            finished = job.execute(text, resume=resume is not None, force=force, lock=lock)
     closing_words(job, chosen)
     print(job.folder.path)
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def locked(run: Path) -> Lock:
+    """Lock the folder of a run before anything of it is read. Raises SettingsError."""
+    from slimectl.cli.records import say
+    from slimectl.data.rundir import RunDir
+
+    return RunDir(run).lock(warn=say)
 
 
 class Interrupt:

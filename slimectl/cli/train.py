@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,7 +66,7 @@ def train(
         return
     from slimectl import wiring
     from slimectl.cli.records import say, up_to_date
-    from slimectl.data.rundir import refuse_existing
+    from slimectl.data.replacing import refuse_existing, writing
 
     settings = found.settings
     folder = wiring.model_folder(settings.model.path)
@@ -74,12 +74,14 @@ def train(
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:
         return
-    if save is not None:
-        refuse_existing(save, force=force)
     tokenizer = wiring.tokenizer(folder)
     stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
     about = partial(manifest.signed, parents=inputs)
-    steps = _trained(stream, settings, folder, load=load, save=save, about=about)
+    if save is not None:
+        refuse_existing(save, force=force)
+    # For as long as it trains: whoever writes the same folder is to hear of it before, not after, the work.
+    with writing(save) if save is not None else nullcontext():
+        steps = _trained(stream, settings, folder, load=load, save=save, about=about)
     if steps == 0:
         raise RecordError(f"{samples}: no samples came; look at what the stage before said")
     say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))

@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from slimectl.data.replacing import new_file
 from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
 
 CHUNK_BYTES = 1 << 16
@@ -78,7 +79,7 @@ class Sink:
         self.path = path
         # Through a link to the file itself: renaming over the link would leave its target as it was.
         self._final = None if path == "-" or _is_special(path) else Path(os.path.realpath(path))
-        self._staged = self._final and self._final.with_name(f".tmp-{self._final.name}")
+        self._staged: Path | None = None
         self._file: Any = None
         self._raw: IO[bytes] | None = None
         self._flush_each = False
@@ -88,6 +89,8 @@ class Sink:
             if self.path == "-":
                 self._raw = sys.stdout.buffer
             else:
+                # A name that nobody has: another writer's, or a user's own file, is left alone.
+                self._staged = self._final and new_file(self._final)
                 self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
             self._flush_each = self._final is None and not _is_regular(self._raw)
             self._file = _compressed(self._raw, self.path)

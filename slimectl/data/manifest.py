@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
-from slimectl.data.rundir import MANIFEST, write_text
+from slimectl.data.ownership import MANIFEST
+from slimectl.data.rundir import write_text
 
 
 def manifest_path(out: Path) -> Path:
     """`OUT.manifest.json` beside a file, `manifest.json` inside a folder."""
     return out / MANIFEST if out.is_dir() else out.with_name(out.name + f".{MANIFEST}")
+
+
+def is_manifest(path: Path) -> bool:
+    """Return whether a file is a manifest that a stage of this program wrote."""
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and {"slimectl", "stage"} <= facts.keys()
 
 
 def settings_hash(settings: dict[str, Any]) -> str:

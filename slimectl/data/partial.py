@@ -12,7 +12,9 @@ from typing import BinaryIO
 
 from slimectl.data.bytestreams import Sink
 from slimectl.data.jsonl import encode_line, read_sample
-from slimectl.data.manifest import Manifest, manifest_path
+from slimectl.data.locks import Lock
+from slimectl.data.manifest import Manifest, is_manifest, manifest_path
+from slimectl.data.ownership import file_size
 from slimectl.data.records import sample_to_json
 from slimectl.errors import RecordError, StorageError
 from slimectl.types import Sample
@@ -27,6 +29,18 @@ def can_be_partial(out: str) -> bool:
         return out != "-" and stat.S_ISREG(os.stat(out).st_mode)
     except OSError:
         return Path(out).resolve().parent.is_dir()
+
+
+def _partial_path(final: Path) -> Path:
+    """Return where the unfinished output stands: OUT.partial, or OUT.partial.1, … where that is somebody else's file.
+
+    Ours has a manifest beside it, or is empty.
+    """
+    path, number = final.with_name(f"{final.name}.partial"), 0
+    while not is_manifest(manifest_path(path)) and (file_size(path) or os.path.lexists(manifest_path(path))):
+        number += 1
+        path = final.with_name(f"{final.name}.partial.{number}")
+    return path
 
 
 class Partial:
@@ -44,13 +58,17 @@ class Partial:
         self._out = out
         # Through a link to the file itself, as every output is written.
         final = Path(os.path.realpath(out))
-        self._final, self.path = final, final.with_name(f"{final.name}.partial")
+        self._final, self.path = final, _partial_path(final)
         self._manifest = manifest
+        self._lock = Lock(final.with_name(f".{final.name}.lock"), f"{out}: is being written")
         self._file: BinaryIO | None = None
         self._flushed = 0.0
         self.count = 0
 
     def __enter__(self) -> Partial:
+        """Keep other writers out. Raises SettingsError if one is at work."""
+        if self.path.parent.is_dir():  # else writing says so
+            self._lock.acquire()
         return self
 
     def drop(self) -> None:
@@ -91,6 +109,7 @@ class Partial:
         try:
             if self._file is None:
                 self._file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__ and commit
+                # Before the first record: it says whose the file is, whenever this is killed.
                 self._manifest.write(self.path, counts={})
             self._file.write(line)
             if time.monotonic() - self._flushed > FLUSH_S:
@@ -122,6 +141,7 @@ class Partial:
                 raise self._refusal(refused) from refused
         if self.count == 0:
             self._unlink()
+        self._lock.release()
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -141,8 +161,8 @@ class Partial:
             raise
 
     def _unlink(self) -> None:
-        manifest_path(self.path).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
+        manifest_path(self.path).unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> StorageError:
         return StorageError(f"{self.path}: cannot be written: {error.strerror or error}; free space or write elsewhere")

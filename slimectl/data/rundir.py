@@ -1,6 +1,6 @@
 """A run on disk: metrics, checkpoints that are whole or absent, and where to go on from.
 
-runs/NAME/  run.toml  manifest.json  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
+runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
             step_000042/ manifest.json  state.json  policy/ …  samples.jsonl (if kept)
 """
 
@@ -10,17 +10,26 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from slimectl import __version__
+from slimectl.data import ownership
+from slimectl.data.locks import Lock
+from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
+from slimectl.data.replacing import (
+    RESUME,
+    new_file,
+    recover,
+    refuse_existing,
+    replace_folder,
+    staging,
+    sync_folder,
+    writing,
+)
 from slimectl.errors import CheckpointError, SettingsError, StorageError
-
-MANIFEST = "manifest.json"
-RESUME = ".resume"
-"""Names the work that a staging folder belongs to."""
 
 STEP = re.compile(r"step_(\d{6,})$")
 
@@ -45,15 +54,6 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -61,22 +61,18 @@ def sha256(path: Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file at once: readers see the old or the new text, never a part."""
-    staged = path.with_name(f".tmp-{path.name}")
+    staged: Path | None = None
     try:
+        staged = new_file(path)
         with staged.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)
     except OSError as error:
-        staged.unlink(missing_ok=True)
+        if staged is not None:
+            staged.unlink(missing_ok=True)
         raise storage_error(path, error) from error
-
-
-def refuse_existing(target: Path, *, force: bool) -> None:
-    """Raises SettingsError if `target` holds something that was not offered for replacement."""
-    if not force and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{target}: exists already; add --force to replace it, or name another")
 
 
 def write_folder(
@@ -85,56 +81,56 @@ def write_folder(
     *,
     about: dict[str, Any] | None = None,
     resume: str | None = None,
+    names: re.Pattern[str] | None = None,
 ) -> None:
     """Make the folder `target` whole or not at all.
 
     `fill` writes into a staging folder beside it (and may return the SHA-256 of files that it knows); the files are
     fsynced, a manifest with sizes and SHA-256 is added (and `about`), the folder renamed, the parent fsynced. An older
-    `target` stays until the new one is whole.
+    `target` stays until the new one is whole; files in it that are not this program's move into the new one.
 
     `resume` names the work. With it an interruption leaves the staging folder, and the next call with the same name
-    finds there what `fill` had written; an error leaves nothing.
+    finds there what `fill` had written; an error leaves nothing. `names` are given within a folder of our own, which
+    is locked: files of these names are ours there, whether or not a manifest lists them.
+
+    Raises SettingsError if another process writes it, or if `target` is not ours to replace; StorageError.
     """
-    staged = target.with_name(f".tmp-{target.name}")
-    with explained_storage(target):
+    with explained_storage(target), ExitStack() as ending:
+        if names is None:
+            lock = writing(target)
+            if not lock.is_ours():
+                ending.enter_context(lock)
+            recover(target)
+            refuse_existing(target, force=True)
+        else:
+            recover(target, names)
+            ownership.remove_staged(target.with_name(f".tmp-{target.name}"))
+        staged = staging(target, resume)
         try:
-            _stage(staged, resume)
+            if resume is not None:
+                write_text(staged / RESUME, resume)
             known = fill(staged) or {}
-            (staged / RESUME).unlink(missing_ok=True)
-            files = {}
-            for file in sorted(path for path in staged.rglob("*") if path.is_file()):
-                with file.open("rb+") as handle:
-                    os.fsync(handle.fileno())
-                name = str(file.relative_to(staged))
-                files[name] = {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)}
-            write_text(staged / MANIFEST, json.dumps({**(about or {}), "files": files}, indent=2) + "\n")
-            for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
-                sync_folder(folder)
-            _replace_folder(staged, target)
+            _sign(staged, known, about or {})
+            replace_folder(staged, target, names)
         except BaseException as error:
             if resume is None or isinstance(error, Exception):
-                shutil.rmtree(staged, ignore_errors=True)
+                ownership.remove_staged(staged)
             raise
 
 
-def _stage(staged: Path, resume: str | None) -> None:
-    """Empty the staging folder, unless it is what an interruption of the same work has left."""
-    note = staged / RESUME
-    if resume is None or not note.exists() or note.read_text() != resume:
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
-    if resume is not None:
-        write_text(note, resume)
-
-
-def _replace_folder(staged: Path, target: Path) -> None:
-    old = target.with_name(f".old-{target.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(staged, target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _sign(staged: Path, known: Mapping[str, str], about: dict[str, Any]) -> None:
+    """Bring every file of a staging folder to the disk and list it in the manifest."""
+    (staged / RESUME).unlink(missing_ok=True)
+    files = {}
+    for file in sorted(path for path in staged.rglob("*") if path.is_file() and path != staged / STAGED):
+        with file.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        name = str(file.relative_to(staged))
+        files[name] = {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)}
+    write_text(staged / MANIFEST, json.dumps({**about, "files": files}, indent=2) + "\n")
+    (staged / STAGED).unlink(missing_ok=True)
+    for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
+        sync_folder(folder)
 
 
 def damage(folder: Path) -> str | None:
@@ -155,7 +151,11 @@ def damage(folder: Path) -> str | None:
 
 
 class RunDir:
-    """One run's folder."""
+    """One run's folder.
+
+    It is a run's by its manifest, the first file that is written there. `ownership` knows which files of it are the
+    run's; all else is the user's and stays as it is.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -165,59 +165,206 @@ class RunDir:
 
     def checkpoints(self) -> list[int]:
         """The rounds of all checkpoints that bear a final name, oldest first."""
-        matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if (child / "policy").is_dir()]
+        matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if _is_checkpoint(child)]
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def start(self, settings_toml: str, *, force: bool = False) -> None:
-        """Make the folder and write run.toml. Raises SettingsError if a run is already there.
+    # --- whose folder it is ------------------------------------------------------------------------------------------
 
-        A run that failed before it had anything to show (no model to convert, say) is no run: it is replaced.
+    def lock(self, *, warn: Callable[[str], None] = lambda text: None) -> Lock:
+        """Lock the folder, which is made if need be, for the life of a run.
+
+        Raises SettingsError, in one line that says who holds it, if another run goes on there.
         """
-        if (self.path / "run.toml").exists():
-            begun = bool(self.checkpoints()) or any(file.stat().st_size for file in self.path.glob("*.jsonl"))
+        with explained_storage(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return Lock(
+            self.path / LOCK,
+            f"{self.path}: a run goes on there",
+            way_out="wait for its end, stop it, or name another with -s run.name=ANOTHER",
+            warn=warn,
+        ).acquire()
+
+    def check_start(self) -> None:
+        """Raises SettingsError if a run cannot begin here because the folder is somebody else's; changes nothing."""
+        if not os.path.lexists(self.path):
+            return
+        if not self.path.is_dir():
+            raise SettingsError(f"{self.path}: is no folder; give the run another with -s run.name=ANOTHER")
+        strangers = [child.name for child in self.path.iterdir() if not ownership.UNSIGNED.fullmatch(child.name)]
+        if strangers and not ownership.is_run(self.path):
+            old = ", or go on with an older version's run by --resume" if (self.path / "run.toml").exists() else ""
+            raise SettingsError(
+                f"{self.path}: holds {min(strangers)!r} but no manifest.json of a run, so it is not slimectl's to use; "
+                f"give the run another folder with -s run.name=ANOTHER{old}"
+            )
+
+    def start(
+        self,
+        settings_toml: str,
+        *,
+        force: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Make the folder, sign it with the `facts` of its manifest, and write run.toml.
+
+        A run that failed before it had anything to show (no model to convert, say) is no run: its files are replaced.
+        Raises SettingsError if a run is already there and not `force`, or if the folder is not a run's.
+        """
+        self.check_start()
+        if ownership.is_run(self.path):
+            begun = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
             if begun and not force:
                 raise SettingsError(
                     f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
                     f"or -s run.name=ANOTHER"
                 )
-            shutil.rmtree(self.path)
+            self._clear(warn)
         with explained_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        self._sign(facts)
+        with explained_storage(self.path):
+            self._sweep()
         write_text(self.path / "run.toml", settings_toml)
+
+    def _sign(self, facts: Mapping[str, Any] | None) -> None:
+        signed = {"slimectl": __version__, **(facts or {}), "stage": "run"}
+        write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
+
+    def _clear(self, warn: Callable[[str], None]) -> None:
+        """Remove the files of a run, its manifest last; say what else lies there."""
+        if self.path.is_symlink():
+            raise SettingsError(
+                f"{self.path}: is a link, and nothing is removed through one; give the run's own folder "
+                f"({self.path.resolve()}), or -s run.name=ANOTHER"
+            )
+        ownership.refuse_links(self.path, "its run cannot be replaced")
+        with explained_storage(self.path):
+            for old in [*self.path.glob(".old-*"), *self.path.glob("reference/.old-*")]:
+                ownership.remove_made(old)
+            ownership.remove_files(self.path, ownership.own_run_files(self.path))
+            remains = [name for name in ownership.files_below(self.path) if name != LOCK]
+        if remains:
+            more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
+            warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
+
+    # --- going on ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Make a folder ready to go on from: clear away what a killed run left half-written.
+
+        A run of an older version, which signed at its end only, is signed now. Raises SettingsError if there is no run.
+        """
+        if not (self.path / "run.toml").exists():
+            raise SettingsError(f"{self.path}: no run to resume; start it without --resume")
+        signed = ownership.is_run(self.path)
+        if not signed and not ownership.is_older_run(self.path):
+            raise SettingsError(
+                f"{self.path}: has a run.toml, but no manifest.json and no files of a run; begin a run of these "
+                f"settings elsewhere: slimectl run -c {self.path / 'run.toml'} -s run.name=ANOTHER"
+            )
+        ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
+        with explained_storage(self.path):
+            self._sweep()
+        if not signed:
+            self._sign(facts)
+
+    def _sweep(self) -> None:
+        """Remove what was half-written when a run was killed, and finish what was half-renamed."""
+        for parent in (self.path, self.path / "reference"):
+            for old in parent.glob(".old-*"):
+                recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
+        ownership.remove_files(
+            self.path, [name for name in ownership.own_run_files(self.path) if ownership.TRANSIENT.match(name)]
+        )
+        for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
+            if ownership.TEMPORARY.fullmatch(staged.name):
+                ownership.remove_staged(staged)  # its empty folders
+        latest = self.path / "latest"
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
         """A checkpoint under step `number`, then `latest` on it."""
-        write_folder(self.step(number), fill)
-        with explained_storage(self.path / "latest"):
+        write_folder(self.step(number), fill, names=ownership.CHECKPOINT_FILES)
+        self.point_latest(self.step(number))
+
+    def point_latest(self, checkpoint: Path) -> None:
+        """Make `latest` a link to a checkpoint, unless it is."""
+        latest = self.path / "latest"
+        with explained_storage(latest):
+            if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
+                return
             staged = self.path / ".tmp-latest"
             staged.unlink(missing_ok=True)
-            staged.symlink_to(self.step(number).name)
-            os.replace(staged, self.path / "latest")
+            staged.symlink_to(checkpoint.name)
+            os.replace(staged, latest)
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Drop the oldest checkpoints beyond the newest `keep`; the samples that they kept stay."""
+        """Drop the oldest checkpoints beyond the newest `keep`; the samples that they kept stay, and links do."""
         for number in self.checkpoints()[: -keep if keep else 0]:
             folder = self.step(number)
-            shutil.rmtree(folder / "policy", ignore_errors=True)
-            if not (folder / "samples.jsonl").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_symlink():
+                continue
+            names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
+            if (folder / "samples.jsonl").exists():
+                names = [name for name in names if name.startswith("policy/")]
+            ownership.remove_files(folder, names)
+            with suppress(OSError):
+                folder.rmdir()
 
     def newest(self, warn: Callable[[str], None]) -> Path:
-        """The newest whole checkpoint; each damaged one on the way is reported. Raises CheckpointError if none is."""
+        """The newest whole checkpoint whose metrics are there; each other one on the way is reported.
+
+        Raises CheckpointError if there is none.
+        """
+        whole = None
         for number in reversed(self.checkpoints()):
-            wrong = damage(self.step(number))
-            if wrong is None:
-                return self.step(number)
-            warn(f"{self.step(number)}: {wrong}; falling back to the checkpoint before it")
+            folder = self.step(number)
+            if (reason := damage(folder)) is None:
+                whole = folder
+                if (reason := self.lost_metrics(folder)) is None:
+                    return folder
+            warn(f"{folder}: {reason}; falling back to the checkpoint before it")
+        if whole is not None:
+            raise CheckpointError(
+                f"{self.path}: metrics.jsonl is shorter than at every checkpoint; put it back from a copy, or begin a "
+                f"new run from the weights: --model {whole}"
+            )
         raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
 
+    # --- growing files -----------------------------------------------------------------------------------------------
+
     def sizes(self) -> dict[str, int]:
-        """Bytes of each growing file now: a checkpoint records them, a resume cuts back to them."""
-        return {file.name: file.stat().st_size for file in self.path.glob("*.jsonl")}
+        """Bring each growing file to the disk and return its bytes, which a checkpoint records for a resume."""
+        present = [self.path / name for name in GROWING if (self.path / name).exists()]
+        for file in present:
+            with explained_storage(file), file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+        return {file.name: file.stat().st_size for file in present}
 
     def cut_back(self, sizes: dict[str, int]) -> None:
-        """Forget what was written after a checkpoint, so that the continued files equal those of an undisturbed run."""
-        for file in self.path.glob("*.jsonl"):
-            with file.open("rb+") as handle:
-                handle.truncate(sizes.get(file.name, 0))
+        """Forget what was written after a checkpoint, so that the continued files equal those of an undisturbed run.
+
+        A file that is shorter stays so: what it lost is not to be replaced by zeros.
+        """
+        for name in GROWING:
+            file = self.path / name
+            if file.exists() and file.stat().st_size > sizes.get(name, 0):
+                with explained_storage(file), file.open("rb+") as handle:
+                    handle.truncate(sizes.get(name, 0))
+                    os.fsync(handle.fileno())
+
+    def lost_metrics(self, folder: Path) -> str | None:
+        """Return what of the metrics before a checkpoint is missing; None if nothing is."""
+        try:
+            size = int(json.loads((folder / "state.json").read_text())["sizes"].get("metrics.jsonl", 0))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # whoever reads the state says what is wrong with it
+        present = ownership.file_size(self.path / "metrics.jsonl")
+        return f"metrics.jsonl has {present} bytes, and had {size} when it was saved" if present < size else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "policy").is_dir() and any((folder / name).exists() for name in (MANIFEST, "state.json"))

@@ -8,7 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.data.rundir import refuse_existing, write_folder
+from slimectl.data.replacing import refuse_existing
+from slimectl.data.rundir import write_folder
 from slimectl.errors import CheckpointError
 
 if TYPE_CHECKING:

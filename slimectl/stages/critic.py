@@ -9,6 +9,7 @@ import torch
 from slimectl.algorithms.values import ValueLoss, explained_variance
 from slimectl.ports import Critic
 from slimectl.settings.algorithm import Ppo
+from slimectl.stages.finite import FiniteCheck
 from slimectl.types import Metrics, Row
 
 
@@ -19,10 +20,13 @@ def set_values(rows: Sequence[Row], critic: Critic) -> None:
             row.values = values
 
 
-def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo) -> Metrics:
-    """One optimizer step over rows that are weighed and have values and returns; metrics train/critic-…"""
-    made = critic.forward_backward(rows, ValueLoss(algorithm.value_clip)) | critic.optim_step()
-    metrics = {f"train/critic-{name}": value for name, value in made.items()}
+def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo, finite: FiniteCheck) -> Metrics:
+    """One optimizer step over rows that are weighed and have values and returns; metrics train/critic-…
+
+    Raises DivergedError, before the update, if loss or gradient are not finite.
+    """
+    summed = finite.update(critic, ValueLoss(algorithm.value_clip), of="the critic's", outputs=critic.values)
+    metrics = {f"train/critic-{name}": value for name, value in summed.items()}
     return metrics | explained(rows)
 
 

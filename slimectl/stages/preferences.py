@@ -65,6 +65,14 @@ def paired_rows(
     return made
 
 
+def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
+    """Return the samples' numbers of rows: their executions, or the halves of a pair's number."""
+    if not isinstance(algorithm, Pairwise):
+        return list(executions)
+    low = (1 << PAIR_BITS) - 1
+    return [pair & low if i % 2 else pair >> PAIR_BITS for i, pair in enumerate(executions)]
+
+
 def set_slopes(rows: Sequence[Row], algorithm: Pairwise, policy: Policy, critic: Critic | None) -> Metrics:
     """Write `Row.advantages`: how the loss of each pair falls with each token's value; what a person wants to know.
 

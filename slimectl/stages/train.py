@@ -14,12 +14,13 @@ from slimectl.algorithms.statistics import rollout_metrics
 from slimectl.algorithms.values import SharedLoss, ValueLoss
 from slimectl.ports import Critic, Policy, Stepped
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo, critic_is_shared
+from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo, RewardModel, critic_is_shared
 from slimectl.stages import own_rows
 from slimectl.stages.critic import critic_step, explained
 from slimectl.stages.custom import CustomLoss, custom_advantages, own_policy_loss
+from slimectl.stages.finite import FiniteCheck
 from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
-from slimectl.stages.preferences import paired_rows, set_slopes
+from slimectl.stages.preferences import paired_rows, sample_ids, set_slopes
 from slimectl.stages.round_metrics import round_metrics, row_metrics, sample_counts
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample, Status, StepReport
@@ -276,15 +277,19 @@ def _step(
 def _learnt(
     rows: list[Row], executions: list[int], learners: Learners, settings: Settings, state: TrainState
 ) -> Metrics:
-    """One update of everything that learns from weighed rows; what it reports."""
+    """Make one update of everything that learns from weighed rows, and return its metrics. Raises DivergedError."""
     policy, critic, algorithm = learners.policy, learners.critic, settings.algorithm
+    finite = FiniteCheck(rows, sample_ids(executions, algorithm), state.rollout_id, state.step)
+    outputs = critic.values if isinstance(algorithm, RewardModel) and critic is not None else policy.log_probs
     preferred: Metrics = {}
     if isinstance(algorithm, Pairwise):
         preferred = set_slopes(rows, algorithm, policy, critic)
+        finite.check(preferred, "train/loss", of="the pairs'", outputs=outputs)
+    finite.check_rows()
     metrics: Metrics = {}
     if isinstance(algorithm, Ppo):
         assert critic is not None
-        metrics = explained(rows) if critic_is_shared(algorithm) else critic_step(rows, critic, algorithm)
+        metrics = explained(rows) if critic_is_shared(algorithm) else critic_step(rows, critic, algorithm, finite)
         if state.step <= algorithm.num_critic_only_steps:
             return metrics
     own = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
@@ -293,6 +298,6 @@ def _learnt(
         loss = own_policy_loss(loss, rows, executions, settings)
     if isinstance(algorithm, Ppo) and critic_is_shared(algorithm):
         loss = SharedLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
-    summed = policy.forward_backward(rows, loss) | policy.optim_step()
+    summed = finite.update(policy, loss, of="the", outputs=outputs)
     summed |= {also: summed[name] for name, also in ALSO.items() if name in summed}
     return metrics | {f"train/{name}": value for name, value in summed.items()} | preferred

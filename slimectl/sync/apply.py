@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slimectl.data.rundir import explained_storage, sync_folder, write_text
+from slimectl.data.replacing import sync_folder
+from slimectl.data.rundir import explained_storage, write_text
 from slimectl.errors import CheckpointError
 from slimectl.sync.delta_file import DeltaFile, DeltaWriter, Versions, digest
 from slimectl.sync.regions import Region, regions

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slimectl.data.ownership import STAGED, remove_made
+from slimectl.data.replacing import staging
 from slimectl.data.rundir import explained_storage, write_text
 from slimectl.errors import CheckpointError
 from slimectl.ports import NamedTensors, Policy, WeightWorkers
 from slimectl.sync.apply import VERSION, apply_delta, recover, weight_version
 from slimectl.sync.delta_file import Change, DeltaWriter, Versions, digest
-from slimectl.sync.disk import Write, Wrote, write_checkpoint
+from slimectl.sync.disk import Write, Wrote, clear_pushed, write_checkpoint
 from slimectl.sync.parts import cast, to_the_end
 from slimectl.sync.pushing import ServerSync
 from slimectl.sync.regions import regions
@@ -106,7 +108,7 @@ class DeltaSync(ServerSync):
 
     def close(self) -> None:
         if not self.keep_files:
-            shutil.rmtree(self.current, ignore_errors=True)
+            remove_made(self.current)
             if self._delta is not None:
                 self._delta.unlink(missing_ok=True)
         self._version = self._delta = None
@@ -118,9 +120,13 @@ def take(update: Path, checkpoint: Path) -> None:
         return apply_delta(update, checkpoint)
     staged = checkpoint.with_name(f".tmp-{checkpoint.name}")
     with explained_storage(checkpoint):
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.copytree(update, staged)
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        staging(checkpoint, None)
+        shutil.copytree(update, staged, dirs_exist_ok=True)
+        if not (update / STAGED).exists():
+            (staged / STAGED).unlink()
+        if (checkpoint / VERSION).is_file():  # a copy of ours, marked or not
+            (checkpoint / STAGED).touch()
+        clear_pushed(checkpoint)
         staged.rename(checkpoint)
     return None
 

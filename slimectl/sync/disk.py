@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from slimectl.data.ownership import remove_made
+from slimectl.data.replacing import staging
 from slimectl.data.rundir import explained_storage
+from slimectl.errors import SettingsError
 from slimectl.ports import NamedTensors, Policy, WeightWorkers
 from slimectl.sync.parts import cast, to_the_end
 from slimectl.sync.pushing import ServerSync
@@ -58,31 +61,44 @@ class DiskSync(ServerSync):
                 workers.load_disk(target, version=version)
         except BaseException:
             if written:
-                shutil.rmtree(target, ignore_errors=True)
+                remove_made(target)
             raise
         self._newest = version, target
         if written and previous is not None and not self.keep_files:
-            shutil.rmtree(previous[1], ignore_errors=True)
+            remove_made(previous[1])
         return {"bytes": float(written), "pause_time": watch.seconds}
 
     def close(self) -> None:
         if self._newest is not None and not self.keep_files:
-            shutil.rmtree(self._newest[1], ignore_errors=True)
+            remove_made(self._newest[1])
             self._newest = None
 
 
 def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: torch.dtype | None) -> int:
-    """The folder `target`, whole or not at all; the bytes of its weights. Raises StorageError."""
+    """The folder `target`, whole or not at all; the bytes of its weights.
+
+    It keeps the mark of a folder that may be removed. Raises StorageError, SettingsError if `target` is not ours.
+    """
     staged = target.with_name(f".tmp-{target.name}")
     try:
         with to_the_end(tensors) as stream, explained_storage(target):
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
+            staging(target, None)
             write(staged, cast(stream, dtype))
             size = sum(file.stat().st_size for file in staged.glob("*.safetensors"))
-            shutil.rmtree(target, ignore_errors=True)
+            clear_pushed(target)
             staged.rename(target)
+    except SettingsError:
+        raise  # of somebody else's folder
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_made(staged)
         raise
     return size
+
+
+def clear_pushed(folder: Path) -> None:
+    """Remove an earlier push of weights, if there is one. Raises SettingsError if the folder is somebody else's."""
+    if os.path.lexists(folder) and not remove_made(folder):
+        raise SettingsError(
+            f"{folder}: slimectl did not write it, and pushes weights under that name; give an empty folder with "
+            "sync.update_weight_disk_dir"
+        )

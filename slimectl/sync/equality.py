@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from slimectl.data.hashing import tensor_checksum
+from slimectl.data.ownership import remove_made
 from slimectl.errors import BackendError
 from slimectl.ports import NamedTensors, WeightWorkers
 from slimectl.sync.disk import Write, write_checkpoint
@@ -71,7 +71,7 @@ class CheckedSync:
                 workers.load_disk(target, version=version)
             _compare(workers, workers.checksums(), pushed)
         finally:
-            shutil.rmtree(target, ignore_errors=True)
+            remove_made(target)
 
 
 def _checksums(tensors: NamedTensors, *, dtype: torch.dtype | None) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
 from slimectl.data.rundir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
@@ -73,12 +73,12 @@ class MovingReference:
         if not self._interval or rollout_id % self._interval:
             return
         self._folder.mkdir(exist_ok=True)
-        write_folder(self._place(rollout_id), policy.save)
+        write_folder(self._place(rollout_id), policy.save, names=CHECKPOINT_FILES)
         self._load(rollout_id)
         oldest = min([*needed, rollout_id])
         for child in self._folder.iterdir():
             if child.name.isdecimal() and int(child.name) + self._interval <= oldest:
-                shutil.rmtree(child)
+                remove_made(child, CHECKPOINT_FILES)
 
     def _load(self, stand: int) -> None:
         assert self._reference is not None
