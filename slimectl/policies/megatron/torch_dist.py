@@ -22,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from slimectl.errors import CheckpointError
 from slimectl.policies.megatron.optimizer import drop_gradients, inners
+from slimectl.policies.megatron.safe_loading import plain_data_only
 
 CONTENT = {
     # Every moment in the shape of its parameter: the one form that can be cut anew.
@@ -43,8 +44,9 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
     """Take all of it back at this layout; steps and updates. Raises CheckpointError."""
     _begin(optimizer)
     try:
-        content = dist_checkpointing.load_content_metadata(str(path))
-        loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
+        with plain_data_only(path):
+            content = dist_checkpointing.load_content_metadata(str(path))
+            loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
