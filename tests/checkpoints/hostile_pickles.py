@@ -20,7 +20,9 @@ DOTTED = (
     ("torch.distributed.checkpoint.metadata", "torch.os.system"),
     ("torch.distributed._shard.api", "torch.os.system"),
     ("torch.distributed.tensor.api", "__builtins__.eval"),
-    ("torch.distributed.checkpoint.filesystem", "torch.multiprocessing.multiprocessing.util.subprocess.Popen"),
+    ("torch.distributed.checkpoint.metadata", "torch.ctypes.util.subprocess.Popen"),
+    ("torch.distributed._shard.api", "torch.ctypes.util.subprocess.Popen"),
+    ("torch.distributed.tensor._api", "torch.ctypes.util.subprocess.Popen"),
     ("torch", "os.system"),
     ("torch.serialization", "os.system"),
     ("pathlib", "os.system"),
@@ -100,8 +102,9 @@ def payloads(proof: Path) -> dict[str, bytes]:
         "no pickle": bytes(range(256)),
         "an empty stack": b"\x80\x020.",
     }  # fmt: skip
+    shell = b"(" + text("touch") + text(str(proof)) + b"l\x85R."
     for module, attribute in (*DOTTED, *NAMES):
-        call = name(module, attribute) + text(command) + b"\x85R."
+        call = name(module, attribute) + (shell if attribute.endswith("Popen") else text(command) + b"\x85R.")
         found[f"STACK_GLOBAL {module} {attribute}"] = b"\x80\x04" + call
     return found
 
