@@ -32,8 +32,9 @@ DOTTED = (
     ("megatron", "__loader__.get_data"),
 )
 NAMES = (
-    ("os", "system"), ("posix", "system"), ("subprocess", "Popen"), ("subprocess", "check_output"), ("builtins", "eval"),
-    ("builtins", "exec"), ("builtins", "getattr"), ("builtins", "__import__"), ("builtins", "open"),
+    ("os", "system"), ("posix", "system"), ("subprocess", "Popen"), ("subprocess", "check_output"),
+    ("builtins", "eval"), ("builtins", "exec"), ("builtins", "getattr"), ("builtins", "__import__"),
+    ("builtins", "open"),
     ("importlib", "import_module"), ("operator", "attrgetter"), ("functools", "partial"), ("types", "FunctionType"),
     ("pickle", "loads"), ("_pickle", "loads"), ("torch.storage", "_load_from_bytes"), ("torch.hub", "load"),
     ("torch", "load"), ("torch.jit", "load"), ("torch._dynamo.guards", "GuardManagerWrapper"), ("webbrowser", "open"),
@@ -73,15 +74,16 @@ def payloads(proof: Path) -> dict[str, bytes]:
         "EXT1": b"\x80\x02\x82" + bytes([EXTENSION]) + text(command) + b"\x85R.",
         "EXT2": b"\x80\x02\x83" + struct.pack("<H", EXTENSION) + text(command) + b"\x85R.",
         "EXT4": b"\x80\x02\x84" + struct.pack("<i", EXTENSION) + text(command) + b"\x85R.",
-        "BUILD of an object with a state of its own": b"\x80\x02" + index + b")\x81" + bound + b"b" + text(command) + b"b.",
+        "BUILD of an object with a state of its own": b"\x80\x02" + index + b")\x81" + bound + b"b" + text(command)
+        + b"b.",
         "BUILD of a class": b"\x80\x02" + index + b"N" + bound + b"\x86b)\x81" + text(command) + b"b.",
         "PERSID": b"Pos.system\n.",
         "BINPERSID": b"\x80\x02" + system + text(command) + b"\x85RQ.",
         "names from the memo": b"\x80\x04" + text("os") + b"\x94" + text("system") + b"\x94" + b"00h\x00h\x01\x93"
         + text(command) + b"\x85R.",
         "a name that is no text": b"\x80\x04" + b"K\x01K\x02\x93.",
-        "a name made by a call": b"\x80\x04" + name("builtins", "str") + text("os") + b"\x85R" + text("system") + b"\x93"
-        + text(command) + b"\x85R.",
+        "a name made by a call": b"\x80\x04" + name("builtins", "str") + text("os") + b"\x85R" + text("system")
+        + b"\x93" + text(command) + b"\x85R.",
         "a call hidden before the end": system + b"(S'" + line + b"'\ntR0N.",
         "a call in a key": b"\x80\x02}" + system + text(command) + b"\x85RNs.",
         "a call in a frame": b"\x80\x04\x95" + struct.pack("<Q", 4) + system + text(command) + b"\x85R.",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints.hostile_pickles import EXTENSION, archive, payloads, tensor_pickle, text
 
-from slimectl.checkpoints.torch_dist.metadata import read_metadata
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, read_metadata
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.tables import MAX_SIZE
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
@@ -215,13 +215,11 @@ def test_a_tracker_leads_to_a_folder_beside_it_only(folder: Path, tmp_path: Path
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     for words in ("../elsewhere", "/etc", "..", "²", "9" * 5000, "\0"):
         tracker.write_text(words)
-        with pytest.raises(CheckpointError, match="which is no folder beside it|which is not there"):
+        with pytest.raises(CheckpointError, match=r"which is no folder beside it|which is not there"):
             TorchDistReader(tmp_path / "run")
     (tmp_path / "run" / "metadata.json").write_text("[" * 10**6)
     tracker.unlink()
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
-
         is_torch_dist(tmp_path / "run")
 
 

@@ -88,22 +88,32 @@ def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ..
 
 def check_archive(view: FileRange, length: int) -> None:
     """Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive."""
-    _check_directory(view, length)
-    with zipfile.ZipFile(cast("IO[bytes]", view)) as archive:
-        entries = archive.infolist()
-        names = [entry.filename for entry in entries]
-        if len(set(names)) < len(names):
-            raise ValueError("an entry twice")
-        if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
-            raise ValueError("a compressed entry, which torch.save never writes")
-        if sum(entry.file_size for entry in entries) > length:
-            raise ValueError("entries larger than the file")
-        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+    with _opened(view, length) as archive:
+        pickles = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise ValueError("no pickle of a tensor")
         tree = parse_pickle(archive.read(pickles[0]), allowed=TENSOR_NAMES, persistent=True)
     if not _is_tensor(tree):
         raise UnsafePickleError("something else where a tensor belongs")
+
+
+def check_stored(view: FileRange, length: int) -> None:
+    """Raises ValueError (or what zipfile raises) for an archive of torch.save that grows when it is read."""
+    _opened(view, length).close()
+    view.seek(0)
+
+
+def _opened(view: FileRange, length: int) -> zipfile.ZipFile:
+    _check_directory(view, length)
+    archive = zipfile.ZipFile(cast("IO[bytes]", view))
+    entries = archive.infolist()
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise ValueError("an entry twice")
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+        raise ValueError("a compressed entry, which torch.save never writes")
+    if sum(entry.file_size for entry in entries) > length:
+        raise ValueError("entries larger than the file")
+    return archive
 
 
 def _is_tensor(tree: Any) -> bool:

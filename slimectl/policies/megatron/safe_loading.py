@@ -8,6 +8,7 @@ and every torch.load takes plain data only, from the same bytes that it looked a
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.utils import _ReaderView
 
-from slimectl.checkpoints.torch_dist.metadata import COMMON, read_metadata
-from slimectl.model_files import check_file, check_model_files
+from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
+from slimectl.checkpoints.torch_dist.metadata import read_metadata
+from slimectl.model_files import check_file, check_model_files, open_file
 
 MAX_OBJECT_BYTES = 1024**3
 """Of an object that is no tensor: schedules, random states, the state of fp8 modules."""
@@ -27,15 +30,18 @@ MAX_OBJECT_BYTES = 1024**3
 def plain_data_only(folder: Path) -> Iterator[None]:
     """Let mcore load `folder` without running anything in it. Raises CheckpointError for files that lead elsewhere."""
     check_model_files(folder)
-    if check_file(folder / COMMON).st_size > MAX_OBJECT_BYTES:
-        raise ValueError(f"{COMMON} has over {MAX_OBJECT_BYTES} bytes")
     load, reads = torch.load, FileSystemReader.read_metadata
 
-    def load_plain(file: Any, *args: Any, **options: Any) -> Any:
-        return load(file, *args, **{**options, "weights_only": True, "pickle_module": None})
+    def load_plain(source: Any, *args: Any, **options: Any) -> Any:
+        view, length = _view(source)
+        check_stored(view, length)
+        return load(view, *args, **{**options, "weights_only": True, "pickle_module": None})
 
     def read_plain(reader: FileSystemReader, *_: Any, **__: Any) -> Any:
-        return read_metadata(Path(reader.path))
+        metadata = read_metadata(Path(reader.path))
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            check_file(Path(reader.path) / name)
+        return metadata
 
     torch.load, FileSystemReader.read_metadata = load_plain, read_plain
     try:
@@ -44,3 +50,16 @@ def plain_data_only(folder: Path) -> Iterator[None]:
             yield
     finally:
         torch.load, FileSystemReader.read_metadata = load, reads
+
+
+def _view(source: Any) -> tuple[FileRange, int]:
+    """What mcore asks torch to load, and its length: a file's name, a part of an open file, or bytes."""
+    if isinstance(source, _ReaderView):
+        return FileRange(source.base_stream, source.offset, source.len), source.len
+    if isinstance(source, str | os.PathLike):
+        with open_file(Path(source)) as file:
+            source = io.BytesIO(file.read(MAX_OBJECT_BYTES + 1))
+    length = source.seek(0, os.SEEK_END)
+    if length > MAX_OBJECT_BYTES:
+        raise ValueError(f"an object of over {MAX_OBJECT_BYTES} bytes")
+    return FileRange(source, 0, length), length
