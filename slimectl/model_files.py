@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +31,7 @@ _READ = re.compile(
     r"|.*\.(json|jinja|model|safetensors|distcp|pt|tiktoken)"
 )
 """Names that slimectl or a library below it opens."""
-_WEIGHTS = (".safetensors", ".distcp", ".pt")
+_WEIGHTS = (".safetensors", ".distcp")
 _SMALL = re.compile(r"(config|generation_config|tokenizer_config|adapter_config|special_tokens_map)\.json")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _KINDS = {
@@ -107,6 +108,12 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy what `check_file` accepts. Raises CheckpointError."""
+    with open_file(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+
+
 def plain_name(name: object) -> bool:
     """Return whether `name` is that of a file right inside a folder, and no path out of it.
 
@@ -141,7 +148,7 @@ def _check_kind(path: Path, facts: os.stat_result) -> None:
 
 def _check_bounds(path: Path, facts: os.stat_result) -> None:
     """Raises CheckpointError for a file that a library would read into memory whole, and that is too large for it."""
-    if path.suffix in _WEIGHTS or path.name == ".metadata":
+    if path.suffix in (*_WEIGHTS, ".pt") or path.name == ".metadata":
         return
     most = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if facts.st_size > most:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import __version__
-from slimectl.data.rundir import MANIFEST, write_text
+from slimectl.data.integrity import MANIFEST
+from slimectl.data.rundir import write_text
 
 
 def manifest_path(out: Path) -> Path:

@@ -6,7 +6,6 @@ runs/NAME/  run.toml  manifest.json  metrics.jsonl  perf.jsonl  log.txt  latest 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.integrity import MANIFEST, integrity_error, sha256
 from slimectl.errors import CheckpointError, SettingsError, StorageError
 
-MANIFEST = "manifest.json"
 RESUME = ".resume"
 """Names the work that a staging folder belongs to."""
 
@@ -52,11 +51,6 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -137,23 +131,6 @@ def _replace_folder(staged: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_folder` made; None if it is whole."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"no readable {MANIFEST} ({error})"
-    for name, facts in files.items():
-        file = folder / name
-        if not file.exists():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
-        if sha256(file) != facts["sha256"]:
-            return f"{name} does not match its SHA-256"
-    return None
-
-
 class RunDir:
     """One run's folder."""
 
@@ -206,7 +183,7 @@ class RunDir:
     def newest(self, warn: Callable[[str], None]) -> Path:
         """The newest whole checkpoint; each damaged one on the way is reported. Raises CheckpointError if none is."""
         for number in reversed(self.checkpoints()):
-            wrong = damage(self.step(number))
+            wrong = integrity_error(self.step(number))
             if wrong is None:
                 return self.step(number)
             warn(f"{self.step(number)}: {wrong}; falling back to the checkpoint before it")
