@@ -123,16 +123,27 @@ def plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
-def _check_link(path: Path) -> None:
-    """Raises CheckpointError for a link out of its folder that is not one into a Hugging Face cache."""
+def leads_out(path: Path) -> bool:
+    """Return whether a file is a link out of its folder that is not one into a Hugging Face cache.
+
+    Raises OSError or RuntimeError for a link that leads nowhere.
+    """
     if not path.is_symlink():
-        return
+        return False
+    target = path.resolve()
+    return not target.is_relative_to(path.parent.resolve()) and not _is_cached_blob(target)
+
+
+def _check_link(path: Path) -> None:
+    """Raises CheckpointError for a link out of its folder."""
     try:
-        target, folder = path.resolve(), path.parent.resolve()
+        if leads_out(path):
+            target = path.resolve()
+            raise CheckpointError(
+                f"{path}: a link out of its folder, to {target}; put a copy of the file there instead"
+            )
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: a link that leads nowhere ({error}); put the file itself there") from error
-    if not target.is_relative_to(folder) and not _is_cached_blob(target):
-        raise CheckpointError(f"{path}: a link out of its folder, to {target}; put a copy of the file there instead")
 
 
 def _is_cached_blob(target: Path) -> bool:
