@@ -122,7 +122,7 @@ class Job:
         """The model directory: as given, converted from a GGUF, or new from a card."""
         path, card, made = self.settings.model.path, self.settings.model.card, self.folder.path / "model"
         if path is not None and not wiring.is_gguf(path):
-            return wiring.model_folder(path)
+            return wiring.model_folder(path, verify=self.settings.model.verify)
         if not (made / MANIFEST).exists():
             if path is not None:
                 say(f"converting {path}")

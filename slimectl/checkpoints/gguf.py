@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.gguf_header import check_gguf
 from slimectl.checkpoints.gguf_tokenizer import tokenizer_of
 from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.weights.config_checks import check_config
 
 
 class GGUFFile:
@@ -27,25 +29,28 @@ class GGUFFile:
             raise MissingExtraError("gguf", extra="gguf", wanted_by=str(path)) from None
         self.path = path
         try:
+            check_gguf(path)
             self._reader = GGUFReader(str(path))
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read as GGUF ({error}); download it again") from error
+            raise CheckpointError(f"{path}: cannot be read as GGUF ({_line(error)}); download it again") from error
 
     def read(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, dequantized, under its Hugging Face name. All of the model is held in memory as `dtype`."""
         from transformers import AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
         try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
             # Not AutoModel.from_pretrained(gguf_file=…): that wants accelerate, and drops what it cannot name.
             with redirect_stderr(io.StringIO()):  # its progress bar
                 loaded = load_gguf_checkpoint(
                     str(self.path), return_tensors=True, model_to_load=model, torch_dtype=dtype
                 )
         except Exception as error:
-            raise CheckpointError(f"{self.path}: dequantizing failed: {error}") from error
+            raise CheckpointError(f"{self.path}: dequantizing failed: {_line(error)}") from error
         tensors: dict[str, Tensor] = loaded["tensors"]
         self._account(tensors, model)
         for name in model.state_dict():
@@ -82,9 +87,12 @@ class GGUFFile:
             # GGUF holds float32: 1e-5 is written there as 9.999999747378752e-06.
             facts = {key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in facts.items()}
             facts.pop("_model_name_or_path", None)
+            check_config(facts, str(self.path), weight_bytes=self.path.stat().st_size)
             return AutoConfig.for_model(**facts)
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise CheckpointError(f"{self.path}: its architecture cannot be read: {error}") from error
+            raise CheckpointError(f"{self.path}: its architecture cannot be read: {_line(error)}") from error
 
     def write_companions(self, into: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write config, generation config, tokenizer and chat template into the folder `into`."""
@@ -94,7 +102,14 @@ class GGUFFile:
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.dtype = dtype
         config.save_pretrained(into)
-        tokenizer = tokenizer_of(self.path, self._reader)
+        try:
+            tokenizer = tokenizer_of(self.path, self._reader)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: its tokenizer cannot be read: {_line(error)}") from error
         tokenizer.save_pretrained(into)
         ends = {"bos_token_id": config.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(into)
+
+
+def _line(error: Exception) -> str:
+    return f"{(str(error).strip().splitlines() or [type(error).__name__])[0]:.200}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from slimectl.checkpoints.accounts import Apart
 from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
 from slimectl.errors import CheckpointError
+from slimectl.model_files import check_file, copy_file, plain_name, read_json
 from slimectl.ports import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
@@ -189,14 +189,7 @@ def shards(path: Path) -> list[Path]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
     if (path / INDEX).exists():
-        try:
-            listed = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path / INDEX}: cannot be read ({error}); copy the directory again") from error
-        missing = [name for name in listed if not (path / name).exists()]
-        if missing:
-            raise CheckpointError(f"{path}: {INDEX} names {missing[0]}, which is not there; copy the directory again")
-        return [path / name for name in listed]
+        return _listed_shards(path)
     found = sorted(path.glob("*.safetensors"))
     found = [file for file in found if file.name.startswith(("model", "pytorch_model"))]
     if not found:
@@ -204,12 +197,30 @@ def shards(path: Path) -> list[Path]:
         raise CheckpointError(
             f"{path}: no model*.safetensors; this is {kind}; convert it with `slimectl convert --to hf`"
         )
+    for file in found:
+        check_file(file)
     return found
+
+
+def _listed_shards(path: Path) -> list[Path]:
+    """The files that the index names: all there, and in the directory itself. Raises CheckpointError."""
+    try:
+        names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / INDEX}: cannot be read ({error}); copy the directory again") from error
+    for name in names:
+        if not plain_name(name):
+            raise CheckpointError(f"{path / INDEX}: names {name!r:.80}, which is no file of {path}; copy it again")
+        try:
+            check_file(path / name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: {INDEX} names {name}, which is not there; copy it again") from None
+    return [path / name for name in names]
 
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy what belongs to a checkpoint besides its weights: config, tokenizer, chat template."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            if file.resolve() != (target / file.name).resolve():
-                shutil.copyfile(file, target / file.name)
+            if not file.is_dir() and file.resolve() != (target / file.name).resolve():
+                copy_file(file, target / file.name)

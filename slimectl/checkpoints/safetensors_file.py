@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import CheckpointError
+from slimectl.model_files import open_file
 
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -27,6 +28,10 @@ CODES = {
 CODE = {dtype: code for code, dtype in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit: a damaged length must not ask for all memory."""
+
+
+MAX_NUMBER = 2**48
+MAX_DIMENSIONS = 16
 
 
 class Writable(Protocol):
@@ -57,7 +62,7 @@ class SafetensorsFile:
     def _header(self) -> tuple[int, dict[str, tuple[int, Form]]]:
         """Where the data begins, and each tensor's offset in it and form."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if length > min(size, MAX_HEADER_BYTES):
@@ -65,8 +70,13 @@ class SafetensorsFile:
                 entries: dict[str, Any] = json.loads(file.read(length))
             entries.pop("__metadata__", None)
             tensors = {name: _entry(facts) for name, facts in entries.items()}
+            _check_overlaps(tensors)
+        except CheckpointError:
+            raise
         except FileNotFoundError:
             raise CheckpointError(f"{self.path}: is not there; copy the checkpoint again") from None
+        except RecursionError:
+            raise self._damaged("its header is damaged: nested too deeply") from None
         except Exception as error:
             raise self._damaged(f"its header is damaged: {error}") from error
         end = max((start + nbytes(form) for start, form in tensors.values()), default=0)
@@ -103,9 +113,25 @@ class SafetensorsFile:
 def _entry(facts: dict[str, Any]) -> tuple[int, Form]:
     start, end = facts["data_offsets"]
     form = tuple(facts["shape"]), CODES[facts["dtype"]]
+    for number in (start, end, *form[0]):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_NUMBER:
+            raise ValueError(f"{number!r:.40} is no size")
+    if len(form[0]) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(form[0])} dimensions")
     if end - start != nbytes(form):
         raise ValueError(f"{end - start} bytes for {facts['dtype']} {facts['shape']}")
     return start, form
+
+
+def _check_overlaps(tensors: Mapping[str, tuple[int, Form]]) -> None:
+    """Raises ValueError for tensors that share bytes: a small file would be a huge model."""
+    end = 0
+    for start, form in sorted(
+        ((start, form) for start, form in tensors.values() if nbytes(form)), key=lambda place: place[0]
+    ):
+        if start < end:
+            raise ValueError(f"two tensors at byte {start}")
+        end = start + nbytes(form)
 
 
 def write_safetensors(file: Writable, forms: Mapping[str, Form], tensors: Iterable[Tensor]) -> None:

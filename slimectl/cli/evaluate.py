@@ -97,7 +97,7 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
         check_hooks(own, "rollout.", "score.")
         prompts = wiring.prompts(own, [source], shuffle=False)
         parts[name] = own, prompts, wiring.reward(own), wiring.agent(own)
-    folder = wiring.model_folder(settings.model.path)
+    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     tokenizer = wiring.tokenizer(folder)
     metrics: Metrics = {}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from slimectl.cli.curve import curve
 from slimectl.data.jsonl import read_samples
 from slimectl.data.manifest import manifest_path
+from slimectl.model_files import check_model_files, read_json
+from slimectl.weights.complete import raw_config
 
 
 def at_run(path: Path) -> None:
@@ -35,7 +37,8 @@ def at_folder(path: Path) -> None:
     if not config.exists():
         print(f"{path}: {', '.join(sorted(child.name for child in path.iterdir())) or 'empty'}")
         return
-    facts = json.loads(config.read_text())
+    check_model_files(path)
+    facts = raw_config(path)
     shown = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "dtype")
     print(f"{path}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts))
 
@@ -57,10 +60,11 @@ def at_manifest(path: Path) -> None:
     file = manifest_path(path)
     if not file.exists():
         return
-    facts = json.loads(file.read_text())
+    facts = read_json(file)
     shown = {
         key: facts[key] for key in ("slimectl", "stage", "started", "finished", "counts", "parents") if key in facts
     }
     print("manifest: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
-    for name, digest in facts.get("inputs", {}).items():
-        print(f"input {name} sha256 {digest[:16]}…")
+    inputs = facts.get("inputs")
+    for name, digest in inputs.items() if isinstance(inputs, dict) else ():
+        print(f"input {name} sha256 {str(digest)[:16]}…")

@@ -66,7 +66,7 @@ def rollout(
 
     settings = found.settings
     check_hooks(settings, "rollout.")
-    folder = wiring.model_folder(settings.model.path)
+    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     source = wiring.data_source(settings)
     prompts = (
         iter(())

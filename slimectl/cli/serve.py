@@ -54,7 +54,7 @@ def serve(
     from slimectl.cli.records import say
     from slimectl.wiring import serving
 
-    folder = wiring.model_folder(found.settings.model.path)
+    folder = wiring.model_folder(found.settings.model.path, verify=found.settings.model.verify)
     with serving.listening(host, port) as at:
         url = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
 

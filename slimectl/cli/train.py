@@ -69,7 +69,7 @@ def train(
     from slimectl.data.replacing import refuse_existing, writing
 
     settings = found.settings
-    folder = wiring.model_folder(settings.model.path)
+    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*([samples] if samples != "-" else []), str(folder)]
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:

@@ -22,9 +22,10 @@ from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.conversions.proof import check_logits
 from slimectl.conversions.sources import DTYPES, Source, open_source
 from slimectl.data.hashing import content_hash
+from slimectl.data.integrity import check_integrity, integrity_error
 from slimectl.data.manifest import Manifest, settings_hash
-from slimectl.data.rundir import damage
 from slimectl.errors import SettingsError
+from slimectl.model_files import check_model_files
 from slimectl.ports import Weights
 from slimectl.stages.convert import convert
 
@@ -98,7 +99,8 @@ def convert_checkpoint(
     `source` as in `resolve_source`. `dtype` None keeps each tensor as it is (GGUF is dequantized to float32). `config`
     is a Hugging Face directory, `card` the name of a card: either says what a torch_dist folder does not say itself,
     and no two may contradict each other. `verify` reads the result back; None does so for models below 2 GB. `logits`
-    is on how many tokens a verified result is run, against the source; None is 16 for models below 1 GB.
+    is on how many tokens a verified result is run, against the source; None is 16 for models below 1 GB. A source with
+    a manifest is hashed whole before anything is read from it.
 
     The same conversion once more does nothing and says so (`"unchanged"`), unless `force`; one that was interrupted
     goes on with the files it had finished. Raises SettingsError for what is not among the conversions, else as
@@ -111,10 +113,13 @@ def convert_checkpoint(
         **({"block": list(block)} if quantize == "fp8" else {}), **({"group": group} if quantize == "int4" else {}),
         **({"config": str(config)} if config else {}), **({"card": card} if card else {}),
     }  # fmt: skip
+    if path.is_dir():
+        check_model_files(path)
+    has_manifest = path.is_dir() and check_integrity(path, whole=True)
     # A run's step is known by its manifest, which lies above the policy: two steps' headers are alike.
     hashed = path.parent if path.name == "policy" else path
     manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
-    if not force and manifest.unchanged(target) and damage(target) is None:
+    if not force and manifest.unchanged(target) and integrity_error(target) is None:
         return {**json.loads((target / "manifest.json").read_text())["counts"], "unchanged": True}
     found = open_source(path, numbers=options.needs_numbers, dtype=DTYPES.get(dtype or ""), config=config, card=card)
     given, read, write = _ends(found, options, max_shard_bytes)
@@ -140,7 +145,8 @@ def convert_checkpoint(
         progress=progress,
     )
     said_dtype = dtype or ("float32" if path.suffix == ".gguf" else "as it was")
-    return {**counts, **numbers, "dtype": quantize or said_dtype, "verified": verify, **said}
+    source_facts = {"source": "as its manifest says"} if has_manifest else {}
+    return {**counts, **numbers, "dtype": quantize or said_dtype, "verified": verify, **source_facts, **said}
 
 
 Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, str]]]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,9 +15,10 @@ from slimectl.checkpoints.quantize import Dequantized, scheme_of
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.torch_dist.weights import TorchDistWeights
 from slimectl.errors import CheckpointError
+from slimectl.model_files import check_model_files
 from slimectl.ports import Weights
 from slimectl.weights.architecture import Config
-from slimectl.weights.complete import completed
+from slimectl.weights.complete import completed, raw_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,13 +51,16 @@ def open_source(
     if path.suffix == ".gguf":
         source = _gguf(path, dtype or torch.float32)
     elif is_torch_dist(path):
-        return _torch_dist(newest(path), config, card)
+        folder = newest(path)
+        check_model_files(folder)
+        return _torch_dist(folder, config, card)
     else:
         source = _hf(path, numbers=numbers, dtype=dtype or torch.bfloat16)
     if card:
         cards.check(card, source.needed_model().config, where=str(path))
     if config:
-        _agree(config, _raw(config), path, source.config)
+        check_model_files(config)
+        _agree(config, raw_config(config), path, source.config)
     return source
 
 
@@ -76,11 +78,11 @@ def _written(write: Callable[[Path], None]) -> Config:
 
     with TemporaryDirectory() as folder:
         write(Path(folder))
-        return _raw(Path(folder))
+        return raw_config(Path(folder))
 
 
 def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
-    config, weights = _raw(path), HFWeights(path)
+    config, weights = raw_config(path), HFWeights(path)
 
     def companions(into: Path) -> None:
         copy_companions(path, into)
@@ -100,17 +102,19 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
     own = path if (path / "config.json").exists() else path.parent
     inside = own if (own / "config.json").exists() else None
     folder = config or inside
+    if folder:
+        check_model_files(folder)
     if folder is None and card is None:
         raise CheckpointError(
             f"{path}: a torch_dist checkpoint without config.json; give a Hugging Face directory with --config DIR, or"
             " --card NAME"
         )
-    raw = _raw(folder) if folder else dict(cards.load(str(card))["config"])
+    raw = raw_config(folder) if folder else dict(cards.load(str(card))["config"])
     model = Model(completed(raw))
     if folder and card:
         cards.check(card, model.config, where=str(folder))
     if config and inside:
-        _agree(config, raw, inside, _raw(inside))
+        _agree(config, raw, inside, raw_config(inside))
 
     def companions(into: Path) -> None:
         if folder:
@@ -132,16 +136,3 @@ def _model(config: Config) -> Model | None:
         return Model(completed(config))
     except CheckpointError:
         return None
-
-
-def _raw(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json; this is not a Hugging Face checkpoint; give one") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: not a JSON object; download it again")
-    return config

@@ -84,7 +84,8 @@ class Template:
         try:
             text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **self._arguments)
         except Exception as error:
-            raise RecordError(f"prompt: the chat template refuses this chat: {error}") from error
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RecordError(f"prompt: the chat template refuses this chat: {line}") from error
         return text
 
 

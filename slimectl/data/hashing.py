@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimectl.errors import SettingsError
+from slimectl.model_files import leads_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS = (".safetensors", ".distcp", ".bin", ".pt", ".pth")
+BRIEF_BYTES = 256 * 1024**2
+MAX_HEADER_BYTES = 100_000_000
 
 
 def content_hash(path: str | Path, *, full: bool = False) -> str:
     """The SHA-256 of a file's bytes, or of everything in a directory, as 64 hexadecimal digits.
 
-    In a directory a weight file counts by its size, and a safetensors file also by its header: two steps of one run
-    look alike there unless `full` reads every byte. Names of temporary files (`.tmp-…`) do not count. Raises
-    SettingsError if there is nothing at `path`.
+    In a directory a weight file, and any above BRIEF_BYTES, counts by its size, and a safetensors file also by its
+    header: two steps of one run look alike there unless `full` reads every byte. A link out of the directory counts by
+    where it leads. Names of temporary files (`.tmp-…`) do not count. Raises SettingsError if there is nothing at
+    `path`.
     """
     path = Path(path)
     if path.is_file():
@@ -27,14 +32,26 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
     if not path.is_dir():
         raise SettingsError(f"{path}: no such file or directory")
     whole = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in sorted(p for p in path.rglob("*") if p.is_symlink() or p.is_file()):
         name = file.relative_to(path)
         if any(part.startswith(".tmp-") for part in name.parts):
             continue
-        brief = file.suffix in WEIGHTS and not full
-        digest = _weights_hash(file) if brief else _file_hash(file)
-        whole.update(f"{name.as_posix()}\0{digest}\n".encode())
+        if digest := _entry_hash(file, full=full):
+            whole.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))
     return whole.hexdigest()
+
+
+def _entry_hash(file: Path, *, full: bool) -> str | None:
+    """The hash of one entry of a directory; None for what is no file."""
+    try:
+        if leads_out(file):
+            return hashlib.sha256(os.fsencode(os.readlink(file))).hexdigest()
+    except (OSError, RuntimeError):
+        return None
+    if not file.is_file():
+        return None
+    brief = (file.suffix in WEIGHTS or file.stat().st_size > BRIEF_BYTES) and not full
+    return _weights_hash(file) if brief else _file_hash(file)
 
 
 def _file_hash(file: Path) -> str:
@@ -48,7 +65,7 @@ def _weights_hash(file: Path) -> str:
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
             # No more than there can be: a damaged length must not ask for all memory.
-            digest.update(stream.read(min(header_bytes, file.stat().st_size)))
+            digest.update(stream.read(min(header_bytes, file.stat().st_size, MAX_HEADER_BYTES)))
     return digest.hexdigest()
 
 

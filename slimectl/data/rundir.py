@@ -6,7 +6,6 @@ runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 from slimectl import __version__
 from slimectl.data import ownership
+from slimectl.data.integrity import integrity_error, sha256
 from slimectl.data.locks import Lock
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.data.replacing import (
@@ -52,11 +52,6 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
     )
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -131,23 +126,6 @@ def _sign(staged: Path, known: Mapping[str, str], about: dict[str, Any]) -> None
     (staged / STAGED).unlink(missing_ok=True)
     for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
         sync_folder(folder)
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_folder` made; None if it is whole."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"no readable {MANIFEST} ({error})"
-    for name, facts in files.items():
-        file = folder / name
-        if not file.exists():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
-        if sha256(file) != facts["sha256"]:
-            return f"{name} does not match its SHA-256"
-    return None
 
 
 class RunDir:
@@ -322,7 +300,7 @@ class RunDir:
         whole = None
         for number in reversed(self.checkpoints()):
             folder = self.step(number)
-            if (reason := damage(folder)) is None:
+            if (reason := integrity_error(folder)) is None:
                 whole = folder
                 if (reason := self.lost_metrics(folder)) is None:
                     return folder

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.errors import CheckpointError
+from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.state import read_tensors, write_float32
 from slimectl.weights.adapters import is_adapter
 
@@ -116,15 +117,14 @@ def base_of(path: Path, options: LoraOptions, known: Collection[str]) -> Path:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / CONFIG).read_text())
+        return read_json(path / CONFIG, max_bytes=MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no {CONFIG}; give the directory of a peft adapter") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG}: damaged ({error}); copy the adapter again") from error
 
 
 def _names(file: Path) -> list[str]:
     try:
+        check_file(file)
         with safe_open(str(file), framework="pt") as opened:
             return [name.removeprefix(PREFIX) for name in opened.keys()]
     except Exception as error:

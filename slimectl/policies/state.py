@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.errors import CheckpointError
+from slimectl.model_files import MAX_CONFIG_BYTES, check_file, copy_file, read_json
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
@@ -60,6 +60,7 @@ def check_value_head(path: Path) -> None:
 def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """The tensors named in `shapes`, one at a time. Raises CheckpointError for a missing or misshapen one."""
     try:
+        check_file(path)
         with safe_open(str(path), framework="pt") as file:
             present = set(file.keys())
             for name, shape in shapes.items():
@@ -85,7 +86,7 @@ def write_trainer(path: Path, **state: Any) -> None:
 def read_trainer(path: Path) -> dict[str, Any]:
     """Raises CheckpointError if it is missing or damaged."""
     try:
-        state = json.loads((path / TRAINER).read_text())
+        state = read_json(path / TRAINER, max_bytes=MAX_CONFIG_BYTES)
         if state["format"] != FORMAT or int(state["step"]) < 0:
             raise ValueError(f"format {state['format']}, step {state['step']}")
     except FileNotFoundError as error:
@@ -101,7 +102,8 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Config and tokenizer of the model, with the dtype that its weights were written in."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            shutil.copyfile(file, target / file.name)
+            if not file.is_dir():
+                copy_file(file, target / file.name)
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.errors import SettingsError
+from slimectl.model_files import check_model_files
 from slimectl.rewards.verdict import Verdict, Verifier
 from slimectl.types import Sample
 
@@ -99,10 +100,13 @@ class _Model:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+        # Code that travels with a model is not run, and nobody is asked whether it should be.
+        local = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            check_model_files(Path(path))
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, num_labels=1, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                path, num_labels=1, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
             )
             self.model: Any = model.eval().to(device)
         except Exception as error:

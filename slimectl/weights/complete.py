@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 
 from slimectl.errors import CheckpointError
+from slimectl.model_files import MAX_CONFIG_BYTES, open_file, read_json
 from slimectl.weights.architecture import Config
+from slimectl.weights.config_checks import check_config
 
 STAND_INS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Architectures whose own class travels with the checkpoint, and the class of transformers that has their defaults."""
@@ -27,13 +29,26 @@ def completed(raw: Config) -> Config:
 
 def read_config(folder: Path) -> Config:
     """The complete configuration of a Hugging Face directory. Raises CheckpointError."""
+    return completed(raw_config(folder))
+
+
+def raw_config(folder: Path) -> Config:
+    """config.json as it stands, once it is plausible for the weights beside it. Raises CheckpointError."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no config.json; give a Hugging Face checkpoint directory") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); copy it again") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: not a JSON object; copy it again")
-    return completed(raw)
+        raw = read_json(path, max_bytes=MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json; this is not a Hugging Face checkpoint; give one") from None
+    check_config(raw, str(path), weight_bytes=_weight_bytes(folder))
+    return raw
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of all safetensors in the folder; None if it has none (they will be pushed), or a header is not whole."""
+    sizes = []
+    for path in folder.glob("*.safetensors"):
+        with open_file(path) as file:
+            sizes.append(os.fstat(file.fileno()).st_size)
+            if 8 + int.from_bytes(file.read(8), "little") > sizes[-1]:
+                return None
+    return sum(sizes) if sizes else None

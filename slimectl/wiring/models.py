@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import cards
+from slimectl.data.integrity import check_integrity
+from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.model_files import check_model_files, read_json
+from slimectl.weights.complete import raw_config
 
 
-def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
-    """The Hugging Face directory that a setting names. Raises SettingsError or CheckpointError."""
+def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
+    """The Hugging Face directory that a setting names, once its files may be opened and match their manifest.
+
+    `verify` hashes weights of any size. Raises SettingsError or CheckpointError.
+    """
     if path is None:
         way = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
         found = way.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
@@ -25,6 +32,9 @@ def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
     if not (folder / "config.json").exists():
         kind = "a torch_dist checkpoint" if (folder / ".metadata").exists() else "not a Hugging Face checkpoint"
         raise CheckpointError(f"{path}: no config.json; this is {kind}")
+    check_model_files(folder)
+    raw_config(folder)
+    check_integrity(folder, whole=verify)
     return folder
 
 
@@ -47,9 +57,14 @@ def tokenizer(folder: Path) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:
+        # The tokenizers library panics at some files, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    check_template(loaded, folder)
+    return loaded
 
 
 def new_model(card: str, into: Path, *, seed: int) -> None:
@@ -80,11 +95,9 @@ def device(wanted: str) -> str:
 
 def version_of(folder: Path) -> str:
     """The weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
-    import json
-
     file = folder / "trainer.json"
-    return str(json.loads(file.read_text())["step"]) if file.exists() else "0"
+    return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

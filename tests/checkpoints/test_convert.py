@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint, HFWeights, write_hf
 from slimectl.conversions import convert_checkpoint
-from slimectl.data.rundir import damage
+from slimectl.data.integrity import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.stages.convert import convert
 
@@ -57,7 +57,7 @@ def test_manifest_says_what_it_was_made_from(tmp_path: Path, model_dir: ModelDir
     assert manifest["stage"] == "convert"
     assert list(manifest["inputs"]) == [str(model_dir("llama"))]
     assert manifest["counts"]["tensors"] == len(tensors(model_dir("llama")))
-    assert damage(tmp_path / "out") is None
+    assert integrity_error(tmp_path / "out") is None
 
 
 def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: ModelDir):
@@ -123,7 +123,7 @@ def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_pa
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "manifest.json", *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json",
     ]  # fmt: skip
-    assert damage(tmp_path / "out") is None
+    assert integrity_error(tmp_path / "out") is None
 
 
 def test_another_conversion_does_not_go_on_with_what_one_left(tmp_path: Path):
@@ -160,7 +160,7 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
     summary = convert_checkpoint(source, target, max_shard_bytes=60_000, verify=False, progress=heard.append)
     assert len(heard) < summary["tensors"]
     assert all((target / name).stat().st_ino == inode for name, inode in kept.items())
-    assert damage(target) is None
+    assert integrity_error(target) is None
     before, after = tensors(source), tensors(target)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from slimectl.data.integrity import integrity_error
 from slimectl.data.ownership import own_run_files
-from slimectl.data.rundir import RunDir, damage, write_folder
+from slimectl.data.rundir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.sync.disk import write_checkpoint
 
@@ -81,7 +82,7 @@ def test_force_removes_what_a_run_writes_and_says_what_stays(tmp_path: Path):
     (run.path / "metrics.jsonl").write_text(RECORD)
     run.save(1, fill)  # under a name that holds the user's files
     assert (run.path / "step_000001/policy/mine.bin").read_text() == "mine"
-    assert damage(run.step(1)) is None
+    assert integrity_error(run.step(1)) is None
 
 
 def test_nothing_is_removed_through_a_link(tmp_path: Path):
@@ -202,7 +203,7 @@ def test_a_folder_is_replaced_only_if_it_is_ours_and_keeps_what_is_not(tmp_path:
     (target / "notes.txt").write_text("mine")
     write_folder(target, fill)
     assert (target / "notes.txt").read_text() == "mine"
-    assert damage(target) is None
+    assert integrity_error(target) is None
     (target / "manifest.json").unlink()
     before = contents(target)
     with pytest.raises(SettingsError, match="model: slimectl did not make it"):
@@ -232,7 +233,7 @@ def test_a_file_of_the_new_folder_does_not_replace_a_users(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"model/notes.txt: is in the way, and slimectl did not write it"):
         write_folder(tmp_path / "model", more)
     assert (tmp_path / "model" / "notes.txt").read_text() == "mine"
-    assert damage(tmp_path / "model") is None
+    assert integrity_error(tmp_path / "model") is None
 
 
 def test_two_writers_of_one_folder_are_kept_apart(tmp_path: Path):

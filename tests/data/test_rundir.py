@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.data.rundir import RunDir, damage, write_folder
+from slimectl.data.integrity import integrity_error
+from slimectl.data.rundir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError, StorageError
 
 
@@ -19,13 +20,13 @@ def fill(staged: Path) -> None:
 
 def test_a_written_folder_is_whole_and_a_changed_byte_is_seen(tmp_path: Path):
     write_folder(tmp_path / "step", fill)
-    assert damage(tmp_path / "step") is None
+    assert integrity_error(tmp_path / "step") is None
     (tmp_path / "step" / "policy" / "weights").write_bytes(b"1235")
-    assert "SHA-256" in str(damage(tmp_path / "step"))
+    assert "SHA-256" in str(integrity_error(tmp_path / "step"))
     (tmp_path / "step" / "policy" / "weights").write_bytes(b"123")
-    assert damage(tmp_path / "step") == "policy/weights has 3 bytes, not 4"
+    assert integrity_error(tmp_path / "step") == "policy/weights has 3 bytes, not 4"
     (tmp_path / "step" / "policy" / "weights").unlink()
-    assert damage(tmp_path / "step") == "policy/weights is missing"
+    assert integrity_error(tmp_path / "step") == "policy/weights is missing"
 
 
 def test_a_full_disk_leaves_nothing_under_the_final_name_and_keeps_the_old(tmp_path: Path):
@@ -39,7 +40,7 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_keeps_the_old(tmp_p
     write_folder(tmp_path / "old", fill)
     with pytest.raises(StorageError):
         write_folder(tmp_path / "old", full)
-    assert damage(tmp_path / "old") is None
+    assert integrity_error(tmp_path / "old") is None
     assert [child.name for child in tmp_path.iterdir()] == ["old"]
 
 

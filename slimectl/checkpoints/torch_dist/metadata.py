@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from slimectl.checkpoints.torch_dist.pickle_tree import parse_pickle
+from slimectl.checkpoints.torch_dist.tables import METADATA_NAMES, metadata_of
 from slimectl.errors import CheckpointError
+from slimectl.model_files import open_file, plain_name, read_json
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -23,47 +26,16 @@ LAYOUT_FACTS = {
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the newest of the folders beside it: a number, or "release"."""
 
-OPEN_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
-PLAIN = {
-    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"), ("builtins", "complex"),
-    ("collections", "OrderedDict"), ("collections", "defaultdict"), ("torch", "Size"), ("torch", "device"),
-    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"), ("datetime", "timedelta"),
-    ("torch.storage", "_get_dtype_from_pickle_storage_type"), ("torch._C", "_get_dtype"),
-}  # fmt: skip
-
-
-class _Foreign:
-    """Stands for a class of another library: its contents are not needed."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of torch's checkpoint classes only: a pickle from elsewhere must not run what it likes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "megatron":
-            return type(name, (_Foreign,), {})
-        if module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype | torch.memory_format | torch.layout
-        ):
-            return getattr(torch, name)
-        if (module, name) in PLAIN:
-            return super().find_class(module, name)
-        if module.startswith(OPEN_MODULES):
-            found = super().find_class(module, name)
-            if isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} has no business in checkpoint metadata")
+MAX_METADATA_BYTES = 256 * 1024**2
+MAX_LAYOUT_BYTES = 1024**2
+MAX_TRACKER_BYTES = 64
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether a folder is meant to be of this layout, damaged ones included."""
+    """Return whether a folder is meant to be of this layout, damaged ones included. Raises CheckpointError."""
     if any((folder / name).exists() for name in (METADATA, TRACKER)) or any(folder.glob("*.distcp")):
         return True
-    return (folder / LAYOUT).exists() and "sharded_backend" in (folder / LAYOUT).read_text(errors="replace")
+    return "sharded_backend" in _layout(folder)
 
 
 def newest(folder: Path) -> Path:
@@ -71,31 +43,48 @@ def newest(folder: Path) -> Path:
     tracker = folder / TRACKER
     if (folder / METADATA).exists() or not tracker.exists():
         return folder
-    said = tracker.read_text().strip()
-    named = folder / (f"iter_{int(said):07d}" if said.isdigit() else said)
-    if not named.is_dir():
-        raise CheckpointError(f"{tracker}: names {named.name}, which is not there; give the iteration's folder itself")
-    return named
+    with open_file(tracker) as file:
+        iteration = file.read(MAX_TRACKER_BYTES).decode(errors="replace").strip()
+    name = f"iter_{int(iteration):07d}" if iteration.isascii() and iteration.isdigit() else iteration
+    if not plain_name(name):
+        raise CheckpointError(f"{tracker}: names {name!r}, which is no folder beside it; copy the checkpoint again")
+    if not (folder / name).is_dir():
+        raise CheckpointError(f"{tracker}: names {name}, which is not there; give the iteration's folder itself")
+    return folder / name
+
+
+def _layout(folder: Path) -> dict[str, Any]:
+    """What metadata.json says; nothing if there is none. Raises CheckpointError."""
+    try:
+        return read_json(folder / LAYOUT, max_bytes=MAX_LAYOUT_BYTES)
+    except FileNotFoundError:
+        return {}
 
 
 def read_metadata(folder: Path) -> Any:
-    """torch's Metadata of the folder. Raises CheckpointError."""
+    """torch's Metadata of the folder. Raises CheckpointError.
+
+    The pickle is parsed by us (pickle_tree) and torch's objects are built by us (tables): nothing that it names is
+    looked up or called.
+    """
     path = folder / METADATA
-    if not path.exists():
+    try:
+        with open_file(path) as file:
+            data = file.read(MAX_METADATA_BYTES + 1)
+    except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: a torch_dist checkpoint without {METADATA}; saving it was interrupted or it was copied without"
             " hidden files: copy or save it again"
-        )
+        ) from None
+    layout = _layout(folder) or LAYOUT_FACTS
     try:
-        layout = json.loads((folder / LAYOUT).read_text()) if (folder / LAYOUT).exists() else LAYOUT_FACTS
         if layout.get("sharded_backend") != "torch_dist":
-            raise ValueError(f"{LAYOUT} says {layout.get('sharded_backend')!r}, not 'torch_dist'")
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.state_dict_metadata.items(), metadata.storage_data.items()
-    except Exception as error:
+            raise ValueError(f"{LAYOUT} says {layout.get('sharded_backend')!r:.40}, not 'torch_dist'")
+        if len(data) > MAX_METADATA_BYTES:
+            raise ValueError(f"over {MAX_METADATA_BYTES} bytes")
+        return metadata_of(parse_pickle(data, allowed=METADATA_NAMES, placeholders=("megatron",)))
+    except ValueError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); copy or save the checkpoint again") from error
-    return metadata
 
 
 def write_metadata(folder: Path, metadata: Any, common: dict[str, Any]) -> None:

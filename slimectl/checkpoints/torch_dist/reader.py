@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import newest, read_metadata
 from slimectl.errors import CheckpointError
+from slimectl.model_files import open_file
 
 Form = tuple[tuple[int, ...], torch.dtype]
 Ints = tuple[int, ...]
@@ -41,24 +44,39 @@ class TorchDistReader:
         """The box of `sizes` at `offsets`. Raises CheckpointError where a part of it is missing or damaged."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
-        facts = self._metadata.state_dict_metadata[key]
-        box, filled = None, 0
-        for chunk in facts.chunks:
-            start, end = _overlap(offsets, sizes, tuple(chunk.offsets), tuple(chunk.sizes))
-            if any(a >= b for a, b in zip(start, end, strict=True)):
-                continue
+        facts, box = self._metadata.state_dict_metadata[key], None
+        for chunk, start, end in self._parts(key, offsets, sizes):
             values = self._chunk(key, chunk, facts.properties.dtype)
             part = _cut(values, tuple(chunk.offsets), start, end)
             if part.numel() < values.numel():
                 self._last = MetadataIndex(key, chunk.offsets), values  # its other parts will be asked for next
             elif part.shape == sizes:
                 return part
-            box = torch.empty(sizes, dtype=part.dtype) if box is None else box
+            box = self._empty(key, sizes, part.dtype) if box is None else box
             _cut(box, offsets, start, end).copy_(part)
-            filled += part.numel()
-        if box is None or filled < prod(sizes):
-            raise CheckpointError(f"{self.folder}: {key} lacks the chunk at {list(offsets)}; copy or save it again")
+        assert box is not None
         return box
+
+    def _parts(self, key: str, offsets: Ints, sizes: Ints) -> list[tuple[Any, Ints, Ints]]:
+        """(chunk, start, end) of what makes up the box, each element once. Raises CheckpointError."""
+        facts = self._metadata.state_dict_metadata[key]
+        parts: list[tuple[Any, Ints, Ints]] = []
+        for chunk in facts.chunks:
+            start, end = _overlap(offsets, sizes, tuple(chunk.offsets), tuple(chunk.sizes))
+            if all(a < b for a, b in zip(start, end, strict=True)):
+                if any(_meet(start, end, *other) for _, *other in parts):
+                    raise CheckpointError(f"{self.folder}: chunks of {key} overlap at {list(start)}; save it again")
+                parts.append((chunk, start, end))
+        count = sum(prod(b - a for a, b in zip(start, end, strict=True)) for _, start, end in parts)
+        if not parts or count < prod(sizes):
+            raise CheckpointError(f"{self.folder}: {key} lacks the chunk at {list(offsets)}; copy or save it again")
+        return parts
+
+    def _empty(self, key: str, sizes: Ints, dtype: torch.dtype) -> Tensor:
+        """Memory for a box of several chunks. Raises CheckpointError where they cannot all be in the folder."""
+        if prod(sizes) * dtype.itemsize > sum(file.stat().st_size for file in self.folder.glob("*.distcp")):
+            raise CheckpointError(f"{self.folder}: {key} is larger than all its files; copy or save it again")
+        return torch.empty(sizes, dtype=dtype)
 
     def _chunk(self, key: str, chunk: Any, dtype: torch.dtype) -> Tensor:
         from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -72,27 +90,20 @@ class TorchDistReader:
             raise CheckpointError(
                 f"{self.folder}: {key} lacks the chunk at {list(chunk.offsets)}; copy or save it again"
             )
-        values = self._load(key, place)
-        if values.shape != chunk.sizes or values.dtype != dtype:
-            raise CheckpointError(
-                f"{self.folder}/{place.relative_path}: {key} at {list(chunk.offsets)} is {values.dtype}"
-                f" {list(values.shape)}, .metadata says {dtype} {list(chunk.sizes)}; copy or save it again"
-            )
-        return values
+        return self._load(key, place, tuple(chunk.sizes), dtype)
 
-    def _load(self, key: str, place: Any) -> Tensor:
+    def _load(self, key: str, place: Any, shape: Ints, dtype: torch.dtype) -> Tensor:
         path = self.folder / place.relative_path
-        if getattr(place, "transform_descriptors", None):
+        if place.transform_descriptors:
             raise CheckpointError(f"{path}: {key} is stored {place.transform_descriptors[0]}-encoded; save it plainly")
         try:
-            if path.stat().st_size < place.offset + place.length:
-                raise ValueError(f"{path.stat().st_size} bytes, {key} ends at {place.offset + place.length}: cut short")
-            from torch.distributed.checkpoint.utils import _create_file_view
-
-            with path.open("rb") as file:
-                view = _create_file_view(file, place.offset, place.length)
-                values: Tensor = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
-                return values.detach()
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < place.offset + place.length:
+                    raise ValueError(f"{size} bytes, {key} ends at {place.offset + place.length}: cut short")
+                return load_tensor(file, place.offset, place.length, shape=shape, dtype=dtype)
+        except CheckpointError:
+            raise
         except Exception as error:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{path}: cannot be read ({line}); copy or save it again") from error
@@ -102,6 +113,12 @@ def _overlap(offsets: Ints, sizes: Ints, chunk: Ints, extent: Ints) -> tuple[Int
     start = tuple(max(a, b) for a, b in zip(offsets, chunk, strict=True))
     ends = (min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk, extent, strict=True))
     return start, tuple(ends)
+
+
+def _meet(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> bool:
+    """Return whether two boxes have an element in common."""
+    axes = zip(start, end, other_start, other_end, strict=True)
+    return all(max(a, c) < min(b, d) for a, b, c, d in axes)
 
 
 def _cut(values: Tensor, origin: Ints, start: Ints, end: Ints) -> Tensor:

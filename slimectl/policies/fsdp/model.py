@@ -78,13 +78,14 @@ def empty_model(model_dir: Path) -> nn.Module:
         raise CheckpointError(f"{model_dir}: no config.json; give a Hugging Face checkpoint directory")
     attention.register()
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = attention.NAME
         with _parameters_on_meta():
             hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{model_dir}: transformers cannot build this model ({str(error).splitlines()[0]}); upgrade transformers,"
+            f"{model_dir}: transformers cannot build this model ({line:.300}); upgrade transformers,"
             " or give a checkpoint of a known architecture"
         ) from error
     reason = _unsupported(hf)

@@ -19,9 +19,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from slimectl.errors import CheckpointError
 from slimectl.policies.megatron.optimizer import drop_gradients, inners
+from slimectl.policies.megatron.safe_loading import plain_data_only
 
 CONTENT = {
     # Every moment in the shape of its parameter: the one form that can be cut anew.
@@ -43,21 +45,23 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
     """Take all of it back at this layout; steps and updates. Raises CheckpointError."""
     _begin(optimizer)
     try:
-        content = dist_checkpointing.load_content_metadata(str(path))
-        loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        with plain_data_only(path):
+            content = dist_checkpointing.load_content_metadata(str(path))
+            loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
+        step, updates = (int(loaded["slimectl"][name]) for name in ("step", "updates"))
+    except (Exception, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise CheckpointError(
             f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
             f" convert {path} DIR --to hf"
         ) from error
     for name, chunk in _named(chunks):
         chunk.module.load_state_dict(loaded[name])
-    counts = loaded["slimectl"]
-    with _counted(optimizer, counts["updates"]):
+    with _counted(optimizer, updates):
         optimizer.load_state_dict(loaded["optimizer"])
     drop_gradients(chunks, optimizer)
-    return int(counts["step"]), int(counts["updates"])
+    return step, updates
 
 
 def _named(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:

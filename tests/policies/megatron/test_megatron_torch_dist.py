@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints.hostile_pickles import archive, payloads
 from policies.policy_cases import Clipped, random_rows
 from rank_cases import Ranks, megatron
 
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError
 from slimectl.layouts import ParallelLayout
 from slimectl.wiring import convert
@@ -84,3 +87,39 @@ def test_slimectl_convert_reads_it(four_layers: ModelDir, tmp_path: Path):
 def test_a_folder_that_is_no_such_checkpoint_is_refused(four_layers: ModelDir):
     with pytest.raises(CheckpointError, match="cannot be resumed from as a torch_dist checkpoint"):
         megatron(four_layers()).load_torch_dist(four_layers())
+
+
+def test_a_stranger_s_checkpoint_runs_nothing_wherever_the_command_stands(four_layers: ModelDir, tmp_path: Path):
+    saved, proof = tmp_path / "saved", tmp_path / "proof"
+    saved.mkdir()
+    policy = megatron(four_layers())
+    policy.save_torch_dist(saved)
+    genuine = {name: (saved / name).read_bytes() for name in (".metadata", "common.pt")}
+    metadata = read_metadata(saved)
+    objects = [index for index in metadata.storage_data if "_extra_state" in index.fqn]
+    attacks = payloads(proof)
+    names = (
+        "GLOBAL",
+        "INST",
+        "STACK_GLOBAL os system",
+        "STACK_GLOBAL torch.distributed._shard.api torch.ctypes.util.subprocess.Popen",
+    )
+    for attack in (attacks[name] for name in names):
+        hostile = archive(attack)
+        (saved / "object.distcp").write_bytes(hostile)
+        for index in objects:
+            place = metadata.storage_data[index]
+            place.relative_path, place.offset, place.length = "object.distcp", 0, len(hostile)
+        for name, data in (
+            (".metadata", attack),
+            ("common.pt", hostile),
+            ("common.pt", attack),
+            (".metadata", pickle.dumps(metadata)),
+        ):
+            for other, whole in genuine.items():
+                (saved / other).write_bytes(data if other == name else whole)
+            with pytest.raises(CheckpointError, match="cannot be resumed from as a torch_dist checkpoint") as error:
+                policy.load_torch_dist(saved)
+            assert "\n" not in str(error.value)
+    assert objects
+    assert not proof.exists()

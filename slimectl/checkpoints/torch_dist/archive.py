@@ -1,0 +1,151 @@
+"""One chunk of a .distcp file: an archive as torch.save writes it, looked through before torch opens it.
+
+torch.load(weights_only=True) runs no code of a file, but it unpacks what is compressed, makes views that are larger
+than their numbers, and takes every class that was ever registered with it. Here an archive is a plain tensor or it is
+refused: stored without compression, no larger than its part of the file, named by an exact list.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from math import prod
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Persistent, UnsafePickleError, parse_pickle
+
+MAX_DIRECTORY_BYTES = 64 * 1024
+"""torch.save makes about 600 bytes of directory for a tensor."""
+MAX_PICKLE_BYTES = 64 * 1024
+
+_STORAGES = (
+    "DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage",
+    "CharStorage", "ByteStorage", "BoolStorage", "UntypedStorage", "Float8_e4m3fnStorage", "Float8_e5m2Storage",
+)  # fmt: skip
+_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+TENSOR_NAMES = frozenset({
+    ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_parameter"), ("torch.storage", "UntypedStorage"),
+    *(("torch", name) for name in (*_STORAGES, *_DTYPES)),
+})  # fmt: skip
+"""Every name in the pickle of a tensor or parameter."""
+
+
+class FileRange(io.RawIOBase):
+    """The bytes `start` to `start + length` of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"a place {base + offset} before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._position))]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
+        self._position += count
+        return int(count)
+
+
+def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor in an archive inside a file. Raises ValueError if it is anything but one of this form."""
+    if prod(shape) * dtype.itemsize > length:
+        raise ValueError(f"{length} bytes for a tensor {list(shape)} of {dtype}")
+    view = FileRange(file, start, length)
+    check_archive(view, length)
+    view.seek(0)
+    values = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
+    if not isinstance(values, Tensor) or values.layout != torch.strided or values.is_quantized:
+        raise ValueError(f"{type(values).__name__} where a tensor belongs")
+    values = values.detach()
+    if tuple(values.shape) != shape or values.dtype != dtype:
+        raise ValueError(f"it is {values.dtype} {list(values.shape)}, .metadata says {dtype} {list(shape)}")
+    if values.untyped_storage().nbytes() < values.nbytes or not values.is_contiguous():
+        raise ValueError(f"{values.untyped_storage().nbytes()} bytes for a tensor {list(shape)}")
+    return values
+
+
+def check_archive(view: FileRange, length: int) -> None:
+    """Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive."""
+    with _opened(view, length) as archive:
+        pickles = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
+            raise ValueError("no pickle of a tensor")
+        tree = parse_pickle(archive.read(pickles[0]), allowed=TENSOR_NAMES, persistent=True)
+    if not _is_tensor(tree):
+        raise UnsafePickleError("something else where a tensor belongs")
+
+
+def check_stored(view: FileRange, length: int) -> None:
+    """Raises ValueError (or what zipfile raises) for an archive of torch.save that grows when it is read."""
+    _opened(view, length).close()
+    view.seek(0)
+
+
+def _opened(view: FileRange, length: int) -> zipfile.ZipFile:
+    _check_directory(view, length)
+    archive = zipfile.ZipFile(cast("IO[bytes]", view))
+    entries = archive.infolist()
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise ValueError("an entry twice")
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+        raise ValueError("a compressed entry, which torch.save never writes")
+    if sum(entry.file_size for entry in entries) > length:
+        raise ValueError("entries larger than the file")
+    return archive
+
+
+def _is_tensor(tree: Any) -> bool:
+    if not isinstance(tree, Construction) or tree.state is not None or tree.items or not tree.arguments:
+        return False
+    if tree.reference.name == "_rebuild_parameter":
+        return _is_tensor(tree.arguments[0])
+    return tree.reference.name.startswith("_rebuild_tensor_v") and isinstance(tree.arguments[0], Persistent)
+
+
+def _check_directory(view: FileRange, length: int) -> None:
+    """Raises ValueError for a table of contents that would take much memory to read."""
+    end = struct.Struct("<4s4H2LH")
+    if length < end.size:
+        raise ValueError(f"{length} bytes are no archive: cut short")
+    view.seek(length - end.size, os.SEEK_SET)
+    signature, *_, size, _, _ = end.unpack(view.read(end.size))
+    if signature != b"PK\5\6":
+        raise ValueError("no archive of torch.save ends here")
+    if size == 0xFFFFFFFF:
+        size = _zip64_directory_bytes(view, length - end.size)
+    if size > MAX_DIRECTORY_BYTES:
+        raise ValueError(f"a table of contents of {size} bytes")
+    view.seek(0)
+
+
+def _zip64_directory_bytes(view: FileRange, end: int) -> int:
+    locator, record = struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
+    view.seek(max(0, end - locator.size), os.SEEK_SET)
+    signature, _, start, _ = locator.unpack(view.read(locator.size))
+    if signature != b"PK\6\7" or start + record.size > end:
+        raise ValueError("a damaged table of contents")
+    view.seek(start, os.SEEK_SET)
+    size: int = record.unpack(view.read(record.size))[8]
+    return size

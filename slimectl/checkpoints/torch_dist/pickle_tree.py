@@ -1,0 +1,229 @@
+"""A pickle as a tree of plain data: nothing is imported, looked up or called, whatever the file says.
+
+Python's own unpickler resolves names and calls what they lead to; a checkpoint may come from a stranger. Here a name
+stays a name (Reference), a call stays a description (Construction), and both are let through only if the exact pair of
+module and name is on the caller's list. Instructions that genuine checkpoints do not have are refused.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_OPCODES = 20_000_000
+"""Twice what the checkpoint of a model with 120 000 expert tensors and their moments has: 2 GB of memory at worst."""
+MAX_KEY = 2**31
+"""Larger numbers as keys could be chosen to collide."""
+
+
+class UnsafePickleError(ValueError):
+    """A pickle that no genuine checkpoint holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A name that the file mentions; it leads nowhere."""
+
+    module: str
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Construction:
+    """An object that the file describes: what would be called, with which arguments and state."""
+
+    reference: Reference
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    elements: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """The name of something that lies beside the pickle: a tensor's numbers."""
+
+    name: Any
+
+
+def parse_pickle(
+    data: bytes, *, allowed: Collection[tuple[str, str]], placeholders: Collection[str] = (), persistent: bool = False
+) -> Any:
+    """The tree that a pickle describes. Raises UnsafePickleError.
+
+    `allowed` are the pairs (module, name) that may occur, besides anything of the packages in `placeholders`, whose
+    objects nobody looks into. `persistent` lets the pickle name what lies beside it.
+    """
+    machine = _Machine(allowed, placeholders, persistent)
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if count >= MAX_OPCODES:
+                raise UnsafePickleError(f"more than {MAX_OPCODES} instructions")
+            machine.execute(opcode.name, argument)
+        return machine.result()
+    except UnsafePickleError:
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError) as error:
+        raise UnsafePickleError(f"a damaged pickle: {error}") from error
+
+
+class _Machine:
+    """The stack of a pickle under way."""
+
+    def __init__(self, allowed: Collection[tuple[str, str]], placeholders: Collection[str], persistent: bool) -> None:
+        self._allowed, self._placeholders, self._persistent = allowed, placeholders, persistent
+        self._stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def execute(self, name: str, argument: Any) -> None:
+        if name in _CONSTANTS:
+            self._stack.append(_CONSTANTS[name])
+        elif name in _LITERALS:
+            self._stack.append(argument)
+        elif name in _EMPTY:
+            self._stack.append(_EMPTY[name]())
+        elif name in _STEPS:
+            _STEPS[name](self, argument)
+        elif name not in _FRAMING:
+            raise UnsafePickleError(f"an instruction {name}, which no checkpoint has")
+
+    def result(self) -> Any:
+        if len(self._stack) != 1 or self._marked:
+            raise UnsafePickleError("a damaged pickle: it does not end with one object")
+        return self._stack[0]
+
+    def mark(self, _: Any) -> None:
+        self._marked.append(self._stack)
+        self._stack = []
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marked.pop()
+        return items
+
+    def tuple_since_mark(self, _: Any) -> None:
+        items = self._since_mark()
+        self._stack.append(tuple(items))
+
+    def put_tuple(self, length: int) -> None:
+        items = tuple(self._stack[-length:])
+        if len(items) != length:
+            raise UnsafePickleError("a damaged pickle: it takes more than there is")
+        self._stack[-length:] = [items]
+
+    def memoize(self, _: Any) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def append(self, _: Any) -> None:
+        value = self._stack.pop()
+        _elements(self._stack[-1]).append(value)
+
+    def appends(self, _: Any) -> None:
+        values = self._since_mark()
+        _elements(self._stack[-1]).extend(values)
+
+    def set_item(self, _: Any) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        _items(self._stack[-1])[_key(key)] = value
+
+    def set_items(self, _: Any) -> None:
+        values = self._since_mark()
+        target = _items(self._stack[-1])
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            target[_key(key)] = value
+
+    def name(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self._refer(module, name)
+
+    def name_from_stack(self, _: Any) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if not (isinstance(name, str) and isinstance(module, str)):
+            raise UnsafePickleError("a name that is no text")
+        self._refer(module, name)
+
+    def _refer(self, module: str, name: str) -> None:
+        if (module, name) not in self._allowed and module.partition(".")[0] not in self._placeholders:
+            raise UnsafePickleError(f"{module}.{name}"[:120] + " has no business in a checkpoint")
+        self._stack.append(Reference(module, name))
+
+    def construct(self, _: Any) -> None:
+        arguments, reference = self._stack.pop(), self._stack.pop()
+        if not isinstance(reference, Reference) or not isinstance(arguments, tuple):
+            raise UnsafePickleError("a call of something that is no name")
+        self._stack.append(Construction(reference, arguments))
+
+    def build(self, _: Any) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if not isinstance(target, Construction) or target.state is not None:
+            raise UnsafePickleError("a state for something that has none")
+        target.state = state
+
+    def refer_beside(self, _: Any) -> None:
+        if not self._persistent:
+            raise UnsafePickleError("an instruction BINPERSID, which no such file has")
+        self._stack.append(Persistent(self._stack.pop()))
+
+
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_LITERALS = frozenset(
+    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8")
+)  # fmt: skip
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
+_FRAMING = frozenset(("PROTO", "FRAME", "STOP"))
+_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.tuple_since_mark,
+    "TUPLE1": lambda machine, _: machine.put_tuple(1),
+    "TUPLE2": lambda machine, _: machine.put_tuple(2),
+    "TUPLE3": lambda machine, _: machine.put_tuple(3),
+    "MEMOIZE": _Machine.memoize,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.name_from_stack,
+    "REDUCE": _Machine.construct,
+    "NEWOBJ": _Machine.construct,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.refer_beside,
+}
+
+
+def _elements(target: Any) -> list[Any]:
+    if isinstance(target, list):
+        return target
+    if isinstance(target, Construction):
+        return target.elements
+    raise UnsafePickleError("elements for something that is no list")
+
+
+def _items(target: Any) -> dict[Any, Any]:
+    if isinstance(target, dict):
+        return target
+    if isinstance(target, Construction):
+        return target.items
+    raise UnsafePickleError("items for something that is no dictionary")
+
+
+def _key(key: Any) -> Any:
+    """A key that cannot be chosen to collide with many others."""
+    if isinstance(key, str | Construction) or (isinstance(key, int) and abs(key) < MAX_KEY):
+        return key
+    raise UnsafePickleError("a key that is neither text nor a small number")

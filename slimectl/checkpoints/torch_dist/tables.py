@@ -1,0 +1,155 @@
+"""torch's checkpoint metadata, built by us from a parsed pickle: every field is of its type and within its bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Reference, UnsafePickleError
+from slimectl.model_files import plain_name
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+        "uint8", "bool",
+    )
+}  # fmt: skip
+"""By the name that a pickle gives them; the names are ours."""
+
+METADATA_NAMES = frozenset({
+    *((_METADATA, name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    (_FILESYSTEM, "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name in (*DTYPES, "strided", "contiguous_format")),
+    ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "dict"),
+    ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
+})  # fmt: skip
+"""Every name that the `.metadata` of torch 2.x and megatron-core 0.8 to 0.16 holds."""
+
+MAX_DIMENSIONS = 16
+MAX_SIZE = 2**48
+"""Elements along an axis, and bytes in a file."""
+
+
+def metadata_of(tree: Any) -> Any:
+    """torch's Metadata of a parsed `.metadata`, without the plans that only saving reads. Raises UnsafePickleError."""
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    state = _state(tree, _METADATA, "Metadata")
+    tensors = {_text(key, "a key"): _entry(entry) for key, entry in _dict(state.get("state_dict_metadata")).items()}
+    places = {_index(index): _place(place) for index, place in _dict(state.get("storage_data")).items()}
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+
+
+def _state(tree: Any, module: str, name: str) -> dict[Any, Any]:
+    """The fields of the object of one class."""
+    if not isinstance(tree, Construction) or tree.reference != Reference(module, name):
+        raise UnsafePickleError(f"something else where a {name} belongs")
+    return _dict({} if tree.state is None else tree.state)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Construction) and value.reference.name in ("OrderedDict", "defaultdict", "dict"):
+        return value.items
+    if not isinstance(value, dict):
+        raise UnsafePickleError("something else where a dictionary belongs")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise UnsafePickleError(f"{what} that is no text")
+    return value
+
+
+def _number(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+        raise UnsafePickleError(f"{what} that is no number from 0 to {MAX_SIZE}")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if isinstance(value, Construction) and value.reference == Reference("torch", "Size") and len(value.arguments) == 1:
+        value = value.arguments[0]
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
+        raise UnsafePickleError(f"a shape that is no list of up to {MAX_DIMENSIONS} numbers")
+    return torch.Size([_number(size, "a size") for size in value])
+
+
+def _entry(tree: Any) -> Any:
+    """What is known of one key: a tensor, or bytes of some object."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    if isinstance(tree, Construction) and tree.reference != Reference(_METADATA, "TensorStorageMetadata"):
+        return BytesStorageMetadata()
+    state = _state(tree, _METADATA, "TensorStorageMetadata")
+    size = _size(state.get("size"))
+    chunks = state.get("chunks")
+    if not isinstance(chunks, list):
+        raise UnsafePickleError("chunks that are no list")
+    properties = TensorProperties(dtype=_dtype(state.get("properties")))
+    return TensorStorageMetadata(properties, size, [_chunk(chunk, size) for chunk in chunks])
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """The dtype among the properties of a tensor, which are pickled as a tuple that begins with it."""
+    if not isinstance(properties, Construction) or properties.reference != Reference(_METADATA, "TensorProperties"):
+        raise UnsafePickleError("something else where TensorProperties belong")
+    state = properties.state
+    reference = state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype")
+    if not isinstance(reference, Reference) or reference.module != "torch" or reference.name not in DTYPES:
+        raise UnsafePickleError("a dtype that is none of " + ", ".join(DTYPES))
+    dtype: torch.dtype = DTYPES[reference.name]
+    return dtype
+
+
+def _chunk(tree: Any, whole: torch.Size) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    state = _state(tree, _METADATA, "ChunkStorageMetadata")
+    offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
+    if not len(offsets) == len(sizes) == len(whole):
+        raise UnsafePickleError(f"a chunk of {len(sizes)} dimensions in a tensor of {len(whole)}")
+    if any(start + size > end for start, size, end in zip(offsets, sizes, whole, strict=True)):
+        raise UnsafePickleError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(whole)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _index(tree: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    state = _state(tree, _METADATA, "MetadataIndex")
+    offset, number = state.get("offset"), state.get("index")
+    return MetadataIndex(
+        _text(state.get("fqn"), "a key"),
+        None if offset is None else _size(offset),
+        None if number is None else _number(number, "an index"),
+    )
+
+
+def _place(tree: Any) -> Any:
+    """Where a chunk lies: the file is one of the folder itself."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    state = _state(tree, _FILESYSTEM, "_StorageInfo")
+    name = state.get("relative_path")
+    if not plain_name(name):
+        raise UnsafePickleError(f"a chunk in {name!r:.80}, which is no file of the folder")
+    offset, length = (_number(state.get(key), f"an {key}") for key in ("offset", "length"))
+    transforms = state.get("transform_descriptors")
+    if transforms is not None and not (isinstance(transforms, list | tuple) and all(map(_is_short_text, transforms))):
+        raise UnsafePickleError("transform_descriptors that are no list of names")
+    return _StorageInfo(name, offset, length, transforms)
+
+
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 100

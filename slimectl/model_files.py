@@ -1,0 +1,166 @@
+"""The files of a model folder: which of them may be opened, and how their JSON is read.
+
+A folder may come from a stranger, so nothing in it is opened before these rules hold:
+
+- A file is a regular file. Opening a FIFO would wait for a writer that never comes; a device never ends.
+- A symbolic link leads to a file of the same folder, or to a blob of a Hugging Face cache (models--NAME/blobs/HASH, to
+  which the files of its snapshots are links). Any other link could bring a private file of this machine into a copy.
+- JSON is bounded in size before it is parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from slimectl.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 * 1024**2
+"""The largest index of shards that is known has 12 MB."""
+MAX_CONFIG_BYTES = 4 * 1024**2
+MAX_TEXT_BYTES = 512 * 1024**2
+"""For what libraries read whole: tokenizer.json of a vocabulary of 262 144 tokens has 34 MB."""
+
+_READ = re.compile(
+    r"tokenizer.*|vocab.*|merges\.txt|\.metadata|latest_checkpointed_iteration\.txt"
+    r"|.*\.(json|jinja|model|safetensors|distcp|pt|tiktoken)"
+)
+"""Names that slimectl or a library below it opens."""
+_WEIGHTS = (".safetensors", ".distcp")
+_SMALL = re.compile(r"(config|generation_config|tokenizer_config|adapter_config|special_tokens_map)\.json")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}  # fmt: skip
+
+
+def check_model_files(folder: Path) -> None:
+    """Refuse a folder that holds something under a model's file name that may not be opened.
+
+    Raises CheckpointError. A folder that is itself a link (runs/NAME/latest) is fine.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}); give a model directory") from error
+    for name in names:
+        path = folder / name
+        if name.endswith("chat_templates") and path.is_dir():
+            _check_link(path)
+            check_model_files(path)
+        elif _READ.fullmatch(name) and not (path.is_dir() and not path.is_symlink() and "." not in name):
+            _check_bounds(path, check_file(path))
+
+
+def check_file(path: Path) -> os.stat_result:
+    """The facts of a file that may be opened. Raises CheckpointError, or FileNotFoundError if there is none."""
+    try:
+        _check_link(path)
+        facts = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a link to nothing; copy the folder again, with what it links to") from None
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy the folder again") from error
+    _check_kind(path, facts)
+    return facts
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file that `check_file` accepts; never waits. Raises CheckpointError or FileNotFoundError."""
+    check_file(path)
+    try:
+        # Not blocking, and looked at again: it may have become something else since.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    try:
+        _check_kind(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError, or FileNotFoundError if there is none."""
+    with open_file(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no genuine one has; download it again")
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise CheckpointError(f"{path}: not JSON (nested too deeply); download it again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object; download it again")
+    return value
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy what `check_file` accepts. Raises CheckpointError."""
+    with open_file(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def plain_name(name: object) -> bool:
+    """Return whether `name` is that of a file right inside a folder, and no path out of it.
+
+    >>> [plain_name(name) for name in ("__0_0.distcp", "../secret", "/etc/passwd", "..", "", 7)]
+    [True, False, False, False, False, False]
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+
+
+def leads_out(path: Path) -> bool:
+    """Return whether a file is a link out of its folder that is not one into a Hugging Face cache.
+
+    Raises OSError or RuntimeError for a link that leads nowhere.
+    """
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return not target.is_relative_to(path.parent.resolve()) and not _is_cached_blob(target)
+
+
+def _check_link(path: Path) -> None:
+    """Raises CheckpointError for a link out of its folder."""
+    try:
+        if leads_out(path):
+            target = path.resolve()
+            raise CheckpointError(
+                f"{path}: a link out of its folder, to {target}; put a copy of the file there instead"
+            )
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: a link that leads nowhere ({error}); put the file itself there") from error
+
+
+def _is_cached_blob(target: Path) -> bool:
+    blobs = target.parent
+    return blobs.name == "blobs" and blobs.parent.name.startswith("models--") and bool(_BLOB.fullmatch(target.name))
+
+
+def _check_kind(path: Path, facts: os.stat_result) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "something else")
+        raise CheckpointError(f"{path}: {kind}, not a file; put the model's own file there")
+
+
+def _check_bounds(path: Path, facts: os.stat_result) -> None:
+    """Raises CheckpointError for a file that a library would read into memory whole, and that is too large for it."""
+    if path.suffix in (*_WEIGHTS, ".pt") or path.name == ".metadata":
+        return
+    most = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
+    if facts.st_size > most:
+        raise CheckpointError(f"{path}: {facts.st_size} bytes, a genuine one has at most {most}; download it again")

@@ -1,0 +1,126 @@
+"""config.json looked at before anything is built from it: sizes that are sizes, and a model that its weights can hold.
+
+A stranger's config.json may claim a layer of 10^12 columns, -1 heads or a list for a number. What follows
+(transformers, a family of ours, an engine) would answer with a traceback or ask for all memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from slimectl.errors import CheckpointError
+
+REQUIRED_SIZES = {
+    "hidden_size": 2**18, "num_hidden_layers": 2**13, "num_attention_heads": 2**13, "vocab_size": 2**26,
+    "intermediate_size": 2**22, "max_position_embeddings": 2**40,
+}  # fmt: skip
+"""What is at least 1 where it is named, and the largest that is believed: each is 10 times that of any known model."""
+OPTIONAL_SIZES = {
+    "num_key_value_heads": 2**13, "head_dim": 2**13, "moe_intermediate_size": 2**22, "num_experts_per_tok": 2**10,
+    "shared_expert_intermediate_size": 2**22, "qk_nope_head_dim": 2**13, "qk_rope_head_dim": 2**13,
+    "v_head_dim": 2**13, "kv_lora_rank": 2**18, "q_lora_rank": 2**18, "linear_num_key_heads": 2**13,
+    "linear_num_value_heads": 2**13, "linear_key_head_dim": 2**13, "linear_value_head_dim": 2**13,
+    "linear_conv_kernel_dim": 2**10, "index_n_heads": 2**13, "index_head_dim": 2**13, "n_group": 2**10,
+    "topk_group": 2**10, "decoder_sparse_step": 2**13, "full_attention_interval": 2**13,
+}  # fmt: skip
+"""The same, or null."""
+COUNTS = {
+    "num_experts": 2**14, "n_routed_experts": 2**14, "num_local_experts": 2**14, "n_shared_experts": 2**10,
+    "first_k_dense_replace": 2**13, "num_nextn_predict_layers": 2**10, "sliding_window": 2**40,
+    "max_window_layers": 2**13, "index_topk": 2**30, "num_mtp_modules": 2**10,
+}  # fmt: skip
+"""0 or more, or null."""
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "routed_scaling_factor")
+SHAPES: dict[str, tuple[type, ...]] = {
+    "model_type": (str,), "architectures": (list,), "hidden_act": (str,), "tie_word_embeddings": (bool,),
+    "attention_bias": (bool,), "mlp_bias": (bool,), "layer_types": (list,), "rope_parameters": (dict,),
+    "rope_scaling": (dict,), "quantization_config": (dict,), "auto_map": (dict,), "text_config": (dict,),
+    "mlp_layer_types": (list,), "mlp_only_layers": (list,), "use_sliding_window": (bool,), "norm_topk_prob": (bool,),
+    "dtype": (str, dict), "torch_dtype": (str, dict), "partial_rotary_factor": (int, float), "use_cache": (bool,),
+    "attention_dropout": (int, float), "initializer_range": (int, float),
+}  # fmt: skip
+"""Of which kind a value is where it is not null."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MAX_LIST = 2**16
+MAX_EXPERTS_IN_ALL = 2**18
+"""Of all layers, ten times those of Kimi K2: each is up to three tensors."""
+LEAST_BYTES_A_LAYER = 64
+"""A layer has a tensor at least, and a tensor its entry in the header of its file."""
+
+
+def check_config(config: dict[str, Any], where: str, *, weight_bytes: int | None = None) -> None:
+    """Raises CheckpointError for a config.json that no model has; `weight_bytes` are those of its weights on disk."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            problem = next(_problems(part, weight_bytes), None)
+            if problem:
+                raise CheckpointError(f"{where}: {problem}; copy config.json and weights from the same checkpoint")
+
+
+def _problems(config: dict[str, Any], weight_bytes: int | None) -> Iterator[str]:
+    for key, kinds in SHAPES.items():
+        value = config.get(key)
+        right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is not None and not right:
+            yield f"{key} {_shown(value)}, not {' or '.join(_KINDS[kind] for kind in kinds)}"
+        elif isinstance(value, list) and len(value) > MAX_LIST:
+            yield f"{key} has {len(value)} entries"
+    for key, most in (REQUIRED_SIZES | OPTIONAL_SIZES | COUNTS).items():
+        if key in config and not (config[key] is None and key not in REQUIRED_SIZES):
+            least = 0 if key in COUNTS else 1
+            if not _is_number(config[key], least, most):
+                yield f"{key} {_shown(config[key])}, not a number from {least} to {most}"
+    for key in POSITIVE:
+        if config.get(key) is not None and not (_is_real(config[key]) and 0 < config[key] < math.inf):
+            yield f"{key} {_shown(config[key])}, not a positive number"
+    for key in TOKEN_IDS:
+        value = config.get(key)
+        if not all(_is_number(item, -1, 2**31) for item in (value if isinstance(value, list) else [value or 0])):
+            yield f"{key} {_shown(value)}, not a token or a list of tokens"
+    yield from _contradictions(config)
+    if weight_bytes is not None:
+        yield from _beyond_weights(config, weight_bytes)
+
+
+def _contradictions(config: dict[str, Any]) -> Iterator[str]:
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads")
+    layers = config.get("num_hidden_layers") or 0
+    experts = max(config.get(key) or 0 for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    if layers * experts > MAX_EXPERTS_IN_ALL:
+        yield f"num_hidden_layers {layers} with {experts} experts each"
+    if heads and groups and heads % groups:
+        yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+    if hidden and heads and "kv_lora_rank" not in config and not config.get("head_dim") and hidden % heads:
+        yield f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
+
+
+def _beyond_weights(config: dict[str, Any], weight_bytes: int) -> Iterator[str]:
+    """What cannot be in so many bytes: an embedding of at least half a byte a number, a tensor a layer."""
+    hidden, vocabulary = config.get("hidden_size") or 0, config.get("vocab_size") or 0
+    layers = config.get("num_hidden_layers") or 0
+    if hidden * vocabulary > 2 * weight_bytes:
+        yield f"vocab_size {vocabulary} x hidden_size {hidden} is more than {weight_bytes} bytes of weights hold"
+    elif layers * LEAST_BYTES_A_LAYER > weight_bytes:
+        yield f"num_hidden_layers {layers} are more than {weight_bytes} bytes of weights hold"
+
+
+def _is_number(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_KINDS = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: short, whatever it is."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge number"
+    return text if len(text) <= 40 else f"{text[:40]}…"
