@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -31,6 +32,15 @@ def serve(
     stream_interval: Annotated[
         int, typer.Option("--stream-interval", help="Tokens between two chunks of a stream", min=1)
     ] = 1,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Another name that clients or a proxy ask it by (repeatable)"
+        ),
+    ] = None,
+    pause_timeout: Annotated[
+        float, typer.Option("--pause-timeout", help="Seconds a request waits on a paused engine before 503", min=0.1)
+    ] = 60.0,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="End when the process that started this ends")
     ] = False,
@@ -55,20 +65,28 @@ def serve(
     from slimectl.wiring import serving
 
     folder = wiring.model_folder(found.settings.model.path)
-    with serving.listening(host, port) as at:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
-
-        def ready() -> None:
-            say(f"{url}: waiting for weights" if wait_for_weights else f"{url}: serving {folder}")
-
+    key, drawn = serving.admin_key(found.settings)
+    with ExitStack() as ending:
+        at = ending.enter_context(serving.listening(host, port))
+        bound_port = at.getsockname()[1]
+        words = [f"http://{f'[{host}]' if ':' in host else host}:{bound_port}: "]
+        words[0] += "waiting for weights" if wait_for_weights else f"serving {folder}"
+        if drawn:
+            words.append(ending.enter_context(serving.left_key(key, bound_port)))
+        if exposed := serving.exposure(found.settings, host):
+            words.append(exposed)
         number, clean = serving.serve(
             found.settings,
             folder,
             at,
+            host=host,
+            admin_key=key,
+            allowed_hosts=allow_host or (),
             load=not wait_for_weights,
-            ready=ready,
+            ready=lambda: say("\n".join(words)),
             interval=stream_interval,
             incremental=incremental,
+            pause_timeout_s=pause_timeout,
         )
     interrupted = number == signal.SIGINT
     if not clean:

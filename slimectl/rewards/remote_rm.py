@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
+from slimectl.redaction import redact_text
 from slimectl.rewards.asking import Asker, Patience, check_url
 from slimectl.rewards.verdict import Remote, Verdict, is_number
 from slimectl.types import Sample
@@ -79,5 +80,5 @@ class RemoteRm(Remote):
                 f"the reward model at {self.url}: answered {str(reward)[:60]!r} for sample {sample.index}; "
                 f"a number or an object is expected"
             )
-        return Verdict(reward, "whole response", f"{self.url} answered {str(reward)[:200]}", sample.response,
-                       (0, len(sample.response)))  # fmt: skip
+        why = redact_text(f"{self.url} answered {str(reward)[:200]}")
+        return Verdict(reward, "whole response", why, sample.response, (0, len(sample.response)))

@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 from slimectl.hooks import Args, hook
 from slimectl.ports import NamedTensors, Policy, WeightReceiver, WeightWorkers
 from slimectl.settings import Settings
+from slimectl.settings.secret import reveal, revealed_score
 from slimectl.types import Metrics
 from slimectl.wiring.models import device
 
 if TYPE_CHECKING:
+    from slimectl.engines.keys import Keys
     from slimectl.engines.sglang.control import HttpWorkers
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -30,11 +32,58 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
+    """What opens the servers: keys of [engine], those that SGLang is given, or one that a server here has left."""
+    from slimectl.engines.keys import Keys
+
+    engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
+    if engine.kind != "sglang":
+        args = {}
+    found = Keys(
+        api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
+        admin_api_key=reveal(engine.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
+    )
+    return found.with_local(addresses) if engine.url else found
+
+
+def urls(settings: Settings) -> list[str]:
+    """The servers of engine.url, as they are asked."""
+    return list(reveal(settings.engine.url, setting="engine.url"))
+
+
+def keyed(settings: Settings) -> Settings:
+    """The settings with all secrets that servers need at hand, and a key for those that will be started from them.
+
+    Whoever gets these settings may live elsewhere, in another environment; they are never written down.
+    """
+    from pydantic import SecretStr
+
+    from slimectl.engines.keys import new_key
+
+    engine = settings.engine
+    args = reveal(settings.sglang.args, setting="sglang.args")
+    groups = reveal(settings.sglang.groups, setting="sglang.groups")
+    keys = {}
+    for name in ("api_key", "admin_api_key"):
+        key = reveal(getattr(engine, name), setting=f"engine.{name}")
+        keys[name] = None if key is None else SecretStr(key)
+    starts = settings.uses_servers and not engine.url
+    if starts and keys["admin_api_key"] is None and not args.get("admin_api_key"):
+        keys["admin_api_key"] = SecretStr(new_key())
+    return settings.model_copy(
+        update={
+            "engine": engine.model_copy(update=keys),
+            "sglang": settings.sglang.model_copy(update={"args": args, "groups": groups}),
+            "score": revealed_score(settings.score),
+        }
+    )
+
+
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """The engines' end of a push."""
     from slimectl.engines.sglang.control import HttpWorkers
 
-    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s)
+    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:

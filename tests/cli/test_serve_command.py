@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 Start = Callable[..., subprocess.Popen[str]]
+KEY = "key-of-this-test"
 COMMAND = [sys.executable, "-m", "slimectl", "serve"]
 
 
@@ -27,7 +28,7 @@ def start(model_dir: Callable[[str], Path]) -> Iterator[Start]:
 
     def begin(*options: str) -> subprocess.Popen[str]:
         command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", *options]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "SLIMECTL_ENGINE_ADMIN_API_KEY": KEY}
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return started[-1]
 
@@ -77,7 +78,7 @@ def test_an_interrupt_in_the_middle_of_much_work(start: Start) -> None:
     port = int(url.rsplit(":", 1)[1])
     prompt = [i % 256 for i in range(50_000)]
     raw = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 5}}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(head + raw)
         while not asked(url, "/v1/loads")["loads"][0]["num_total_reqs"]:
