@@ -42,12 +42,10 @@ _SECRETS: set[str] = set()
 
 def is_secret_name(name: str) -> bool:
     """Return whether a value of that name is a secret."""
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).lower())
-    words = [word for word in words if word]
-    if not words:
-        return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if last in ALWAYS or words == ["token"]:
+    snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).lower()
+    *front, last = re.findall(r"[a-z0-9]+", snake_case) or [""]
+    before = front[-1] if front else ""
+    if last in ALWAYS or (last == "token" and not front):
         return True
     return (last == "key" and before in OF_KEYS) or (last == "token" and before in OF_TOKENS)
 
@@ -144,8 +142,8 @@ def masked_names(value: Any, *, name: str = "") -> Iterator[str]:
 
 
 def _user(match: re.Match[str]) -> str:
-    kept = ":" not in match["user"] and match["scheme"].lower() not in ALONE
-    return match[0] if kept else f"{match['scheme']}{MASK}@"
+    is_login = ":" not in match["user"] and match["scheme"].lower() not in ALONE
+    return match[0] if is_login else f"{match['scheme']}{MASK}@"
 
 
 def _parameter(match: re.Match[str]) -> str:

@@ -89,16 +89,16 @@ def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] 
     return {"engine.kind": engine, "engine.num_engines": engines, "engine.url": engine_url}
 
 
-def print_settings(found: Resolved) -> None:
-    """Every setting with the layer that set it, on stdout."""
-    width = max(len(name) for name in found.origins)
-    for name, value in shown(found):
-        print(f"{name:<{width}}  {toml_value(value):<24}  # {found.origins[name]}")
+def print_settings(resolution: Resolved) -> None:
+    """Print every setting with the layer that set it, on stdout."""
+    width = max(len(name) for name in resolution.origins)
+    for name, value in shown(resolution):
+        print(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
-def shown(found: Resolved) -> Iterator[tuple[str, Any]]:
+def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
     """Every dotted key with its value, secrets masked."""
-    for name, value in flat(found.settings):
+    for name, value in flat(resolution.settings):
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")
 
 

@@ -56,34 +56,34 @@ def serve(
     """
     if with_parent:
         leave_with_parent()
-    found = resolved(config, assign, {"model.path": model})
+    resolution = resolved(config, assign, {"model.path": model})
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
     from slimectl import wiring
     from slimectl.cli.records import say
     from slimectl.wiring import serving
 
-    folder = wiring.model_folder(found.settings.model.path)
-    key, drawn = serving.admin_key(found.settings)
+    folder = wiring.model_folder(resolution.settings.model.path)
+    key, drawn = serving.admin_key(resolution.settings)
     with ExitStack() as ending:
         at = ending.enter_context(serving.listening(host, port))
         bound_port = at.getsockname()[1]
-        words = [f"http://{f'[{host}]' if ':' in host else host}:{bound_port}: "]
-        words[0] += "waiting for weights" if wait_for_weights else f"serving {folder}"
+        lines = [f"http://{f'[{host}]' if ':' in host else host}:{bound_port}: "]
+        lines[0] += "waiting for weights" if wait_for_weights else f"serving {folder}"
         if drawn:
-            words.append(ending.enter_context(serving.left_key(key, bound_port)))
-        if exposed := serving.exposure(found.settings, host):
-            words.append(exposed)
+            lines.append(ending.enter_context(serving.left_key(key, bound_port)))
+        if exposed := serving.exposure(resolution.settings, host):
+            lines.append(exposed)
         number, clean = serving.serve(
-            found.settings,
+            resolution.settings,
             folder,
             at,
             host=host,
             admin_key=key,
             allowed_hosts=allow_host or (),
             load=not wait_for_weights,
-            ready=lambda: say("\n".join(words)),
+            ready=lambda: say("\n".join(lines)),
             interval=stream_interval,
             incremental=incremental,
             pause_timeout_s=pause_timeout,

@@ -20,7 +20,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class Keys:
-    """What servers ask for, as SGLang has it: `api_key` to be asked, `admin_api_key` for all that changes state.
+    """The keys of servers, as SGLang has them: `api_key` to be asked, `admin_api_key` for all that changes state.
 
     Where only the first is there, it opens both; `by_url` are admin keys of single servers, which go first.
     """
@@ -53,7 +53,7 @@ def new_key() -> str:
 
 
 def key_file(port: int) -> Path:
-    """Where the server at a port of this machine leaves its admin key; a home may be shared by several machines."""
+    """Return the file in which the server at a port leaves its admin key; several machines may share a home."""
     return Path.home() / ".cache" / "slimectl" / "keys" / f"{socket.gethostname()}-{port}"
 
 
@@ -76,8 +76,8 @@ def local_key(url: str) -> str | None:
         if not parts.hostname or not parts.port or not _is_here(parts.hostname):
             return None
         path = key_file(parts.port)
-        facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return None
         return remember(path.read_text(encoding="ascii").strip()) or None
     except (OSError, RuntimeError, ValueError):

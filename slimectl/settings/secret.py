@@ -88,8 +88,8 @@ def _from_file(path: Path, setting: str) -> str:
     try:
         value = path.expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not text"
-        raise SettingsError(f"{setting}: file:{path}: {why}; give a file that holds the secret alone") from None
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise SettingsError(f"{setting}: file:{path}: {reason}; give a file that holds the secret alone") from None
     if not value:
         raise SettingsError(f"{setting}: file:{path}: is empty; give a file that holds the secret alone")
     return value

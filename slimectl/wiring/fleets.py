@@ -158,7 +158,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
-    """What the router shows to servers that want to be opened."""
+    """The key that the router shows to servers, where they ask for one."""
     key = keys(settings, ()).api_key
     return {"api_key": key} if key else {}
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 from slimectl.redaction import remember
 from slimectl.settings import Settings
@@ -26,8 +27,8 @@ def admin_key(settings: Settings) -> tuple[str, bool]:
     """The key that everything which changes the server's state asks for, and whether it was drawn here."""
     from slimectl.engines.keys import new_key
 
-    given = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
-    return (given, False) if given else (new_key(), True)
+    key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
+    return (key, False) if key else (new_key(), True)
 
 
 @contextlib.contextmanager
@@ -38,13 +39,11 @@ def left_key(key: str, port: int) -> Iterator[str]:
     path = None
     try:
         path = leave_key(key, port)
-        told = f"the admin key (weights, pauses, aborts) is in {path}"
+        notice = f"the admin key (weights, pauses, aborts) is in {path}"
     except (OSError, RuntimeError) as error:
-        told = (
-            f"the admin key cannot be kept ({error}); set SLIMECTL_ENGINE_ADMIN_API_KEY to change weights from outside"
-        )
+        notice = f"the admin key cannot be kept ({error}); to change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY"
     try:
-        yield told
+        yield notice
     finally:
         if path is not None:
             with contextlib.suppress(OSError):
@@ -53,7 +52,7 @@ def left_key(key: str, port: int) -> Iterator[str]:
 
 
 def exposure(settings: Settings, host: str) -> str | None:
-    """What a server on this address leaves open to other machines, in one line; None on the loopback."""
+    """Return in one line what a server leaves open to other machines; None on the loopback."""
     from slimectl.engines.serve.access import own_names
 
     _, loopback = own_names(host)
@@ -98,13 +97,10 @@ def serve(
         read=HFCheckpoint().read,
         version=version_of(folder),
     )
-    made = engine(settings, folder, text, load=False)
+    embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)
     names, loopback_only = own_names(host, allowed_hosts)
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
-    return asyncio.run(
-        serving(
-            made, served, at, load=load, guard=guard, streaming=streaming, pause_timeout_s=pause_timeout_s, ready=ready
-        )
-    )  # fmt: skip
+    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    return asyncio.run(serving(embedded, served, at, load=load, guard=guard, ready=ready, **limits))

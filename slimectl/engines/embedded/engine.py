@@ -80,7 +80,7 @@ class EmbeddedEngine:
 
     @property
     def held_since(self) -> float | None:
-        """When, by time.monotonic, the hold began that has lasted longest; None if there is none."""
+        """The start of the hold that has lasted longest, by time.monotonic; None if there is none."""
         return min(list(self._holds.values()), default=None)
 
     @property

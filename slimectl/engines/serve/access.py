@@ -1,4 +1,4 @@
-"""Who may ask what of a server: its names, the pages that may not reach it, and the two keys.
+"""Access to a server: its names, the pages that may not reach it, and the two keys.
 
 - Host names one of the server's own names: a page whose name was made to resolve to this machine (DNS rebinding) sends
   its own name there.
@@ -29,7 +29,7 @@ SAME_SITE = ("same-origin", "none")
 
 
 class Access(Enum):
-    """What an endpoint asks for."""
+    """The key that an endpoint asks for."""
 
     OPEN = "open"
     API_KEY = "API key"
@@ -118,7 +118,7 @@ def own_names(host: str, allowed: Collection[str] = ()) -> tuple[frozenset[str],
     except ValueError:
         loopback = name == "localhost"
     machine = [] if loopback else [socket.gethostname().lower()]
-    return frozenset({"localhost", name, *machine, *(each.rstrip(".").lower() for each in allowed)}), loopback
+    return frozenset({"localhost", name, *machine, *(alias.rstrip(".").lower() for alias in allowed)}), loopback
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)

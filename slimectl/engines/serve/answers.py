@@ -131,16 +131,16 @@ class Desk:
         if self._in_flight + sum(wish.n for _, wish in prompts) > MOST_IN_FLIGHT:
             raise Refused(f"{self._in_flight} answers are in flight; ask again in a moment", status=503)
         named: dict[str, list[Answer]] = {rid: []}
-        for (tokens, wish), own in zip(prompts, rids, strict=True):
+        for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
             for i in range(wish.n):
                 sequence = self._thread.engine.request(tokens, wish.seeded(i))
-                name = own if wish.n == 1 else f"{own}_{i}"
+                name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
                 detokenizer = self._detokenizers[wish.keep_special]
                 answer = Answer(sequence, wish, detokenizer, rid=name, index=len(named[rid]))
-                for each in {rid, own, name}:
-                    named.setdefault(each, []).append(answer)
-        for taken in named.keys() & self._named.keys():
-            raise Refused(f"rid: {taken[:60]!a} is in flight already; give another, or none", field="rid")
+                for alias in {rid, prompt_rid, name}:
+                    named.setdefault(alias, []).append(answer)
+        for duplicate in named.keys() & self._named.keys():
+            raise Refused(f"rid: {duplicate[:60]!a} is in flight already; give another, or none", field="rid")
         self._named |= named
         self._in_flight += len(named[rid])
         for answer in named[rid]:
@@ -185,7 +185,7 @@ class Desk:
 
 
 def _paused(holds: list[str], seconds: float) -> str:
-    way_out = next((HOLDS[why] for why in HOLDS if why in holds), HOLDS["pause"])
+    way_out = next((HOLDS[hold] for hold in HOLDS if hold in holds), HOLDS["pause"])
     return f"the engine has been paused for {seconds:g} s and more; ask again after {way_out}"
 
 

@@ -21,8 +21,8 @@ BODY_S = 60.0
 class BodyMemory:
     """Counts the bytes of bodies in memory."""
 
-    def __init__(self, most: int = MOST_TOGETHER) -> None:
-        self._most = most
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = MOST_TOGETHER if limit is None else limit
         self.held = 0
 
     @asynccontextmanager
@@ -55,7 +55,7 @@ class BodyMemory:
                     self.held += len(part)
                     if size > LONGEST_BODY:
                         raise _too_long()
-                    if self.held > self._most:
+                    if self.held > self._limit:
                         raise Refused("too many large bodies at once; send it again in a moment", status=503)
         except TimeoutError:
             raise Refused(f"the body has not come within {BODY_S:.0f} s; send it again", status=408) from None

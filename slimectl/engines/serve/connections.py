@@ -80,28 +80,28 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what is no HTTP, or went wrong outside of every handler, with one line; and close."""
-        if status >= 500:
+        if status >= 500 and not isinstance(exc, ConnectionError):  # the client went away
             self.log_exception("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
-        words = line(Exception(message)) if message else "this request cannot be answered"
-        response = reply(status, f"not HTTP as this server reads it: {words}" if status == 400 else words)
+        reason = line(Exception(message)) if message else "this request cannot be answered"
+        response = reply(status, f"not HTTP as this server reads it: {reason}" if status == 400 else reason)
         response.force_close()
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        error, words = options.get("exc_info"), str(args[0] if args else "")
+        error, reason = options.get("exc_info"), str(args[0] if args else "")
         if isinstance(error, Exception):
-            words = f"{type(error).__name__}: {line(error)}"
-        self._door.notices.tell("connection", f"a connection failed: {words}")
+            reason = f"{type(error).__name__}: {line(error)}"
+        self._door.notices.tell("connection", f"a connection failed: {reason}")
 
 
 class Door:
     """Accepts connections up to a bound, and closes those whose clients are silent."""
 
-    def __init__(self, notices: Notices, *, most: int | None = None) -> None:
+    def __init__(self, notices: Notices, *, limit: int | None = None) -> None:
         self.notices = notices
-        self.most = most_connections() if most is None else most
+        self.limit = most_connections() if limit is None else limit
         self._connections: set[Connection] = set()
         self._closed = asyncio.Event()
         self.pressed = False
@@ -154,15 +154,15 @@ class Door:
 
     async def _room(self) -> None:
         """Wait until one more connection may be opened."""
-        while len(self._connections) >= self.most:
-            self._tell_full(f"{self.most} connections are open, as many as the limit of descriptors allows")
+        while len(self._connections) >= self.limit:
+            self._tell_full(f"{self.limit} connections are open, as many as the limit of descriptors allows")
             self.pressed = True
             self._closed.clear()
             await self._closed.wait()
-        self.pressed = self.pressed and len(self._connections) > self.most // 2
+        self.pressed = self.pressed and len(self._connections) > self.limit // 2
 
-    def _tell_full(self, why: str) -> None:
-        self.notices.tell("full", f"{why}; others wait until one closes; raise it with ulimit -n, or ask with fewer")
+    def _tell_full(self, reason: str) -> None:
+        self.notices.tell("full", f"{reason}; others wait until one closes; raise it with ulimit -n, or ask with fewer")
 
 
 @web.middleware

@@ -77,8 +77,8 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
-        why = os.strerror(error.errno or 0).lower()
-        raise BackendError(f"{host}:{port}: cannot be listened on: {why}; give another --host or --port") from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
 
 
 def _free_port(host: str) -> int:
@@ -113,7 +113,8 @@ async def running(
     door = Door(notices)
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEP_ALIVE_S, "lingering_time": 2.0}
     accepting = door.accept(listening, runner.server, auto_decompress=False, **options)
-    tasks = [asyncio.create_task(each) for each in (accepting, door.sweep(), _end_waits(service, pause_timeout_s))]
+    work = (accepting, door.sweep(), _end_waits(service, pause_timeout_s))
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield service
     finally:

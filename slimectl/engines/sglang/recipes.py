@@ -117,12 +117,12 @@ def serve_server(
     settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
     if max_context:
         settings["rollout.max_context_len"] = max_context
-    written = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
-    written += ["--pause-timeout", f"{pause_timeout_s:g}"]
+    arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
+    arguments += ["--pause-timeout", f"{pause_timeout_s:g}"]
     secrets = {SERVE_KEYS[0]: keys.api_key, SERVE_KEYS[1]: keys.admin_api_key}
-    written += [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+    arguments += [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
     return ServerProcess(
-        partial(_serve, written),
+        partial(_serve, arguments),
         name=name, log=log, env={name: key for name, key in secrets.items() if key} | dict(env or {}), host=host,
         start_timeout_s=start_timeout_s, ready="/ping" if wait_for_weights else "/health",
     )  # fmt: skip

@@ -13,17 +13,17 @@ FLAGS, KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
 MASK = "__SECRET__"
 
 
-def flags(known: Collection[str]) -> list[str]:
+def flags(fields: Collection[str]) -> list[str]:
     """Words that belong behind the command line: the flags, and the keys for which no flag is given.
 
-    `known` are the fields that this SGLang has: an old one may know one key alone.
+    `fields` are those that this SGLang has: an old one may know one key alone.
     """
-    words = list(json.loads(os.environ.get(FLAGS, "[]")))
+    arguments = list(json.loads(os.environ.get(FLAGS, "[]")))
     for field, key in zip(("api_key", "admin_api_key"), _keys(), strict=True):
         flag = f"--{field.replace('_', '-')}"
-        if key and field in known and flag not in words:
-            words += [flag, key]
-    return words
+        if key and field in fields and flag not in arguments:
+            arguments += [flag, key]
+    return arguments
 
 
 def mask_logs() -> None:

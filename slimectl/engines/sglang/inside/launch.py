@@ -56,9 +56,9 @@ def serve() -> None:
     from sglang.srt.server_args import ServerArgs, prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    known = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
+    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
     try:
-        run_server(prepare_server_args([*sys.argv[1:], *hidden.flags(known)]))
+        run_server(prepare_server_args([*sys.argv[1:], *hidden.flags(fields)]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
