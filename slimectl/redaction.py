@@ -33,6 +33,8 @@ ALONE = ("http://", "https://")
 """Schemes of addresses whose user is a secret without a password too; that of ssh://git@host is none."""
 PARAMETER = re.compile(r"(?P<name>[?&;][A-Za-z0-9_.\-]+=)(?P<value>[^&#;\s\"'<>]+)")
 BEARER = re.compile(r"(?i)\b(?P<scheme>bearer)\s+[A-Za-z0-9+/=._~\-]{16,}")
+TABLES = ("data", "values")
+"""Tables whose names are the user's own words: data sets in eval.data, verdicts in `values` of judge."""
 SHORTEST = 6
 """Characters of a value that is looked for in texts: a shorter one stands in half of all words."""
 
@@ -78,7 +80,7 @@ def mask_addresses(text: str) -> str:
 
 def redact(value: Any, *, name: str = "") -> Any:
     """The value with every secret in it masked; tables and lists are copied, references stay."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | float):
         return value
     if hasattr(value, "get_secret_value"):
         value, name = value.get_secret_value(), "secret"
@@ -87,23 +89,28 @@ def redact(value: Any, *, name: str = "") -> Any:
     if is_secret_name(name) and value != "":
         return MASK
     if isinstance(value, dict):
-        return {key: redact(item, name=str(key)) for key, item in value.items()}
+        return {key: redact(item, name=_name(name, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     return mask_addresses(value) if isinstance(value, str) else value
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: Any, *, name: str = "") -> Any:
     """The value as its hash sees it: equal for the same work, whatever its secrets and wherever they come from."""
     if isinstance(value, dict):
         return {
-            key: without_secrets(item)
+            key: without_secrets(item, name=_name(name, key))
             for key, item in value.items()
-            if not is_secret_name(str(key)) and not hasattr(item, "get_secret_value")
+            if not is_secret_name(_name(name, key))
         }
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return mask_addresses(value).replace(f"{MASK}@", "") if isinstance(value, str) else value
+
+
+def _name(table: str, key: Any) -> str:
+    """The name of an entry of a table, empty where it says nothing of the value."""
+    return "" if table in TABLES else str(key)
 
 
 def secrets_in(value: Any, *, name: str = "") -> Iterator[str]:
@@ -112,7 +119,7 @@ def secrets_in(value: Any, *, name: str = "") -> Iterator[str]:
         value, name = value.get_secret_value(), "secret"
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from secrets_in(item, name="secret" if is_secret_name(name) else str(key))
+            yield from secrets_in(item, name="secret" if is_secret_name(name) else _name(name, key))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from secrets_in(item, name=name)

@@ -78,7 +78,11 @@ def test_a_secret_is_in_nothing_that_is_written_or_printed(place: str, tmp_path:
 
 def test_settings_without_secrets_are_written_as_ever():
     settings = settle(
-        "score.rm_url=http://127.0.0.1:9/a@b?x=1", "rollout.data=git@host:a.jsonl", "score.reward_key=acc"
+        'eval.data={token = "a.jsonl", password = "b.jsonl"}',
+        "score.rm_url=http://127.0.0.1:9/a@b?x=1",
+        "score.rm_options.values={SECRET = 1.0}",
+        "rollout.data=git@h:a.jsonl",
+        "score.reward_key=acc",
     )
     assert redact(settings.model_dump(by_alias=True)) == settings.model_dump(by_alias=True)
     check_complete(tomllib.loads(settings_toml(settings)))

@@ -64,6 +64,12 @@ class Connection(web.RequestHandler):
         self.reading: float | None = None
         """When it began to read a body; None while it does not."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the client has not read all of its answer yet."""
+        transport = self.transport
+        return transport is not None and transport.get_write_buffer_size() > 0
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._door.opened(self)
         super().connection_made(transport)
@@ -150,7 +156,9 @@ class Door:
         if connection.waits_since is None:
             return self.pressed and connection.reading is not None and now - connection.reading > PRESSED_S
         patience_s = KEEP_ALIVE_S if connection.requests else FIRST_REQUEST_S
-        return now - connection.waits_since > (min(PRESSED_S, patience_s) if self.pressed else patience_s)
+        if self.pressed and not connection.is_writing:
+            patience_s = min(PRESSED_S, patience_s)
+        return now - connection.waits_since > patience_s
 
     async def _room(self) -> None:
         """Wait until one more connection may be opened."""
