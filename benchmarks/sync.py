@@ -30,6 +30,7 @@ import torch
 
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
+from slimectl.engines.keys import Keys, new_key
 from slimectl.engines.sglang.control import HttpWorkers
 from slimectl.engines.sglang.recipes import serve_server, sglang_server
 from slimectl.policies.fsdp.policy import FsdpPolicy
@@ -42,6 +43,8 @@ from slimectl.sync.pushing import ServerSync
 from slimectl.sync.tensor import TensorSync
 from slimectl.types import Metrics, Row
 
+KEYS = Keys(admin_api_key=new_key())
+
 
 def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
     copy_companions(model, folder)
@@ -51,7 +54,7 @@ def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
 def transports(
     policy: FsdpPolicy, url: str, model: Path, folder: Path, dtype: torch.dtype, buffer_bytes: int
 ) -> dict[str, ServerSync]:
-    workers = HttpWorkers([url])
+    workers = HttpWorkers([url], keys=KEYS)
     files = {"write": partial(written, model), "dtype": dtype}
     stream = {"buffer_bytes": buffer_bytes, "dtype": dtype}
     return {
@@ -127,7 +130,8 @@ def main() -> None:
     model, dtype = options.model.absolute(), getattr(torch, options.dtype)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
-        servers = {"serve": serve_server(model, log=folder / "serve.log", dtype=options.dtype, wait_for_weights=True)}
+        options_of_serve = {"dtype": options.dtype, "wait_for_weights": True, "keys": KEYS}
+        servers = {"serve": serve_server(model, log=folder / "serve.log", **options_of_serve)}
         if options.sglang:
             servers["sglang"] = sglang_server(
                 model, log=folder / "sglang.log", python=options.sglang, dtype=options.dtype

@@ -17,6 +17,8 @@ A message says what is wrong, where, and what to do next, in one line. Exit code
 
 from __future__ import annotations
 
+from slimectl.redaction import redact_text
+
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
@@ -25,6 +27,10 @@ class SlimectlError(Exception):
     """The work failed; the message is one line for a person."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """The message without secrets: it may quote an address, a setting, or what a server said."""
+        return redact_text(super().__str__())
 
 
 class SettingsError(SlimectlError):

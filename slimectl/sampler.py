@@ -183,12 +183,13 @@ class SamplingSide:
     """Where a run samples: the servers, if there are any, and the Sampler in front of them, wherever they live."""
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
+        settings = wiring.keyed(settings)
         self._settings, self._model, self._folder = settings, model, folder
         self._companions, told = wiring.companions(settings, model, executor=executor, folder=folder)
         self._fleet: Fleet | None = None
         try:
             self._fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
-            urls = list(settings.engine.url)
+            urls = wiring.urls(settings)
             addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
             self._workers = wiring.workers(settings, workers) if workers else None
             build = partial(Sampler, told, model, addresses=addresses, workers=workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.detokenizer import Detokenizer
+from slimectl.engines.keys import Keys
 from slimectl.engines.sglang.client import SglangEngine
 from slimectl.engines.sglang.control import HttpWorkers
 from slimectl.engines.sglang.recipes import serve_server, sglang_server
 from slimectl.engines.sglang.servers import ServerProcess
 
 CONTEXT = 256
+KEYS = Keys(admin_api_key="admin-key-of-the-tests")
+"""Opens the servers that are started here."""
 
 
 def sglang_python() -> str:
@@ -30,12 +34,12 @@ def sglang_python() -> str:
 
 
 def sglang(folder: Path, logs: Path, **options: Any) -> ServerProcess:
-    options = {"python": sglang_python(), "max_context": CONTEXT, "log": logs / "sglang.log"} | options
+    options = {"python": sglang_python(), "max_context": CONTEXT, "log": logs / "sglang.log", "keys": KEYS} | options
     return sglang_server(folder, **options)
 
 
 def serve(folder: Path, logs: Path, **options: Any) -> ServerProcess:
-    return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log"} | options))
+    return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log", "keys": KEYS} | options))
 
 
 def client(urls: Sequence[str], folder: Path, **options: Any) -> SglangEngine:
@@ -46,7 +50,7 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> SglangEngine:
         vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
         max_context=CONTEXT,
         decode=Detokenizer(tokenizer).decode,
-        receiver=HttpWorkers,
+        receiver=partial(HttpWorkers, keys=KEYS),
         forms=HFCheckpoint().open(folder).forms,
-        **options,
+        **{"keys": KEYS, **options},
     )

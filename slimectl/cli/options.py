@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import SecretStr
 
 from slimectl.errors import SettingsError
+from slimectl.redaction import redact, secrets_in
 from slimectl.settings import Layer, Resolved, resolve
 from slimectl.settings.eval_config import from_eval_config
 from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
@@ -61,7 +64,11 @@ def resolved(
     layers = [recipe] if recipe else []
     layers += [from_file(path) for path in config or []]
     layers += [from_eval_config(eval_config)] if eval_config else []
-    layers += [from_environment(), from_assignments(assign or [])]
+    assigned = from_assignments(assign or [])
+    if next(secrets_in(assigned.values), None) is not None:
+        print("slimectl: -s: everybody on this machine can read a command line; give a secret as env:NAME or file:PATH",
+              file=sys.stderr)  # fmt: skip
+    layers += [from_environment(), assigned]
     values: dict[str, dict[str, Any]] = {}
     for name, value in flags.items():
         if value is not None and value != []:
@@ -82,11 +89,17 @@ def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] 
     return {"engine.kind": engine, "engine.num_engines": engines, "engine.url": engine_url}
 
 
-def print_settings(found: Resolved) -> None:
-    """Every setting with the layer that set it, on stdout."""
-    width = max(len(name) for name in found.origins)
-    for name, value in flat(found.settings):
-        print(f"{name:<{width}}  {toml_value(value):<24}  # {found.origins[name]}")
+def print_settings(resolution: Resolved) -> None:
+    """Print every setting with the layer that set it, on stdout."""
+    width = max(len(name) for name in resolution.origins)
+    for name, value in shown(resolution):
+        print(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
+
+
+def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its value, secrets masked."""
+    for name, value in flat(resolution.settings):
+        yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")
 
 
 def toml_value(value: Any) -> str:

@@ -82,8 +82,10 @@ def run(
             return
         from slimectl.cli.curve import closing_words
         from slimectl.job import Job
+        from slimectl.settings.secret import check_complete
         from slimectl.settings.written import settings_toml
 
+        check_complete(result.settings.model_dump(by_alias=True))
         stop = Interrupt()
         job = Job(result.settings, interrupted=stop.asked)
         with stop:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -31,6 +32,15 @@ def serve(
     stream_interval: Annotated[
         int, typer.Option("--stream-interval", help="Tokens between two chunks of a stream", min=1)
     ] = 1,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Another name that clients or a proxy ask it by (repeatable)"
+        ),
+    ] = None,
+    pause_timeout: Annotated[
+        float, typer.Option("--pause-timeout", help="Seconds a request waits on a paused engine before 503", min=0.1)
+    ] = 60.0,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="End when the process that started this ends")
     ] = False,
@@ -46,29 +56,37 @@ def serve(
     """
     if with_parent:
         leave_with_parent()
-    found = resolved(config, assign, {"model.path": model})
+    resolution = resolved(config, assign, {"model.path": model})
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
     from slimectl import wiring
     from slimectl.cli.records import say
     from slimectl.wiring import serving
 
-    folder = wiring.model_folder(found.settings.model.path, verify=found.settings.model.verify)
-    with serving.listening(host, port) as at:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
-
-        def ready() -> None:
-            say(f"{url}: waiting for weights" if wait_for_weights else f"{url}: serving {folder}")
-
+    folder = wiring.model_folder(resolution.settings.model.path, verify=resolution.settings.model.verify)
+    key, drawn = serving.admin_key(resolution.settings)
+    with ExitStack() as ending:
+        at = ending.enter_context(serving.listening(host, port))
+        bound_port = at.getsockname()[1]
+        lines = [f"http://{f'[{host}]' if ':' in host else host}:{bound_port}: "]
+        lines[0] += "waiting for weights" if wait_for_weights else f"serving {folder}"
+        if drawn:
+            lines.append(ending.enter_context(serving.left_key(key, bound_port)))
+        if exposed := serving.exposure(resolution.settings, host):
+            lines.append(exposed)
         number, clean = serving.serve(
-            found.settings,
+            resolution.settings,
             folder,
             at,
+            host=host,
+            admin_key=key,
+            allowed_hosts=allow_host or (),
             load=not wait_for_weights,
-            ready=ready,
+            ready=lambda: say("\n".join(lines)),
             interval=stream_interval,
             incremental=incremental,
+            pause_timeout_s=pause_timeout,
         )
     interrupted = number == signal.SIGINT
     if not clean:

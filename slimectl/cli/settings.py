@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import Assign, Config, print_settings, resolved, toml_value
+from slimectl.cli.options import Assign, Config, print_settings, resolved, shown, toml_value
 from slimectl.errors import SettingsError
 
 
@@ -25,9 +25,7 @@ def show(
     """
     found = resolved(config, assign, {})
     if changed:
-        from slimectl.settings.layers import flat
-
-        for name, value in flat(found.settings):
+        for name, value in shown(found):
             if found.origins[name] != "default":
                 print(f"{name} = {toml_value(value)}  # {found.origins[name]}")
         return

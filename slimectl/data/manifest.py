@@ -13,6 +13,7 @@ from typing import Any
 from slimectl import __version__
 from slimectl.data.ownership import MANIFEST
 from slimectl.data.rundir import write_text
+from slimectl.redaction import mask_addresses, redact, without_secrets
 
 
 def manifest_path(out: Path) -> Path:
@@ -30,7 +31,8 @@ def is_manifest(path: Path) -> bool:
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    """The hash of settings without their secrets: another key is no other work."""
+    return hashlib.sha256(json.dumps(without_secrets(settings), sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Manifest:
@@ -40,9 +42,9 @@ class Manifest:
         self.facts: dict[str, Any] = {
             "slimectl": __version__,
             "stage": stage,
-            "settings": settings,
+            "settings": redact(settings),
             "settings_sha256": settings_hash(settings),
-            "inputs": inputs,
+            "inputs": {mask_addresses(name): digest for name, digest in inputs.items()},
             "host": socket.gethostname(),
             "started": _now(),
         }

@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SlimectlError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOCALHOST = "127.0.0.1"
 SIOCGIFADDR = 0x8915
@@ -108,6 +111,22 @@ def _join(seat: Seat) -> None:
         backend = "cpu:gloo,cuda:nccl"
     store = dist.TCPStore(seat.host, seat.port, is_master=False)
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks)
+
+
+def host_store(host: str) -> TCPStore:
+    """Return a store that listens on `host` alone, at a free port.
+
+    By itself torch (2.13) listens on every address of the machine, and whoever reaches a store may read, change and
+    stop what the ranks agree on.
+    """
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Only the libuv backend takes a descriptor; the store closes it.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
+    )
 
 
 def interface(address: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from slimectl.errors import DiedError
 from slimectl.executors.driving import GRACE_S, PipedRanks
 from slimectl.executors.outputs import log_files, redirect, tail
-from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, live
+from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, host_store, live
 
 
 class LocalRanks(PipedRanks):
@@ -30,11 +30,9 @@ class LocalRanks(PipedRanks):
     def __init__(
         self, serve: Serve, build: Callable[[], Any], *, ranks: int, logs: Path | None = None, living: int = 0
     ) -> None:
-        from torch.distributed import TCPStore
-
         super().__init__(ranks, log_files(logs, ranks, living))
         # The parent holds the store, so that its port is taken before any rank asks for it.
-        self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._store = host_store(LOCALHOST)
         spawn = multiprocessing.get_context("spawn")
         self._processes = []
         with _no_main_without_file():

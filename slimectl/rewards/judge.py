@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
+from slimectl.redaction import redact_text, remember
 from slimectl.rewards.asking import Asker, Patience, check_url
 from slimectl.rewards.verdict import Remote, Verdict, is_number, shown
 from slimectl.types import Chat, Sample
@@ -82,6 +83,8 @@ class Judge(Remote):
             raise SettingsError(f"{where}.template: has no {{response}}; the judge would grade nothing")
         if not self.low < self.high:
             raise SettingsError(f"{where}.low: {self.low:g} is not below {where}.high: {self.high:g}")
+        if self.api_key_env and not self.api_key_env.isidentifier():
+            raise SettingsError(f"{where}.api_key_env: is no name of a variable; name the one that holds the key")
         if not all(map(is_number, self.values.values())):
             raise SettingsError(f"{where}.values: not every value is a finite number")
         if min(self.asks, self.tries) < 1 or self.timeout_s <= 0:
@@ -126,7 +129,7 @@ class Judge(Remote):
             reply = await self._reply(sample, asker)
             if (reward := self.read(reply)) is not None:
                 break
-        why = f"the judge says {shown(reply[-60:])}"
+        why = redact_text(f"the judge says {shown(reply[-60:])}")
         why = why if reward is not None else f"no score in the judge's reply: {why}"
         return Verdict(self.unread if reward is None else reward, "whole response", why, sample.response,
                        (0, len(sample.response)))  # fmt: skip
@@ -140,7 +143,7 @@ class Judge(Remote):
             body,
             patience=Patience(self.timeout_s, self.tries),
             wanted_by="the judge",
-            api_key=os.environ.get(self.api_key_env, "") if self.api_key_env else "",
+            api_key=remember(os.environ.get(self.api_key_env, "")) if self.api_key_env else "",
             per_s=self.per_s,
         )
         try:

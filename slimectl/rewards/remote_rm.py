@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
+from slimectl.redaction import redact_text
 from slimectl.rewards.asking import Asker, Patience, check_url
 from slimectl.rewards.verdict import Remote, Verdict, is_number
 from slimectl.types import Sample
@@ -66,10 +67,10 @@ class RemoteRm(Remote):
     def _listed(self, answer: Any, samples: Sequence[Sample]) -> list[Any]:
         if isinstance(answer, list) and len(answer) == len(samples):
             return answer
-        what = f"{len(answer)} rewards" if isinstance(answer, list) else f"{str(answer)[:60]!r}"
+        content = f"{len(answer)} rewards" if isinstance(answer, list) else f"{str(answer)[:60]!r}"
         first, last = samples[0].index, samples[-1].index
         raise BackendError(
-            f"the reward model at {self.url}: answered {what} for {len(samples)} samples ({first} to {last}); "
+            f"the reward model at {self.url}: answered {content} for {len(samples)} samples ({first} to {last}); "
             f"a list of as many is expected"
         )
 
@@ -79,5 +80,5 @@ class RemoteRm(Remote):
                 f"the reward model at {self.url}: answered {str(reward)[:60]!r} for sample {sample.index}; "
                 f"a number or an object is expected"
             )
-        return Verdict(reward, "whole response", f"{self.url} answered {str(reward)[:200]}", sample.response,
-                       (0, len(sample.response)))  # fmt: skip
+        explanation = redact_text(f"{self.url} answered {str(reward)[:200]}")
+        return Verdict(reward, "whole response", explanation, sample.response, (0, len(sample.response)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from slimectl.redaction import redact
 
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
 """A list of strings; one string alone stands for a list of one, an empty one for none: `-s warmup.data=`."""
@@ -22,3 +25,8 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Names and values of the repr, secrets masked: tracebacks and test reports print settings."""
+        for name, value in super().__repr_args__():
+            yield name, redact(value)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slimectl.settings.base import Section, Texts
+from slimectl.settings.secret import Key
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -29,6 +30,14 @@ class EngineSettings(Section):
 
     url: Texts = []
     """Running servers to use instead of starting any: SGLang's, or `slimectl serve`."""
+
+    api_key: Key | None = None
+    """Key that a server asks for before it answers anything: `slimectl serve` asks everybody, and requests to
+    engine.url carry it. Better env:NAME or file:PATH than the key itself; it is never written down."""
+
+    admin_api_key: Key | None = None
+    """Key for all that changes a server's state: weights, pauses, aborts, memory. Servers that are started here get a
+    random one, and `slimectl serve` draws one, where none is given."""
 
     num_engines: PositiveInt = 1
     """Engines to start; embedded ones live in processes of their own (`slimectl serve`) where there are several."""

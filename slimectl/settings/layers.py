@@ -13,6 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from slimectl.errors import SettingsError
+from slimectl.redaction import MASK, is_secret_name, redact
 from slimectl.settings.algorithm import ALGORITHMS, Grpo
 from slimectl.settings.root import Settings, contradictions
 
@@ -72,7 +73,8 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
         name, equals, text = assignment.partition("=")
         parts = name.strip().split(".")
         if not equals or len(parts) < 2 or not all(parts):
-            raise SettingsError(f"-s {assignment}: write it as section.key=value, e.g. -s train.lr=1e-5")
+            shown = f"{name}={MASK}" if is_secret_name(name) else assignment
+            raise SettingsError(f"-s {shown}: write it as section.key=value, e.g. -s train.lr=1e-5")
         table: dict[str, Any] = values.setdefault(parts[0], {})
         for part in parts[1:-1]:
             table = table.setdefault(part, {})
@@ -174,5 +176,6 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> Iterator[str]
             continue
         what = item["msg"][:1].lower() + item["msg"][1:]
         origin = origins.get(name, "default")
-        given = "" if isinstance(item["input"], dict) else f", not {item['input']!r}"
+        secret = isinstance(item["input"], dict) or any(map(is_secret_name, parts))
+        given = "" if secret else f", not {redact(item['input'])!r}"
         yield f"{name}: {what}{given} ({origin})"

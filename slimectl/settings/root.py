@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import Field
 
+from slimectl.redaction import remember, secrets_in
 from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
 from slimectl.settings.algorithms.contradictions import algorithm_contradictions
 from slimectl.settings.base import Section
@@ -39,6 +41,16 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    def model_post_init(self, _: Any) -> None:
+        """Have no message of this process show a secret of these settings."""
+        for secret in secrets_in(self.model_dump()):
+            remember(secret)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """The same in a worker process, which gets them pickled."""
+        super().__setstate__(state)
+        self.model_post_init(None)
 
     @property
     def num_engines(self) -> int:

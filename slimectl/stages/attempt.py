@@ -15,6 +15,7 @@ from slimectl.algorithms.seeds import sample_seed
 from slimectl.data.chat import render
 from slimectl.errors import HookError, SlimectlError
 from slimectl.ports import Agent, Engine, OnSample
+from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.tool_time import ToolTime
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
@@ -139,7 +140,7 @@ class Attempts:
         except Exception as error:
             for sample in samples:
                 sample.status, sample.remove_sample = Status.FAILED, True
-                sample.metadata["error"] = f"{type(error).__name__}: {error}"
+                sample.metadata["error"] = redact_text(f"{type(error).__name__}: {error}")
             made = samples
         if asked.aborted:
             if given is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):

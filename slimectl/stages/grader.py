@@ -14,6 +14,7 @@ from slimectl.hooks import Args
 from slimectl.rewards import Verdict, Verifier, known_types, verifier, weighted
 from slimectl.rewards.asking import Asker, finished
 from slimectl.settings import Settings
+from slimectl.settings.secret import revealed_score
 from slimectl.stages.own_reward import Own
 from slimectl.streams import batched
 from slimectl.types import Sample, Status
@@ -85,7 +86,8 @@ class Grader:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        # With the secrets at hand: worker processes, and other machines, have another environment.
+        self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
         self._args = Args(settings)
         self._own: dict[str, Own] = {}
         self._verifiers: dict[str, Verifier] = {}

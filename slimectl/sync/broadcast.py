@@ -98,7 +98,7 @@ def _joined(workers: WeightWorkers, key: str, *, backend: str, timeout_s: float)
     """
     host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
     limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    store = _host_store(host, limit)
     ours = dist.TCPStore(host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
     prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, ours))
     made = _in_background(partial(_backend, backend, prefixed, world, host, limit))
@@ -114,6 +114,17 @@ def _joined(workers: WeightWorkers, key: str, *, backend: str, timeout_s: float)
             workers.leave(name=name)
         raise _explained(failure, joined)
     return Group(name, workers, (store, ours), made.result())
+
+
+def _host_store(host: str, limit: timedelta) -> dist.TCPStore:
+    """Return a store that listens on `host` alone: by itself torch (2.13) listens on every address of the machine."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # Only the libuv backend takes a descriptor; the store closes it.
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=limit, use_libuv=True,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> Any:

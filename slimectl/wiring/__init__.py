@@ -17,7 +17,7 @@ from slimectl.wiring.policies import check_policy, critic, frozen, layout, polic
 from slimectl.wiring.references import MovingReference, reference, teacher
 from slimectl.wiring.sources import agent, data_source, from_buffer, keep, prompts, reward, rolled_out, training_samples
 from slimectl.wiring.trackers import check_trackers, identity, trackers
-from slimectl.wiring.transports import Transport, in_process, to_servers, workers
+from slimectl.wiring.transports import Transport, in_process, keyed, keys, to_servers, urls, workers
 
 __all__ = [
     "MovingReference",
@@ -45,6 +45,8 @@ __all__ = [
     "in_process",
     "is_gguf",
     "keep",
+    "keyed",
+    "keys",
     "layout",
     "learners",
     "model_folder",
@@ -62,5 +64,6 @@ __all__ = [
     "total_steps",
     "trackers",
     "training_samples",
+    "urls",
     "workers",
 ]

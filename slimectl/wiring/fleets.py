@@ -15,6 +15,7 @@ from slimectl.settings import Settings
 from slimectl.wiring.engines import engine
 from slimectl.wiring.models import device, version_of
 from slimectl.wiring.places import executor as executor_of
+from slimectl.wiring.transports import keyed, keys, urls
 
 if TYPE_CHECKING:
     from slimectl.engines.fleet import Fleet
@@ -67,7 +68,7 @@ def fleet(settings: Settings, model: Path, *, executor: Executor, folder: Path, 
         make,
         len(specs),
         router=_router(settings, logs),
-        kinds=[spec.router_kind() for spec in specs],
+        kinds=[spec.router_kind() | _router_key(settings) for spec in specs],
         interval_s=given.health_check_interval,
         timeout_s=given.health_check_timeout,
         first_wait_s=given.health_check_first_wait,
@@ -136,11 +137,16 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
         "device": device(given.device),
         "max_context": settings.rollout.max_context_len,
         "start_timeout_s": given.start_timeout_s,
+        "keys": keys(settings, ()),
         "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
     }
     if given.kind == "embedded":
         return serve_server(
-            spec.model.absolute(), max_running=given.max_running_requests, wait_for_weights=waiting, **shared
+            spec.model.absolute(),
+            max_running=given.max_running_requests,
+            wait_for_weights=waiting,
+            pause_timeout_s=settings.sync.timeout_s,
+            **shared,
         )  # fmt: skip
     return sglang_server(
         spec.model.absolute(),
@@ -149,6 +155,12 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
         **spec.options(),
         **shared,
     )
+
+
+def _router_key(settings: Settings) -> dict[str, Any]:
+    """The key that the router shows to servers, where they ask for one."""
+    key = keys(settings, ()).api_key
+    return {"api_key": key} if key else {}
 
 
 def _router_policy(settings: Settings) -> str | None:
@@ -206,6 +218,7 @@ def client(
         request_timeout_s=given.request_timeout_s,
         connect_timeout_s=given.connect_timeout_s,
         troubled=troubled,
+        keys=keys(settings, workers),
     )
     if given.url:
         made.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
@@ -218,13 +231,14 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
     if not settings.uses_servers:
         yield engine(settings, model, text)
         return
+    settings = keyed(settings)
     with ExitStack() as closing:
         executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = fleet(settings, model, executor=executor, folder=folder, waiting=False)
         if started is None:
-            asking = client(settings, model, text, settings.engine.url, settings.engine.url)
+            asking = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
             print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)

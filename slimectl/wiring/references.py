@@ -10,6 +10,7 @@ from slimectl.data.rundir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Dpo, PolicyGradient
+from slimectl.settings.secret import reveal
 from slimectl.wiring.models import model_folder, tokenizer
 from slimectl.wiring.policies import frozen
 
@@ -41,7 +42,8 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
         from slimectl.engines.sglang.scoring import ServedModel
 
         limit = settings.engine.request_timeout_s
-        served = ServedModel(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
+        served = ServedModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
         served.check_vocabulary(tokenizer(start), of=start)
         return served
     folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from socket import socket
+from typing import Any
 
+from slimectl.redaction import remember
 from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
 from slimectl.wiring.engines import engine
 from slimectl.wiring.models import tokenizer, version_of
 
@@ -19,18 +23,66 @@ def listening(host: str, port: int) -> socket:
     return bound(host, port)
 
 
+def admin_key(settings: Settings) -> tuple[str, bool]:
+    """The key that everything which changes the server's state asks for, and whether it was drawn here."""
+    from slimectl.engines.keys import new_key
+
+    key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
+    return (key, False) if key else (new_key(), True)
+
+
+@contextlib.contextmanager
+def left_key(key: str, port: int) -> Iterator[str]:
+    """Leave a key where this user's clients find it, as long as the block lasts; yields the words on where that is."""
+    from slimectl.engines.keys import leave_key
+
+    path = None
+    try:
+        path = leave_key(key, port)
+        notice = f"the admin key (weights, pauses, aborts) is in {path}"
+    except (OSError, RuntimeError) as error:
+        notice = f"the admin key cannot be kept ({error}); to change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY"
+    try:
+        yield notice
+    finally:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                if path.read_text(encoding="ascii").strip() == key:  # no later server's on the same port
+                    path.unlink()
+
+
+def exposure(settings: Settings, host: str) -> str | None:
+    """Return in one line what a server leaves open to other machines; None on the loopback."""
+    from slimectl.engines.serve.access import own_names
+
+    _, loopback = own_names(host)
+    if loopback:
+        return None
+    if settings.engine.api_key is not None:
+        return f"{host}: other machines reach this server, in clear text; they need the API key or the admin key"
+    return (
+        f"{host}: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
+        f"aborts take the admin key; set engine.api_key to close the rest"
+    )
+
+
 def serve(
     settings: Settings,
     folder: Path,
     at: socket,
     *,
+    host: str,
+    admin_key: str,
+    allowed_hosts: Sequence[str] = (),
     load: bool,
     ready: Callable[[], None],
     interval: int = 1,
     incremental: bool = False,
+    pause_timeout_s: float = 60.0,
 ) -> tuple[int, bool]:
     """Serve a model directory until a signal comes: (which, whether no thread is left behind)."""
     from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.engines.serve.access import Guard, own_names
     from slimectl.engines.serve.server import serve as serving
     from slimectl.engines.serve.service import Served, Streaming
     from slimectl.weights.complete import read_config
@@ -45,6 +97,10 @@ def serve(
         read=HFCheckpoint().read,
         version=version_of(folder),
     )
-    made = engine(settings, folder, text, load=False)
+    embedded = engine(settings, folder, text, load=False)
     streaming = Streaming(interval=interval, incremental=incremental)
-    return asyncio.run(serving(made, served, at, load=load, streaming=streaming, ready=ready))
+    names, loopback_only = own_names(host, allowed_hosts)
+    api_key = reveal(settings.engine.api_key, setting="engine.api_key")
+    guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
+    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    return asyncio.run(serving(embedded, served, at, load=load, guard=guard, ready=ready, **limits))

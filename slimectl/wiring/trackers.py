@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import MissingExtraError
+from slimectl.redaction import redact
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def identity(settings: Settings, folder: Path) -> Identity:
         write_text(kept, json.dumps({"run_id": "".join(secrets.choice(letters) for _ in range(ID_LENGTH))}) + "\n")
     drawn: str = json.loads(kept.read_text())["run_id"]
     name = settings.run.name or "run"
-    config = settings.model_dump(mode="json", by_alias=True)
+    config = redact(settings.model_dump(mode="json", by_alias=True))
     config["track"].pop("kwargs")
     return Identity(
         run_id=track.run_id or drawn,

@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 from slimectl.hooks import Args, hook
 from slimectl.ports import NamedTensors, Policy, WeightReceiver, WeightWorkers
 from slimectl.settings import Settings
+from slimectl.settings.secret import reveal, revealed_score
 from slimectl.types import Metrics
 from slimectl.wiring.models import device
 
 if TYPE_CHECKING:
+    from slimectl.engines.keys import Keys
     from slimectl.engines.sglang.control import HttpWorkers
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -30,11 +32,58 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
+    """The keys of the servers: those of [engine], those that SGLang is given, or one that a server here has left."""
+    from slimectl.engines.keys import Keys
+
+    engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
+    if engine.kind != "sglang":
+        args = {}
+    given_keys = Keys(
+        api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
+        admin_api_key=reveal(engine.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
+    )
+    return given_keys.with_local(addresses) if engine.url else given_keys
+
+
+def urls(settings: Settings) -> list[str]:
+    """The servers of engine.url, as they are asked."""
+    return list(reveal(settings.engine.url, setting="engine.url"))
+
+
+def keyed(settings: Settings) -> Settings:
+    """The settings with all secrets that servers need at hand, and a key for those that will be started from them.
+
+    Whoever gets these settings may live elsewhere, in another environment; they are never written down.
+    """
+    from pydantic import SecretStr
+
+    from slimectl.engines.keys import new_key
+
+    engine = settings.engine
+    args = reveal(settings.sglang.args, setting="sglang.args")
+    groups = reveal(settings.sglang.groups, setting="sglang.groups")
+    keys = {}
+    for name in ("api_key", "admin_api_key"):
+        key = reveal(getattr(engine, name), setting=f"engine.{name}")
+        keys[name] = None if key is None else SecretStr(key)
+    starts = settings.uses_servers and not engine.url
+    if starts and keys["admin_api_key"] is None and not args.get("admin_api_key"):
+        keys["admin_api_key"] = SecretStr(new_key())
+    return settings.model_copy(
+        update={
+            "engine": engine.model_copy(update=keys),
+            "sglang": settings.sglang.model_copy(update={"args": args, "groups": groups}),
+            "score": revealed_score(settings.score),
+        }
+    )
+
+
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """The engines' end of a push."""
     from slimectl.engines.sglang.control import HttpWorkers
 
-    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s)
+    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
@@ -52,31 +101,34 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
     from slimectl.sync.disk import DiskSync
     from slimectl.sync.distributed import DistributedSync
     from slimectl.sync.equality import CheckedSync
+    from slimectl.sync.pushing import ServerSync
     from slimectl.sync.tensor import TensorSync
 
-    given, dtype = settings.sync, getattr(torch, settings.engine.dtype)
-    files = Path(given.update_weight_disk_dir or folder / "weights").absolute()
+    sync, dtype = settings.sync, getattr(torch, settings.engine.dtype)
+    files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
     write = partial(_whole_checkpoint, model.absolute())
-    common: dict[str, Any] = {"pause_mode": given.pause_mode, "dtype": dtype}
-    buffer_bytes = given.update_weight_buffer_size * 2**20
-    on_disk = common | {"folder": files, "write": write, "keep_files": given.update_weight_disk_keep_files}
+    common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
+    buffer_bytes = sync.update_weight_buffer_size * 2**20
+    on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
     on_disk["wrote"] = _wrote(settings)
-    name = given.transport
+    name = sync.transport
     if name == "auto":
         here = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
         shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
         name = "tensor" if here and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
-    made: Any
+    transport: ServerSync
     if name == "tensor":
-        made = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
+        transport = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
     elif name == "distributed":
-        made = DistributedSync(policy, receivers, buffer_bytes=buffer_bytes, timeout_s=given.timeout_s, **common)
+        transport = DistributedSync(policy, receivers, buffer_bytes=buffer_bytes, timeout_s=sync.timeout_s, **common)
     elif name == "disk":
-        made = DiskSync(policy, receivers, **on_disk)
+        transport = DiskSync(policy, receivers, **on_disk)
     else:
-        coding = {"encoding": given.update_weight_delta_encoding, "checksum": given.update_weight_delta_checksum}
-        made = DeltaSync(policy, receivers, **on_disk, **coding)
-    return CheckedSync(made, folder=files, write=write, dtype=dtype) if given.check_weight_update_equal else made
+        coding = {"encoding": sync.update_weight_delta_encoding, "checksum": sync.update_weight_delta_checksum}
+        transport = DeltaSync(policy, receivers, **on_disk, **coding)
+    if not sync.check_weight_update_equal:
+        return transport
+    return CheckedSync(transport, folder=files, write=write, dtype=dtype)
 
 
 def _wrote(settings: Settings) -> Callable[[Path, WeightWorkers], None] | None:

@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 
+from slimectl import wiring
+from slimectl.engines.keys import Keys
+from slimectl.engines.sglang.control import HttpWorkers
+from slimectl.errors import BackendError
+from slimectl.settings import Settings
+from slimectl.wiring import serving
+
 Start = Callable[..., subprocess.Popen[str]]
+KEY = "key-of-this-test"
 COMMAND = [sys.executable, "-m", "slimectl", "serve"]
 
 
@@ -27,7 +35,7 @@ def start(model_dir: Callable[[str], Path]) -> Iterator[Start]:
 
     def begin(*options: str) -> subprocess.Popen[str]:
         command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", *options]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "SLIMECTL_ENGINE_ADMIN_API_KEY": KEY}
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return started[-1]
 
@@ -77,7 +85,7 @@ def test_an_interrupt_in_the_middle_of_much_work(start: Start) -> None:
     port = int(url.rsplit(":", 1)[1])
     prompt = [i % 256 for i in range(50_000)]
     raw = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 5}}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(head + raw)
         while not asked(url, "/v1/loads")["loads"][0]["num_total_reqs"]:
@@ -95,6 +103,47 @@ def test_a_termination_is_no_failure(start: Start) -> None:
     assert asked(url, "/ping") == {"status": "waiting for weights"}
     process.terminate()
     assert ended(process, within_s=5) == (0, "")
+
+
+def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SLIMECTL_ENGINE_ADMIN_API_KEY", raising=False)
+    command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", "--wait-for-weights", "--host", "0.0.0.0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    port = process.stderr.readline().partition(": ")[0].rpartition(":")[2]
+    where, _, path = process.stderr.readline().rpartition(" ")
+    exposed = process.stderr.readline()
+    file = Path(path.strip())
+    assert where == "the admin key (weights, pauses, aborts) is in"
+    assert (file.parent, file.stat().st_mode & 0o777) == (tmp_path / ".cache/slimectl/keys", 0o600)
+    assert exposed == (
+        "0.0.0.0: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
+        "aborts take the admin key; set engine.api_key to close the rest\n"
+    )
+    key = file.read_text().strip()
+    assert len(key) > 40
+    assert key not in Path(f"/proc/{process.pid}/cmdline").read_text()
+    HttpWorkers([f"http://127.0.0.1:{port}"], keys=Keys(admin_api_key=key)).sleep()
+    with pytest.raises(BackendError, match=r"401.*give its key by engine\.admin_api_key"):
+        HttpWorkers([f"http://127.0.0.1:{port}"]).wake()
+    # As `--engine-url` does: a server of this user on this machine is opened without a word.
+    settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})
+    wiring.workers(settings, [f"http://127.0.0.1:{port}"]).wake()
+    process.terminate()
+    assert process.communicate(timeout=30) == (None, "")
+    assert not file.exists()
+
+
+def test_a_server_that_others_reach_says_what_is_open() -> None:
+    closed = Settings.model_validate({"engine": {"api_key": "k"}})
+    assert serving.exposure(Settings(), "127.0.0.1") is serving.exposure(Settings(), "localhost") is None
+    assert serving.exposure(Settings(), "::1") is None
+    assert serving.exposure(closed, "10.0.0.5") == (
+        "10.0.0.5: other machines reach this server, in clear text; they need the API key or the admin key"
+    )
 
 
 def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str], Path]) -> None:

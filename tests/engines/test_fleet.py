@@ -49,7 +49,7 @@ class Scene:
         self.restored.append(url)
 
     def push(self, urls: list[str], *, version: str) -> None:
-        workers = HttpWorkers(urls)
+        workers = HttpWorkers(urls, keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version=version)
         workers.end()

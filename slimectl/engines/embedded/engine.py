@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class EmbeddedEngine:
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
         self._intake = Intake(self._model.weights)
-        self._holds: set[str] = set()
+        self._holds: dict[str, float] = {}  # since when
         self._loader_waits = False
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
@@ -76,6 +77,16 @@ class EmbeddedEngine:
     @property
     def held(self) -> bool:
         return bool(self._holds)
+
+    @property
+    def held_since(self) -> float | None:
+        """The start of the hold that has lasted longest, by time.monotonic; None if there is none."""
+        return min(list(self._holds.values()), default=None)
+
+    @property
+    def holds(self) -> list[str]:
+        """Reasons why no step is taken."""
+        return list(self._holds)
 
     @property
     def running(self) -> int:
@@ -158,14 +169,14 @@ class EmbeddedEngine:
 
     def hold(self, why: str, *, retract: bool = False) -> None:
         """Take no step until `go_on(why)`; what runs keeps its keys and values, or with `retract` loses them."""
-        self._holds.add(why)
+        self._holds.setdefault(why, time.monotonic())
         if retract:
             with self._lock:
                 self._runner.retract()
 
     def go_on(self, why: str) -> None:
         """Withdraw a hold; called in the event loop that is to drive the engine."""
-        self._holds.discard(why)
+        self._holds.pop(why, None)
         self._drive_here()
 
     def free(self) -> None:

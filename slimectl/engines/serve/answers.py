@@ -11,10 +11,19 @@ from typing import Any
 
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.sequence import Sequence as Running
-from slimectl.engines.serve.refusals import Refused
+from slimectl.engines.serve.refusals import PAUSED, Refused
 from slimectl.engines.serve.sampling import Wish
 from slimectl.engines.serve.thread import Bell, EngineThread
 from slimectl.types import Completion
+
+HOLDS = {
+    "memory": "/resume_memory_occupation",
+    "update": "/end_weight_update",
+    "pause": "/continue_generation",
+}
+"""What ends each hold of the engine."""
+MOST_IN_FLIGHT = 65536
+"""Answers that are written or wait for it."""
 
 
 class Answer:
@@ -30,7 +39,7 @@ class Answer:
         self._wish = wish
         self._detokenizer = detokenizer
         self._scanner = StopScanner(detokenizer, ())
-        self._begun = time.monotonic()
+        self.begun = time.monotonic()
 
     @property
     def count(self) -> int:
@@ -48,7 +57,7 @@ class Answer:
 
     @property
     def latency_s(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self.begun
 
     @property
     def cut_at(self) -> str | None:
@@ -106,6 +115,7 @@ class Desk:
         self._thread = thread
         self._bell = Bell()
         self._named: dict[str, list[Answer]] = {}
+        self._in_flight = 0
         self._detokenizers = {keep: Detokenizer(tokenizer, keep_special=keep) for keep in (False, True)}
 
     def token_text(self, token: int) -> str:
@@ -118,23 +128,27 @@ class Desk:
         `rid` names the request, `rids` its prompts. Raises Refused for an id in flight already, SettingsError for a
         prompt that cannot be continued.
         """
+        if self._in_flight + sum(wish.n for _, wish in prompts) > MOST_IN_FLIGHT:
+            raise Refused(f"{self._in_flight} answers are in flight; ask again in a moment", status=503)
         named: dict[str, list[Answer]] = {rid: []}
-        for (tokens, wish), own in zip(prompts, rids, strict=True):
+        for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
             for i in range(wish.n):
                 sequence = self._thread.engine.request(tokens, wish.seeded(i))
-                name = own if wish.n == 1 else f"{own}_{i}"
+                name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
                 detokenizer = self._detokenizers[wish.keep_special]
                 answer = Answer(sequence, wish, detokenizer, rid=name, index=len(named[rid]))
-                for each in {rid, own, name}:
-                    named.setdefault(each, []).append(answer)
-        for taken in named.keys() & self._named.keys():
-            raise Refused(f"rid: {taken[:60]!a} is in flight already; give another, or none", field="rid")
+                for alias in {rid, prompt_rid, name}:
+                    named.setdefault(alias, []).append(answer)
+        for duplicate in named.keys() & self._named.keys():
+            raise Refused(f"rid: {duplicate[:60]!a} is in flight already; give another, or none", field="rid")
         self._named |= named
+        self._in_flight += len(named[rid])
         for answer in named[rid]:
             self._thread.submit(answer.sequence)
         try:
             yield Request(named[rid], self._bell)
         finally:
+            self._in_flight -= len(named[rid])
             for name in named:
                 del self._named[name]
             for answer in named[rid]:
@@ -153,6 +167,26 @@ class Desk:
         """End a request or one answer of it; nothing happens if it is not in flight."""
         for answer in self._named.get(rid, []):
             self._thread.end(answer.sequence)
+
+    def end_waits(self, longest_s: float) -> None:
+        """Fail what has waited too long for an engine that is held, so that its client asks again, here or elsewhere.
+
+        Raises nothing; whoever awaits the answer gets Refused.
+        """
+        since = self._thread.engine.held_since
+        if since is None:
+            return
+        latest = time.monotonic() - longest_s
+        for answer in {id(answer): answer for named in self._named.values() for answer in named}.values():
+            if not answer.done and max(since, answer.begun) < latest:
+                error = Refused(_paused(self._thread.engine.holds, longest_s), status=503, kind=PAUSED)
+                answer.sequence.future.set_exception(error)
+                self._thread.end(answer.sequence)
+
+
+def _paused(holds: list[str], seconds: float) -> str:
+    way_out = next((HOLDS[hold] for hold in HOLDS if hold in holds), HOLDS["pause"])
+    return f"the engine has been paused for {seconds:g} s and more; ask again after {way_out}"
 
 
 class Request:

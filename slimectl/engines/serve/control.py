@@ -138,8 +138,7 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
 
 async def _between_steps(request: web.Request, act: Callable[[Service], None], message: str) -> web.Response:
     service = request.app[SERVICE]
-    if request.method == "POST":
-        await read(request)
+    await read(request)
     await service.thread.call(partial(act, service))
     return _done(message)
 

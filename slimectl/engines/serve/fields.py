@@ -6,27 +6,34 @@ import difflib
 import json
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from slimectl.engines.serve.bodies import BODIES
 from slimectl.engines.serve.refusals import Refused
+from slimectl.engines.serve.thread import apart
 
 NUMBERS = 2**31
 """Counts beyond this are no counts."""
+LARGE = 1 << 20
+"""Bytes from which a body is parsed outside the server's loop."""
 
 
 async def read(request: web.Request) -> Fields:
     """The JSON object in a request's body; an empty body is an empty object."""
     if request.body_exists and request.content_type not in ("application/json", "application/octet-stream"):
         raise Refused(f"content type {request.content_type!r} is not application/json", status=415)
-    raw = await request.read()
-    try:
-        value = json.loads(raw, parse_constant=_no_number) if raw.strip() else {}
-    except RecursionError:
-        raise Refused("the body is nested too deeply") from None
-    except ValueError as error:  # JSON and UTF-8 alike
-        raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
+    async with request.app[BODIES].body(request) as raw:
+        parse = partial(json.loads, raw, parse_constant=_no_number)
+        try:
+            # A large one would keep all others waiting.
+            value = (await apart(parse) if len(raw) > LARGE else parse()) if raw.strip() else {}
+        except RecursionError:
+            raise Refused("the body is nested too deeply") from None
+        except ValueError as error:  # JSON and UTF-8 alike
+            raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise Refused("the body is not a JSON object")
     return Fields(value)

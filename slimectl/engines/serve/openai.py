@@ -125,9 +125,11 @@ async def _answered(
     stream = EventStream(request)
     with service.desk.ask(asked, rids, rid=rid) as going:
         try:
-            for opening in form.openings(going.answers):
-                await stream.send(dumped(opening))
+            openings = form.openings(going.answers)
             async for answer in going.growing():
+                # Not before there is something to say: until then a refusal still has a status.
+                while openings:
+                    await stream.send(dumped(openings.pop(0)))
                 if (chunk := form.delta(answer)) is not None:
                     await stream.send(dumped(chunk))
             if with_usage:

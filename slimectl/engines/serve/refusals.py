@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
+from slimectl.engines.serve.notices import NOTICES
 from slimectl.errors import BackendError, SlimectlError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LONGEST = 300
+PAUSED = "engine_paused"
+"""Type of the error that a request gets when the engine stays paused: it may be asked again."""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Refused(Exception):
     """A request that is not answered; `field` names what has to be mended."""
 
-    def __init__(self, message: str, *, status: int = 400, field: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, field: str | None = None, kind: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.field = field
+        self.kind = kind
 
 
 @web.middleware
@@ -33,11 +37,14 @@ async def explained(request: web.Request, handler: Handler) -> web.StreamRespons
             raise
         return reply(error.status, _told(error, request))
     except (Refused, SlimectlError) as error:
-        return reply(status_of(error), line(error), field=getattr(error, "field", None))
+        return reply(
+            status_of(error), line(error), field=getattr(error, "field", None), kind=getattr(error, "kind", None)
+        )
     except ConnectionError:
         raise  # the client went away
     except Exception as error:
-        print(f"slimectl serve: {request.path}: {type(error).__name__}: {line(error)}", file=sys.stderr)
+        path = request.path[:LONGEST]
+        request.app[NOTICES].tell("surprise", f"{path!a}: {type(error).__name__}: {line(error)}")
         return reply(500, f"{type(error).__name__}: {line(error)}")
 
 
@@ -49,13 +56,15 @@ def status_of(error: Exception) -> int:
     return 400 if type(error) is not SlimectlError else 500
 
 
-def reply(status: int, message: str, *, field: str | None = None) -> web.Response:
+def reply(status: int, message: str, *, field: str | None = None, kind: str | None = None) -> web.Response:
     """An error as both APIs have it; weight updates also look for `success`."""
-    return web.json_response(body(status, message, field=field), status=status)
+    answer = body(status, message, field=field, kind=kind)
+    return web.json_response(answer, status=status, headers=HEADERS.get(status))
 
 
-def body(status: int, message: str, *, field: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
+def body(status: int, message: str, *, field: str | None = None, kind: str | None = None) -> dict[str, Any]:
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    message = "".join(letter if letter.isprintable() else " " for letter in message)
     error = {"message": message, "type": kind, "param": field, "code": status}
     return {"success": False, "message": message, "error": error}
 
@@ -70,6 +79,4 @@ def _told(error: web.HTTPException, request: web.Request) -> str:
         return f"{request.path[:LONGEST]}: no such endpoint; docs/serving.md lists them"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path[:LONGEST]}: {request.method} is not one of {', '.join(sorted(error.allowed_methods))}"
-    if error.status == 413:
-        return f"the body is longer than {request.client_max_size >> 20} MiB; send less at once"
     return error.reason

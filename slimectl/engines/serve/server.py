@@ -8,55 +8,61 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.serve import control, generate, openai, weights
+from slimectl.engines.serve.access import ACCESS, GUARD, Access, Guard, admitted
 from slimectl.engines.serve.answers import Desk
-from slimectl.engines.serve.refusals import explained
+from slimectl.engines.serve.bodies import BODIES, LONGEST_BODY, BodyMemory
+from slimectl.engines.serve.connections import KEEP_ALIVE_S, Door, counted, raise_descriptor_limit
+from slimectl.engines.serve.notices import NOTICES, Notices
+from slimectl.engines.serve.refusals import explained, line
 from slimectl.engines.serve.service import SERVICE, Served, Service, Streaming
 from slimectl.engines.serve.thread import EngineThread
 from slimectl.errors import BackendError, SettingsError
 
-LONGEST_BODY = 32 << 20
 BACKLOG = 4096
 GRACE_S = 0.5
 """How long open connections may take to hear that all ends."""
+LOOK_S = 0.25
+"""Between two looks for requests that wait too long."""
 
-EITHER, GET, POST = ("GET", "POST"), ("GET",), ("POST",)
+GET, POST = ("GET",), ("POST",)
+ASKING, STEERING = Access.API_KEY, Access.ADMIN_KEY
 ROUTES = {
-    "/ping": (control.ping, GET),
-    "/health": (control.health, GET),
-    "/ready": (control.health, GET),
-    "/health_generate": (control.health_generate, GET),
-    "/model_info": (control.model_info, GET),
-    "/get_model_info": (control.model_info, GET),
-    "/server_info": (control.server_info, GET),
-    "/get_server_info": (control.server_info, GET),
-    "/v1/models": (control.models, GET),
-    "/v1/models/{name:.+}": (control.model, GET),
-    "/v1/loads": (control.loads, GET),
-    "/generate": (generate.generate, ("POST", "PUT")),
-    "/v1/completions": (openai.completions, POST),
-    "/v1/chat/completions": (openai.chat, POST),
-    "/abort_request": (control.abort_request, POST),
-    "/pause_generation": (control.pause_generation, POST),
-    "/continue_generation": (control.continue_generation, POST),
-    "/flush_cache": (control.flush_cache, EITHER),
-    "/release_memory_occupation": (control.release_memory_occupation, EITHER),
-    "/resume_memory_occupation": (control.resume_memory_occupation, EITHER),
-    "/begin_weight_update": (weights.begin_update, POST),
-    "/end_weight_update": (weights.end_update, POST),
-    "/update_weights_from_disk": (weights.update_from_disk, POST),
-    "/update_weights_from_tensor": (weights.update_from_tensor, POST),
-    "/update_weights_from_distributed": (weights.update_from_distributed, POST),
-    "/init_weights_update_group": (weights.init_group, POST),
-    "/destroy_weights_update_group": (weights.destroy_group, POST),
-    "/update_weight_version": (weights.update_version, POST),
-    "/weights_checker": (weights.check, EITHER),
+    "/ping": (control.ping, GET, Access.OPEN),
+    "/health": (control.health, GET, Access.OPEN),
+    "/ready": (control.health, GET, Access.OPEN),
+    "/health_generate": (control.health_generate, GET, Access.OPEN),
+    "/model_info": (control.model_info, GET, ASKING),
+    "/get_model_info": (control.model_info, GET, ASKING),
+    "/server_info": (control.server_info, GET, ASKING),
+    "/get_server_info": (control.server_info, GET, ASKING),
+    "/v1/models": (control.models, GET, ASKING),
+    "/v1/models/{name:.+}": (control.model, GET, ASKING),
+    "/v1/loads": (control.loads, GET, ASKING),
+    "/generate": (generate.generate, ("POST", "PUT"), ASKING),
+    "/v1/completions": (openai.completions, POST, ASKING),
+    "/v1/chat/completions": (openai.chat, POST, ASKING),
+    "/abort_request": (control.abort_request, POST, STEERING),
+    "/pause_generation": (control.pause_generation, POST, STEERING),
+    "/continue_generation": (control.continue_generation, POST, STEERING),
+    "/flush_cache": (control.flush_cache, POST, STEERING),
+    "/release_memory_occupation": (control.release_memory_occupation, POST, STEERING),
+    "/resume_memory_occupation": (control.resume_memory_occupation, POST, STEERING),
+    "/begin_weight_update": (weights.begin_update, POST, STEERING),
+    "/end_weight_update": (weights.end_update, POST, STEERING),
+    "/update_weights_from_disk": (weights.update_from_disk, POST, STEERING),
+    "/update_weights_from_tensor": (weights.update_from_tensor, POST, STEERING),
+    "/update_weights_from_distributed": (weights.update_from_distributed, POST, STEERING),
+    "/init_weights_update_group": (weights.init_group, POST, STEERING),
+    "/destroy_weights_update_group": (weights.destroy_group, POST, STEERING),
+    "/update_weight_version": (weights.update_version, POST, STEERING),
+    "/weights_checker": (weights.check, POST, STEERING),
 }
 
 
@@ -71,8 +77,8 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
-        why = os.strerror(error.errno or 0).lower()
-        raise BackendError(f"{host}:{port}: cannot be listened on: {why}; give another --host or --port") from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
 
 
 def _free_port(host: str) -> int:
@@ -82,26 +88,55 @@ def _free_port(host: str) -> int:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine: EmbeddedEngine, served: Served, listening: socket.socket, *, streaming: Streaming = Streaming()
+    engine: EmbeddedEngine,
+    served: Served,
+    listening: socket.socket,
+    *,
+    guard: Guard,
+    streaming: Streaming = Streaming(),
+    pause_timeout_s: float = 60.0,
 ) -> AsyncIterator[Service]:
     """A server that answers within the block."""
-    thread = EngineThread(engine)
+    thread, notices = EngineThread(engine), Notices()
     service = Service(served, thread, Desk(thread, served.tokenizer), streaming=streaming)
-    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[explained])
-    app[SERVICE] = service
-    for path, (handler, methods) in ROUTES.items():
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _words(context)))
+    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[counted, explained, admitted])
+    app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
+    app[ACCESS] = {handler: access for handler, _, access in ROUTES.values()}
+    for path, (handler, methods, _) in ROUTES.items():
         for method in methods:
             app.router.add_route(method, path, handler)
     # A client that goes away cancels its handler, and what it asked for ends.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
     await runner.setup()
+    assert runner.server is not None
+    door = Door(notices)
+    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEP_ALIVE_S, "lingering_time": 2.0}
+    accepting = door.accept(listening, runner.server, auto_decompress=False, **options)
+    work = (accepting, door.sweep(), _end_waits(service, pause_timeout_s))
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        await web.SockSite(runner, listening, backlog=BACKLOG).start()
         yield service
     finally:
+        for task in tasks:
+            task.cancel()
+        listening.close()
         thread.end_all()
         await runner.cleanup()
         service.clean = thread.stop() and not service.groups
+
+
+async def _end_waits(service: Service, longest_s: float) -> None:
+    """End, until cancelled, requests that wait too long for a paused engine."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        service.desk.end_waits(longest_s)
+
+
+def _words(context: Mapping[str, Any]) -> str:
+    """Return what asyncio says of an error that nobody awaited, in one line."""
+    error = context.get("exception")
+    return f"{context.get('message')}: {line(error)}" if isinstance(error, Exception) else str(context.get("message"))
 
 
 async def serve(
@@ -110,7 +145,9 @@ async def serve(
     listening: socket.socket,
     *,
     load: bool,
+    guard: Guard,
     streaming: Streaming,
+    pause_timeout_s: float,
     ready: Callable[[], None],
 ) -> tuple[int, bool]:
     """Answer until SIGINT or SIGTERM comes: (which of them, whether no thread was left behind).
@@ -118,10 +155,13 @@ async def serve(
     With `load` the weights of the folder are read first, else they are waited for; `ready` is called then. Raises
     CheckpointError if they cannot be read.
     """
+    raise_descriptor_limit()
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
-    async with running(engine, served, listening, streaming=streaming) as service:
+    async with running(
+        engine, served, listening, guard=guard, streaming=streaming, pause_timeout_s=pause_timeout_s
+    ) as service:
         if load:
             loading: asyncio.Future[None] = asyncio.ensure_future(
                 service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))

@@ -22,6 +22,9 @@ from slimectl.errors import SlimectlError
 LONG = 20_000
 """Characters from which a text is tokenised outside the server's loop."""
 
+SEND_S = 60.0
+"""How long a client may read nothing of a stream."""
+
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 
 
@@ -100,18 +103,26 @@ class EventStream:
     async def send(self, value: str) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._response.write(f"data: {value}\n\n".encode())
+        await self._write(f"data: {value}\n\n".encode())
 
     async def fail(self, error: Exception) -> None:
         """Say in the stream what went wrong; a status can be sent no more."""
         if not self._response.prepared:
             raise error
-        await self.send(dumped(body(status_of(error), line(error))))
+        await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
 
     async def end(self) -> web.StreamResponse:
         await self.send("[DONE]")
         await self._response.write_eof()
         return self._response
+
+    async def _write(self, data: bytes) -> None:
+        """Raises ConnectionResetError if the client does not read: what it asked for then ends."""
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._response.write(data)
+        except TimeoutError:
+            raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
 
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))

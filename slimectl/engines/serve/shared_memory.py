@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,10 @@ def mapped(fields: Fields) -> list[tuple[str, Tensor]]:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", block):
         raise fields.refuse("name", "is not the name of a block of shared memory")
     try:
-        with (FOLDER / block).open("rb") as file:
+        # Neither a link to elsewhere nor a pipe, which to open would take for ever: anybody may put one there.
+        with open(os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         why = "is empty" if isinstance(error, ValueError) else error.strerror

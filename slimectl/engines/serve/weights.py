@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ GROUP = "weight_update_group"
 TIMEOUT_S = 600.0
 """How long a group waits for its trainer."""
 LONGEST_VERSION = 200
+ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 async def update_from_disk(request: web.Request) -> web.Response:
@@ -80,9 +82,12 @@ async def init_group(request: web.Request) -> web.Response:
     if name in service.groups:
         raise fields.refuse("group_name", f"{name!a} exists already; destroy it first")
     world = fields.whole("world_size", 0, low=2, high=65536)
+    host = fields.needed("master_address")
+    if not ADDRESS.fullmatch(host):
+        raise fields.refuse("master_address", f"{host[:100]!a} is neither a host name nor an address")
     joined = partial(
         BroadcastGroup,
-        host=fields.needed("master_address"),
+        host=host,
         port=fields.whole("master_port", 0, low=1, high=65535),
         rank=fields.whole("rank_offset", 1, low=1, high=max(1, world - 1)),
         world=world,

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from slimectl.engines.keys import Keys
 from slimectl.errors import BackendError
 
 Json = Mapping[str, Any] | bytes
@@ -19,6 +20,7 @@ Json = Mapping[str, Any] | bytes
 
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_WORDS = 500
+NO_KEYS = Keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,23 @@ class Answer:
         return self.status >= 400 or (isinstance(self.body, dict) and self.body.get("success") is False)
 
     def error(self) -> BackendError:
-        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}")
+        hint = "; give its key by engine.admin_api_key and engine.api_key" if self.status == 401 else ""
+        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}{hint}")
 
 
-async def ask(session: aiohttp.ClientSession, url: str, path: str, body: Json, *, method: str = "POST") -> Answer:
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    body: Json,
+    *,
+    method: str = "POST",
+    keys: Keys = NO_KEYS,
+) -> Answer:
     # Not as bytes: aiohttp would send a large body in one piece and block the loop.
     written = body if isinstance(body, bytes) else json.dumps(body).encode()
     data = io.BytesIO(written) if method == "POST" else None
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **keys.headers(url, path)}
     try:
         async with session.request(method, url + path, data=data, headers=headers) as response:
             text = await response.text()

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slimectl.engines.keys import Keys
 from slimectl.engines.limits import check_prompt
+from slimectl.engines.sglang.asking import NO_KEYS
 from slimectl.engines.sglang.background import Background
 from slimectl.engines.sglang.balance import Balance
 from slimectl.engines.sglang.dispatch import CONNECT_S, Dispatch
@@ -28,7 +30,7 @@ class SglangEngine:
     server `set_urls` has named by then: it is answered once, by one server. `vocabulary` and `max_context` bound
     prompts; `decode` gives the text of tokens (without it the server's own is taken). `troubled` is told of every
     server that failed, so that whoever watches over it looks now. For `load_weights`: `receiver` makes the engines' end
-    of a push from worker addresses, `forms` says which tensors the model has.
+    of a push from worker addresses, `forms` says which tensors the model has. `keys` open the servers.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SglangEngine:
         troubled: Callable[[str], None] | None = None,
         receiver: Callable[[Sequence[str]], WeightWorkers] | None = None,
         forms: Callable[[], Forms] | None = None,
+        keys: Keys = NO_KEYS,
     ) -> None:
         self.max_context = max_context
         self.troubled = troubled
@@ -57,6 +60,7 @@ class SglangEngine:
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
         self._receiver, self._forms = receiver, forms
+        self._keys = keys
         self._urls, self._workers = list(urls), list(workers or urls)
         self._lost_weights = False
         self._failure: BaseException | None = None
@@ -111,7 +115,8 @@ class SglangEngine:
         """
         for url in self._workers:
             try:
-                reply = asyncio.run(get(f"{url}/model_info", timeout_s=CONNECT_S))
+                headers = self._keys.headers(url, "/model_info")
+                reply = asyncio.run(get(f"{url}/model_info", timeout_s=CONNECT_S, headers=headers))
             except BackendError as error:
                 raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
             if reply.status != 200 or not isinstance(reply.body, dict):
@@ -170,5 +175,5 @@ class SglangEngine:
             balance = Balance(self._urls, **self._balance_options)
             if self._failure is not None:
                 balance.fail(self._failure)
-            self._dispatch = Dispatch(balance, troubled=self._trouble, **self._timeouts)
+            self._dispatch = Dispatch(balance, troubled=self._trouble, keys=self._keys, **self._timeouts)
         return self._dispatch

@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 from torch import Tensor, dtype
 
-from slimectl.engines.sglang.asking import Answer, Json, ask, gathered
+from slimectl.engines.keys import Keys
+from slimectl.engines.sglang.asking import NO_KEYS, Answer, Json, ask, gathered
 from slimectl.engines.sglang.payloads import SharedBlock, dtype_name, flattened, pickled
 
 Body = Json | Callable[[str], Json]
@@ -36,8 +37,9 @@ class HttpWorkers:
     An answer may take `timeout_s`. Picklable; must not be used inside a running event loop.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0) -> None:
+    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
         self.timeout_s = timeout_s
+        self._keys = keys
         self.urls: tuple[str, ...] = ()
         self._facts: dict[str, dict[str, Any]] = {}
         self._mode = "abort"
@@ -92,12 +94,12 @@ class HttpWorkers:
 
     def _end(self, *, within_s: float | None) -> list[BaseException]:
         async def ended(session: aiohttp.ClientSession, url: str) -> None:
-            answers = [await ask(session, url, "/end_weight_update", {})]
+            answers = [await ask(session, url, "/end_weight_update", {}, keys=self._keys)]
             # Retracted answers wait for ever; aborted ones are about to go.
             wait = f"?timeout={IDLE_TIMEOUT_S}" if self._mode == "abort" else ""
-            answers.append(await ask(session, url, f"/flush_cache{wait}", {}))
+            answers.append(await ask(session, url, f"/flush_cache{wait}", {}, keys=self._keys))
             # Whatever came before: an engine must not stay paused.
-            goes_on = await ask(session, url, "/continue_generation", {})
+            goes_on = await ask(session, url, "/continue_generation", {}, keys=self._keys)
             if answers[0].status in (404, 405) or NO_SESSION in answers[0].words or not answers[0].refused:
                 del answers[0]
             if self._mode == "in_place":
@@ -225,7 +227,8 @@ class HttpWorkers:
         limit_s: float | None = None,
     ) -> list[Answer]:
         async def asked(session: aiohttp.ClientSession, url: str) -> Answer:
-            return await ask(session, url, path, body(url) if callable(body) else body, method=method)
+            sent = body(url) if callable(body) else body
+            return await ask(session, url, path, sent, method=method, keys=self._keys)
 
         limit_s = min(limit_s or self.timeout_s, self.timeout_s)
         found = gathered(asked, self.urls if urls is None else urls, limit_s=limit_s)

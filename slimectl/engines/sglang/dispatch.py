@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
+from slimectl.engines.keys import Keys
+from slimectl.engines.sglang.asking import NO_KEYS
 from slimectl.engines.sglang.balance import Balance
-from slimectl.engines.sglang.request import Flight, Unavailable
+from slimectl.engines.sglang.request import Flight, Paused, Unavailable
 from slimectl.engines.sglang.stream import ask
 from slimectl.engines.sglang.wire import UNREACHABLE, request, short
 from slimectl.errors import BackendError
@@ -19,6 +21,9 @@ from slimectl.types import Completion
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pauses between tries double from one to the other; each is drawn uniformly from zero to there."""
+
+PAUSED_S = 2.0
+"""How long one at most waits before a paused server is asked again."""
 
 CONNECT_S = 10.0
 ABORT_GRACE_S = 5.0
@@ -28,7 +33,7 @@ ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
 class Dispatch:
-    """Asks servers until one has answered whole. `troubled` hears of each that failed."""
+    """Asks servers until one has answered whole. `troubled` hears of each that failed; one that is paused has not."""
 
     def __init__(
         self,
@@ -37,10 +42,11 @@ class Dispatch:
         request_timeout_s: float,
         connect_timeout_s: float,
         troubled: Callable[[str], None],
+        keys: Keys = NO_KEYS,
     ) -> None:
         self.balance = balance
         self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
-        self._troubled = troubled
+        self._troubled, self._keys = troubled, keys
         self._flights: dict[int, tuple[Flight, asyncio.Task[Completion]]] = {}
         self._asking: dict[int, tuple[str, asyncio.Timeout]] = {}
         self._session = aiohttp.ClientSession(
@@ -73,7 +79,7 @@ class Dispatch:
                 task.cancel()
         deadline = time.monotonic() + ABORT_GRACE_S
         while pending and time.monotonic() < deadline:
-            await asyncio.gather(*(_abort_at(url) for url in workers))
+            await asyncio.gather(*(_abort_at(url, self._keys) for url in workers))
             # Asked again: a request that a server had not yet seen was not among those it ended.
             _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         for task in pending:
@@ -95,13 +101,19 @@ class Dispatch:
         """Raises BackendError once no server has answered for `connect_timeout_s`; waiting for one to be named is not
         counted.
         """
-        tries, silent_s = 0, 0.0
+        tries, silent_s, started = 0, 0.0, time.monotonic()
         while True:
             url = await self.balance.take(flight.key)
             begun = time.monotonic()
             failure = await self._tried(url, flight)
             if failure is None:
                 return
+            if isinstance(failure, Paused):
+                # It lives, and goes on when weights have come or another has its turn: that is no silence.
+                if time.monotonic() - started > self._request_timeout_s:
+                    raise BackendError(f"engine at {url}: {failure} (engine.request_timeout_s)") from failure
+                await asyncio.sleep(random.uniform(FIRST_PAUSE_S, PAUSED_S))
+                continue
             await asyncio.to_thread(self._troubled, url)
             if flight.tokens:
                 tries, silent_s = 0, 0.0
@@ -124,7 +136,7 @@ class Dispatch:
         try:
             async with asyncio.timeout(self._request_timeout_s) as limit:
                 self._asking[id(flight)] = url, limit
-                await ask(self._session, url, flight)
+                await ask(self._session, url, flight, headers=self._keys.headers(url, "/generate"))
         except (*UNREACHABLE, Unavailable) as error:
             if limit.expired() and self.balance.knows(url):
                 raise BackendError(
@@ -139,7 +151,8 @@ class Dispatch:
         return failure
 
 
-async def _abort_at(url: str) -> None:
+async def _abort_at(url: str, keys: Keys) -> None:
     with contextlib.suppress(BackendError):
         body = {"rid": "", "abort_all": True}
-        await request("POST", f"{url}/abort_request", timeout_s=ABORT_REPLY_S, body=body)
+        headers = keys.headers(url, "/abort_request")
+        await request("POST", f"{url}/abort_request", timeout_s=ABORT_REPLY_S, body=body, headers=headers)

@@ -10,11 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimectl.engines.keys import Keys
 from slimectl.engines.sglang.args import INSIDE, flags, interpreter, router_interpreter
+from slimectl.engines.sglang.asking import NO_KEYS
 from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.redaction import is_secret_name
 
 UNPUSHED = "unpushed"
 """Weight version of a server that waits for its first push: no answer under this name is ever used."""
+
+HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
+"""Environment variables by which inside/launch.py gets what no command line may show: flags of SGLang as a JSON list,
+and the API key and the admin key."""
+
+SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
+"""The settings engine.api_key and engine.admin_api_key in the environment of `slimectl serve`."""
 
 SLACK = 8
 """Tokens that SGLang 0.5.21 keeps of a context for itself; the client sees to the real bound."""
@@ -51,12 +61,13 @@ def sglang_server(
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
     start_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
 ) -> ServerProcess:
     """A real SGLang server of the model in a folder.
 
     `weight_version` names the weights in that folder; leave it where others will be pushed before anything is sampled.
     `role` is prefill or decode (disaggregation). Raises BackendError if `python` has no SGLang, SettingsError for
-    `args` that it does not take.
+    `args` that it does not take. Keys, and whatever else of `args` is a secret, reach it through its environment.
     """
     chosen = interpreter(python)
     given = dict(args or {})
@@ -68,9 +79,11 @@ def sglang_server(
         *([f"--disaggregation-mode={role}"] if role else []),
         *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
         *([flag for field, flag in ON_CPU.items() if field not in given] if device == "cpu" else []),
-        *flags(given, chosen),
+        *flags({field: value for field, value in given.items() if not is_secret_name(field)}, chosen),
     ]  # fmt: skip
     surroundings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SLACK
+    hidden = flags({field: value for field, value in given.items() if is_secret_name(field)}, chosen)
+    surroundings |= {HIDDEN_FLAGS: json.dumps(hidden), HIDDEN_KEYS: json.dumps([keys.api_key, keys.admin_api_key])}
     if device == "cpu":
         surroundings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if tensor_parallel > 1:  # SGLang asks for a NUMA node a rank, unless it is told cores; without sgl-kernel, any
@@ -95,19 +108,23 @@ def serve_server(
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
     start_timeout_s: float = 600.0,
+    pause_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
 ) -> ServerProcess:
     """`slimectl serve` of the model in a folder; with `wait_for_weights` it reads none and answers nothing before a
-    push.
+    push. It gets `keys` through its environment, and without an admin key leaves its own where this user finds it.
     """
     settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
     if max_context:
         settings["rollout.max_context_len"] = max_context
-    written = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
-    written += [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+    arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
+    arguments += ["--pause-timeout", f"{pause_timeout_s:g}"]
+    secrets = {SERVE_KEYS[0]: keys.api_key, SERVE_KEYS[1]: keys.admin_api_key}
+    arguments += [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
     return ServerProcess(
-        partial(_serve, written),
-        name=name, log=log, env=env, host=host, start_timeout_s=start_timeout_s,
-        ready="/ping" if wait_for_weights else "/health",
+        partial(_serve, arguments),
+        name=name, log=log, env={name: key for name, key in secrets.items() if key} | dict(env or {}), host=host,
+        start_timeout_s=start_timeout_s, ready="/ping" if wait_for_weights else "/health",
     )  # fmt: skip
 
 

@@ -26,6 +26,10 @@ class Unavailable(Exception):
     """The server could not answer now; it, or another, may later."""
 
 
+class Paused(Unavailable):
+    """The server lives but is paused, and has said so after a while."""
+
+
 def sampling(params: SamplingParams, *, limit: int) -> dict[str, Any]:
     """SGLang's names. A seed is always sent: in deterministic mode SGLang gives all requests without one the same.
 

@@ -8,20 +8,24 @@ from typing import Any
 
 import aiohttp
 
-from slimectl.engines.sglang.request import Flight, Unavailable
+from slimectl.engines.sglang.request import Flight, Paused, Unavailable
 from slimectl.engines.sglang.wire import parsed, words_of
 from slimectl.errors import BackendError, SettingsError
 
+PAUSED = "engine_paused"
+"""Type of the error of `slimectl serve` for a request that has waited long for a paused engine."""
 RETRIED = {429, 500, 502, 503, 504}
 MENDED_BY_ASKING_OTHERWISE = {400, 413, 422}
 
 
-async def ask(session: aiohttp.ClientSession, url: str, flight: Flight) -> None:
+async def ask(
+    session: aiohttp.ClientSession, url: str, flight: Flight, *, headers: Mapping[str, str] | None = None
+) -> None:
     """Stream an answer into `flight`.
 
     Raises Unavailable or aiohttp's errors where another try may do, SettingsError or BackendError where none will.
     """
-    async with session.post(f"{url}/generate", json=flight.body) as reply:
+    async with session.post(f"{url}/generate", json=flight.body, headers=headers) as reply:
         if reply.status != 200:
             _refuse(url, reply.status, parsed(await reply.text()))
         async for event in _events(reply.content):
@@ -53,8 +57,12 @@ def _look(url: str, event: Mapping[str, Any]) -> None:
 
 
 def _refuse(url: str, status: int, body: Any) -> None:
+    error = body.get("error") if isinstance(body, dict) else None
+    if status == 503 and isinstance(error, dict) and error.get("type") == PAUSED:
+        raise Paused(words_of(body))
     if status in RETRIED:
         raise Unavailable(f"{status} {words_of(body)}")
     if status in MENDED_BY_ASKING_OTHERWISE:
         raise SettingsError(f"engine at {url} refuses the request: {words_of(body)}")
-    raise BackendError(f"engine at {url} answers {status}: {words_of(body)}")
+    hint = "; give its key by engine.api_key" if status == 401 else ""
+    raise BackendError(f"engine at {url} answers {status}: {words_of(body)}{hint}")

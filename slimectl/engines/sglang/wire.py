@@ -27,16 +27,26 @@ class Reply:
         return words_of(self.body)
 
 
-async def get(url: str, *, timeout_s: float) -> Reply:
+async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:
     """Raises BackendError if nobody answers in time."""
-    return await request("GET", url, timeout_s=timeout_s)
+    return await request("GET", url, timeout_s=timeout_s, headers=headers)
 
 
-async def request(method: str, url: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Reply:
+async def request(
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
     """One request on a connection of its own. Raises BackendError if nobody answers in time."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.request(method, url, json=body) as reply:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, json=body, headers=headers) as reply,
+        ):
             return Reply(reply.status, parsed(await reply.text()))
     except UNREACHABLE as error:
         raise BackendError(f"{url} is not answering: {short(error)}") from error

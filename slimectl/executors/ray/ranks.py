@@ -19,7 +19,7 @@ from ray import cloudpickle
 from slimectl.errors import BackendError, DiedError
 from slimectl.executors.driving import GRACE_S, PipedRanks
 from slimectl.executors.outputs import log_files
-from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, live
+from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, host_store, live
 from slimectl.executors.ray.deaths import cause, is_alive, kill, tail_at
 from slimectl.executors.ray.library import ray
 from slimectl.executors.ray.surroundings import Surroundings, Whereabouts
@@ -69,8 +69,6 @@ class RayRanks(PipedRanks):
             raise
 
     def _start(self, served: bytes, places: Sequence[dict[str, Any]], surroundings: Surroundings) -> None:
-        from torch.distributed import TCPStore
-
         made = ray.remote(RankActor)
         logs = self._logs or [None] * self.ranks
         self._actors = [made.options(num_cpus=0, max_restarts=0, **place).remote() for place in places]
@@ -80,9 +78,9 @@ class RayRanks(PipedRanks):
         alone = all(place.address == here for place in self._where)
         host = LOCALHOST if alone else here
         # The driver holds the store, so that its port is taken before any rank asks for it.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = host_store(host)
         token = secrets.token_bytes(TOKEN_BYTES)
-        with socket.create_server((LOCALHOST if alone else "", 0), backlog=self.ranks) as server:
+        with socket.create_server((host, 0), backlog=self.ranks) as server:
             driver = host, server.getsockname()[1]
             for actor, seat in zip(self._actors, self._seats(host), strict=True):
                 self._lives.append(actor.live.remote(served, seat, driver, token))

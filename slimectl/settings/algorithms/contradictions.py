@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slimectl.redaction import REFERENCES
 from slimectl.settings.algorithms.by_token import Opd, Ppo, Whitened
 from slimectl.settings.algorithms.policy_gradient import PolicyGradient
 
@@ -46,7 +47,7 @@ def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]
             f"probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
         )
     for url in urls:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://", *REFERENCES)):
             yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
 
 

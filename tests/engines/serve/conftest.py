@@ -17,9 +17,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.serve.access import Guard, own_names
 from slimectl.engines.serve.server import bound, running
 from slimectl.engines.serve.service import Served, Service
 from slimectl.weights.complete import read_config
+
+ADMIN_KEY = "admin-key-of-the-tests"
 
 
 @dataclass(slots=True)
@@ -49,7 +52,8 @@ class Server:
 
         async def played() -> Any:
             connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(self.url, connector=connector) as session:
+            headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+            async with aiohttp.ClientSession(self.url, connector=connector, headers=headers) as session:
                 return await scene(session)
 
         return asyncio.run(asyncio.wait_for(played(), 120))
@@ -78,7 +82,15 @@ async def events(session: aiohttp.ClientSession, path: str, body: Any) -> AsyncI
 
 
 @contextlib.contextmanager
-def served(folder: Path, *, load: bool = True, **options: Any) -> Iterator[Server]:
+def served(
+    folder: Path,
+    *,
+    load: bool = True,
+    api_key: str | None = None,
+    allowed_hosts: tuple[str, ...] = (),
+    pause_timeout_s: float = 60.0,
+    **options: Any,
+) -> Iterator[Server]:
     """A server of the model in a folder, until the block is left."""
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     engine = EmbeddedEngine(config, tokenizer, **options)
@@ -90,7 +102,9 @@ def served(folder: Path, *, load: bool = True, **options: Any) -> Iterator[Serve
     loop, up, over, found = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), []
 
     async def lived() -> None:
-        async with running(engine, facts, listening) as service:
+        names, loopback_only = own_names("127.0.0.1", allowed_hosts)
+        guard = Guard(ADMIN_KEY, api_key=api_key, names=names, loopback_only=loopback_only)
+        async with running(engine, facts, listening, guard=guard, pause_timeout_s=pause_timeout_s) as service:
             found.append(service)
             up.set()
             await over.wait()

@@ -174,7 +174,8 @@ def test_a_body_of_100_mb_is_refused_and_health_is_told_meanwhile(server: Any, a
 def test_a_client_that_goes_away_ends_its_request(stream: bool, server: Any) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     raw = json.dumps({**ENDLESS, "stream": stream, "rid": "left"}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(raw)}\r\n\r\n"
     for _ in range(20):
         steps = server.engine.stats.steps
         with socket.create_connection(("127.0.0.1", port)) as client:

@@ -26,20 +26,26 @@ LONG = GREEDY | {"max_new_tokens": 200}
 
 TRAINER = """
 import sys, torch
+from datetime import timedelta
 from pathlib import Path
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.serve.groups import BroadcastGroup
 import torch.distributed as dist
-group = BroadcastGroup(host="127.0.0.1", port=int(sys.argv[1]), rank=0, world=2, name="g", backend="gloo",
-                       device="cpu", timeout_s=30)
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+limit = timedelta(seconds=30)
+# As trainers that know SGLang make a group beside the default one.
+store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{sys.argv[1]}", 0, 2, timeout=limit))
+group, _ = c10d._new_process_group_helper(2, 0, [], c10d.Backend("gloo"), c10d.PrefixStore("g", store),
+                                          group_name=c10d.GroupName("g"), timeout=limit)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
 tensors = list(dict(HFCheckpoint().read(Path(sys.argv[2]))).values())
 if sys.argv[3] == "one_by_one":
     for tensor in tensors:
-        dist.broadcast(tensor, src=0, group=group._group)
+        dist.broadcast(tensor, src=0, group=group)
 else:
-    dist.broadcast(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors]), src=0, group=group._group)
+    dist.broadcast(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors]), src=0, group=group)
 sys.stdin.read()
-group.close()
+dist.destroy_process_group(group)
 """
 
 

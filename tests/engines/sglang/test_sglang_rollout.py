@@ -45,7 +45,7 @@ class Served:
         self.fleet.start()
 
     def push(self, url: str) -> None:
-        workers = HttpWorkers([url])
+        workers = HttpWorkers([url], keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="5")
         workers.end()

@@ -44,7 +44,7 @@ class Routed:
             self.push(self.fleet.urls)
 
     def push(self, urls: list[str]) -> None:
-        workers = HttpWorkers(urls)
+        workers = HttpWorkers(urls, keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="1")
         workers.end()

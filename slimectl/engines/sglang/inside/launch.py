@@ -12,8 +12,10 @@ import os
 import sys
 from typing import Any
 
+import hidden
 import torch
 
+hidden.mask_logs()
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     # SGLang 0.5.21 compiles small functions, which needs a C++ compiler at run time and gains nothing on a CPU.
@@ -51,11 +53,12 @@ def _described(action: argparse.Action) -> dict[str, Any]:
 
 def serve() -> None:
     from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args([*sys.argv[1:], *hidden.flags(fields)]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

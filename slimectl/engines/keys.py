@@ -1,0 +1,95 @@
+"""Keys of servers: which one a request needs, and where a server of this machine leaves its own for its user."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slimectl.redaction import remember
+
+ASKING = ("/generate", "/v1/", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/health", "/ping")
+"""How paths begin that take the API key; all others take the admin key."""
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of servers, as SGLang has them: `api_key` to be asked, `admin_api_key` for all that changes state.
+
+    Where only the first is there, it opens both; `by_url` are admin keys of single servers, which go first.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    by_url: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def headers(self, url: str, path: str) -> dict[str, str]:
+        """The headers of a request for `path` of the server at `url`."""
+        if "@" in urlsplit(url).netloc:
+            return {}  # the address says who asks
+        key = self.api_key if path.startswith(ASKING) else self._admin(url)
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def with_local(self, urls: Sequence[str]) -> Keys:
+        """Keys that also know those which servers of this machine have left for this user."""
+        if self.admin_api_key:
+            return self
+        pairs = [(url.rstrip("/"), local_key(url)) for url in urls]
+        return replace(self, by_url=tuple((url, key) for url, key in pairs if key))
+
+    def _admin(self, url: str) -> str | None:
+        return dict(self.by_url).get(url.rstrip("/")) or self.admin_api_key or self.api_key
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return remember(secrets.token_urlsafe(KEY_BYTES))
+
+
+def key_file(port: int) -> Path:
+    """Return the file in which the server at a port leaves its admin key; several machines may share a home."""
+    return Path.home() / ".cache" / "slimectl" / "keys" / f"{socket.gethostname()}-{port}"
+
+
+def leave_key(key: str, port: int) -> Path:
+    """Write the key where only this user can read it. Raises OSError, RuntimeError where there is no home."""
+    path = key_file(port)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staged = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(key + "\n")
+    os.replace(staged, path)
+    return path
+
+
+def local_key(url: str) -> str | None:
+    """The key that a server of this machine has left for this user; None where there is none."""
+    parts = urlsplit(url)
+    try:
+        if not parts.hostname or not parts.port or not _is_here(parts.hostname):
+            return None
+        path = key_file(parts.port)
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return None
+        return remember(path.read_text(encoding="ascii").strip()) or None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host is this machine: only then an address can be bound."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.bind(place)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,50 @@
+"""Arguments that no command line may show, handed to a server by its environment; standard library only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Collection
+from typing import Any
+
+FLAGS, KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
+"""A JSON list of words of the command line; a JSON list of the API key and the admin key, null where there is none."""
+MASK = "__SECRET__"
+
+
+def flags(fields: Collection[str]) -> list[str]:
+    """Words that belong behind the command line: the flags, and the keys for which no flag is given.
+
+    `fields` are those that this SGLang has: an old one may know one key alone.
+    """
+    arguments = list(json.loads(os.environ.get(FLAGS, "[]")))
+    for field, key in zip(("api_key", "admin_api_key"), _keys(), strict=True):
+        flag = f"--{field.replace('_', '-')}"
+        if key and field in fields and flag not in arguments:
+            arguments += [flag, key]
+    return arguments
+
+
+def mask_logs() -> None:
+    """Have no log line of this process show a secret: SGLang logs all of its arguments when it starts."""
+    secrets = [word for word in json.loads(os.environ.get(FLAGS, "[]")) if not word.startswith("--")]
+    secrets += [key for key in _keys() if key]
+    if not secrets:
+        return
+    make = logging.getLogRecordFactory()
+
+    def masked(*args: Any, **options: Any) -> logging.LogRecord:
+        record = make(*args, **options)
+        text = record.getMessage()
+        if any(secret in text for secret in secrets):
+            for secret in secrets:
+                text = text.replace(secret, MASK)
+            record.msg, record.args = text, ()
+        return record
+
+    logging.setLogRecordFactory(masked)
+
+
+def _keys() -> list[str | None]:
+    return list(json.loads(os.environ.get(KEYS, "[null, null]")))

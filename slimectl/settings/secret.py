@@ -1,0 +1,95 @@
+"""Settings that hold secrets: given as they are, or as a word on where they are (`env:NAME`, `file:PATH`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, SecretStr
+
+from slimectl.errors import SettingsError
+from slimectl.redaction import MASK, is_reference, masked_names, remember
+
+if TYPE_CHECKING:
+    from slimectl.settings.score import ScoreSettings
+
+
+def _is_key(value: SecretStr) -> SecretStr:
+    key = value.get_secret_value()
+    fits = key.isascii() and key.isprintable() and key != "" and " " not in key
+    if not fits and not is_reference(key):
+        raise ValueError("a key is printable ASCII without spaces, and not empty")
+    return value
+
+
+Key = Annotated[
+    SecretStr,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value),
+    AfterValidator(_is_key),
+]
+"""A key that goes into an HTTP header, or a reference to it; it is never printed or written."""
+
+
+def reveal(value: Any, *, setting: str) -> Any:
+    """The value with every reference in it followed; what a reference leads to is masked from now on.
+
+    Raises SettingsError if there is nothing, or only the mask of a secret that was not written down.
+    """
+    if hasattr(value, "get_secret_value"):
+        return remember(reveal(value.get_secret_value(), setting=setting))
+    if isinstance(value, dict):
+        return {key: reveal(item, setting=f"{setting}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [reveal(item, setting=setting) for item in value]
+    if isinstance(value, str) and MASK in value:
+        raise SettingsError(lacking(setting))
+    if not is_reference(value):
+        return value
+    kind, _, place = value.partition(":")
+    return remember(_from_environment(place, setting) if kind == "env" else _from_file(Path(place), setting))
+
+
+def revealed_score(score: ScoreSettings) -> ScoreSettings:
+    """[score] with the addresses and options of servers as they are used."""
+    keys = ("rm_url", "rm_options", "rm")
+    return score.model_copy(update={key: reveal(getattr(score, key), setting=f"score.{key}") for key in keys})
+
+
+def check_complete(values: dict[str, Any]) -> None:
+    """Raises SettingsError, a line for each secret that was not written down and has not been given again."""
+    names = list(masked_names(values))
+    if names:
+        raise SettingsError("\n".join(map(lacking, names)))
+
+
+def lacking(setting: str) -> str:
+    """The line for a secret that is needed again."""
+    ways = list(_ways(setting))
+    return f"{setting}: its secret is never written down; give it again, by {' or '.join(ways)}"
+
+
+def _ways(setting: str) -> Iterator[str]:
+    section, _, key = setting.partition(".")
+    yield f"-s {setting}=env:VARIABLE"
+    if "." not in key:
+        yield f"SLIMECTL_{section}_{key}".upper() + " in the environment"
+
+
+def _from_environment(name: str, setting: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise SettingsError(f"{setting}: env:{name}: the environment has no {name}; set it, or name another variable")
+    return value
+
+
+def _from_file(path: Path, setting: str) -> str:
+    try:
+        value = path.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise SettingsError(f"{setting}: file:{path}: {reason}; give a file that holds the secret alone") from None
+    if not value:
+        raise SettingsError(f"{setting}: file:{path}: is empty; give a file that holds the secret alone")
+    return value
