@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "types"],
+    ["__init__", "errors", "types", "stdio"],
     ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics", "placement"],
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
@@ -24,6 +24,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
+    ("stdio", "errors"),
     ("cards", "weights"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -80,7 +80,7 @@ def evaluate(
     metrics = _measured(settings, out)
     for name in settings.eval.data:
         say(summary_line(name, metrics))
-    print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
+    (say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
 def _measured(settings: Settings, out: str | None) -> Metrics:

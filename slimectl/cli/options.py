@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.errors import SettingsError
 from slimectl.settings import Layer, Resolved, resolve
 from slimectl.settings.eval_config import from_eval_config
@@ -86,7 +86,7 @@ def print_settings(found: Resolved) -> None:
     """Every setting with the layer that set it, on stdout."""
     width = max(len(name) for name in found.origins)
     for name, value in flat(found.settings):
-        print(f"{name:<{width}}  {toml_value(value):<24}  # {found.origins[name]}")
+        stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {found.origins[name]}")
 
 
 def toml_value(value: Any) -> str:
@@ -104,7 +104,7 @@ def toml_value(value: Any) -> str:
 
 def needs_destination(out: str) -> None:
     """Raises SettingsError if records would flood a terminal."""
-    if out == "-" and sys.stdout.isatty():
+    if out == "-" and stdio.is_terminal():
         raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -84,7 +85,7 @@ def run(
     with stop:
         finished = job.execute(settings_toml(found.settings), resume=resume is not None, force=force)
     closing_words(job, chosen)
-    print(job.folder.path)
+    stdio.emit(str(job.folder.path))
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -114,7 +115,7 @@ def _trained(
         for field, model_of in by.asked.items():
             stream = with_log_probs(stream, model_of, field)
         for report in stage(stream, policy, settings, critic=critic, state=state):
-            print(json.dumps(report.to_json()), flush=True)
+            stdio.emit(json.dumps(report.to_json()))
             steps += 1
         if steps and save is not None:
             write_folder(save, by.save, about=about({"steps": steps}))

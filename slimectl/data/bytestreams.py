@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import stat
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from slimectl import stdio
 from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
 
 CHUNK_BYTES = 1 << 16
@@ -32,12 +33,13 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     except FileNotFoundError:
         raise SettingsError(f"{name}: no such file") from None
     except OSError as error:
-        raise RecordError(f"{name}: cannot be read: {error.strerror or error}") from error
+        reason = "is closed" if error.errno == errno.EBADF else f"cannot be read: {error.strerror or error}"
+        raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
 
 
 def _opened(path: str | Path) -> Any:
     if str(path) == "-":
-        return nullcontext(sys.stdin.buffer)
+        return nullcontext(stdio.input_bytes())
     return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
 
 
@@ -86,7 +88,7 @@ class Sink:
     def open(self) -> None:
         try:
             if self.path == "-":
-                self._raw = sys.stdout.buffer
+                self._raw = stdio.output()
             else:
                 self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
             self._flush_each = self._final is None and not _is_regular(self._raw)
@@ -153,6 +155,17 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
     if path.endswith(".zst"):
         return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
     return raw
+
+
+def is_pipe(path: str | Path) -> bool:
+    """Return whether a source can be read once only, in order: stdin, `<(…)`, a FIFO."""
+    if str(path) == "-":
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _is_special(path: str) -> bool:

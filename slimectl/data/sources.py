@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.data.bytestreams import byte_lines
 from slimectl.data.generators import generated
-from slimectl.data.jsonl import decode, parse_line
+from slimectl.data.jsonl import decode_json, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import MissingExtraError, RecordError, SettingsError
 
@@ -84,7 +84,7 @@ def _starts_with_bracket(path: Path) -> bool:
 
 def _json_array(path: Path) -> list[Any]:
     try:
-        rows = decode(b"".join(line for _, line in byte_lines(path)).decode())
+        rows = decode_json(b"".join(line for _, line in byte_lines(path)).decode())
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON that can be read: {error}") from None
     if type(rows) is not list:

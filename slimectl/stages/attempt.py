@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.algorithms.seeds import sample_seed
 from slimectl.data.chat import render
-from slimectl.errors import HookError, SlimectlError
+from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.tool_time import ToolTime
@@ -124,7 +124,10 @@ class Attempts:
         """What one call of the agent makes of these samples."""
         agent, path = self.agent, samples[0].generate_function_path
         if path is not None and self.agent_at is not None:
-            agent = self.agent_at(path)
+            try:
+                agent = self.agent_at(path)
+            except RecordError as error:
+                raise RecordError(f"sample {samples[0].index}: {error}") from None
         for sample in samples:
             self._begin(sample)
         given = copy.deepcopy(samples) if self.settings.partial_rollout else None

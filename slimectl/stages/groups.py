@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.data.buffer import SamplingState
 from slimectl.errors import HookError
+from slimectl.hooks import converted
 from slimectl.stages.attempt import Attempts
 from slimectl.stages.underway import Group, Underway
 from slimectl.types import Prompt, Sample, Status
@@ -83,7 +84,7 @@ class OwnGroups:
     ) -> None:
         """`epochs` times len(source) groups are drawn; None is without end, but for the source's own."""
         self._source, self._attempts, self._state = source, attempts, state
-        self._last = None if epochs is None else epochs * len(source)
+        self._last = None if epochs is None else epochs * self._length()
         self._left_out = left_out
         if state.rounds:
             self.load(state.rounds, state.source)
@@ -92,7 +93,11 @@ class OwnGroups:
         return getattr(self._source, name)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return self._length()
+
+    def _length(self) -> int:
+        with converted(f"{SOURCE}: len({self._name})"):
+            return len(self._source)
 
     def begin(self, going: Underway) -> bool:
         group = self._drawn()
@@ -162,10 +167,8 @@ class OwnGroups:
         return type(self._source).__name__
 
     def _called(self, method: str, *values: Any, **named: Any) -> Any:
-        try:
+        with converted(f"{SOURCE}: {self._name}.{method}"):
             return getattr(self._source, method)(*values, **named)
-        except Exception as error:
-            raise HookError(f"{SOURCE}: {self._name}.{method} raised {type(error).__name__}: {error}") from error
 
 
 def _prompt(sample: Sample) -> Prompt:

@@ -20,7 +20,7 @@ from slimectl.stages.attempt import Attempts, sampling_params, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups, flattened
 from slimectl.stages.rollout import fitting
 from slimectl.stages.sample_hooks import check_lengths, process_all
-from slimectl.stages.underway import Group
+from slimectl.stages.underway import Group, run_to_end
 from slimectl.types import Completion, Metrics, Prompt, Round, Sample, SamplingParams, Status
 
 FUNCTION = "rollout.function_path"
@@ -57,7 +57,7 @@ class OwnRollout:
             }
         )
         if inspect.isawaitable(made):
-            made = self._loop.run_until_complete(_finished(made))
+            made = run_to_end(self._loop, _finished(made))
         groups, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(made, "groups (lists of Samples), or (groups, metrics)")
