@@ -104,11 +104,13 @@ class Sampler:
         rollout_id: int = 0,
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
+        too_long: list[Prompt] = []
         found = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id,
+            rollout_id=rollout_id, left_out=too_long.append,
         )  # fmt: skip
-        return list(summarized(name, found, metrics, settings, answer=answer_of(reward))), metrics
+        answer = answer_of(reward)
+        return list(summarized(name, found, metrics, settings, answer=answer, too_long=too_long)), metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """New weights for an engine that lives here."""

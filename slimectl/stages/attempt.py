@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from slimectl.algorithms.seeds import sample_seed
@@ -16,6 +16,7 @@ from slimectl.data.chat import render
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.tool_time import ToolTime
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
@@ -78,15 +79,39 @@ class Attempts:
     on_sample: OnSample | None = None
     agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
+    _rendered: tuple[Prompt, list[int]] | None = None
+    """The prompt that was rendered last, and its tokens."""
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
-        settings = self.settings
-        return render(
-            prompt,
-            self.tokenizer,
-            apply_chat_template=settings.apply_chat_template,
-            template_kwargs=settings.apply_chat_template_kwargs,
-        )
+        if self._rendered is None or self._rendered[0] is not prompt:  # it is measured first, then asked
+            settings = self.settings
+            tokens = render(
+                prompt,
+                self.tokenizer,
+                apply_chat_template=settings.apply_chat_template,
+                template_kwargs=settings.apply_chat_template_kwargs,
+            )
+            self._rendered = prompt, tokens
+        return list(self._rendered[1])
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the engine reads at most, prompt and answer together; None where it does not say."""
+        return getattr(self.engine, "max_context", self.settings.max_context_len)
+
+    def excess(self, prompt: Prompt) -> str:
+        """Return why the prompt is too long; "" where it is not."""
+        tokens = len(self.prompt_tokens(prompt))
+        return prompt_excess(tokens, self.settings, self.context, evaluation=self.evaluation)
+
+    def drop_long_prompts(
+        self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
+    ) -> Iterator[Prompt]:
+        """Yield the prompts that can be answered. Raises RecordError if none can."""
+        if self.context is None and (self.settings.max_prompt_len is None or self.evaluation):
+            return iter(prompts)
+        mixed = bool(self.settings.data_weights)
+        return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)
 
     async def group(self, prompt: Prompt) -> list[Sample]:
         """All answers to one prompt."""
@@ -163,6 +188,10 @@ class Attempts:
         sample.status = Status.PENDING
 
 
+class ContextFullError(Exception):
+    """An attempt asks for an answer for which there is no room; it has failed."""
+
+
 class _Asked:
     """What one call of an agent asks of the engine, and what it heard.
 
@@ -175,7 +204,8 @@ class _Asked:
         self._together, self._unseeded = len(samples) > 1, 0
         self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
         self._versions: list[str] = []
-        self._cached = 0
+        self._cached = self._answers = 0
+        self._is_full = False
         self._drafts: Counter[str] = Counter()
         self.aborted = False
         settings, given = attempts.settings, sample.prompt
@@ -190,7 +220,11 @@ class _Asked:
         if self._attempts.breaking_off:  # between two turns: the next one does not begin
             self.aborted = True
             return Completion([], [], "", "abort")
+        context = self._attempts.context
+        if context is not None and len(tokens) >= context:
+            return self._without_room(len(tokens), context)
         completion = await self._attempts.engine.generate(tokens, params=self._seeded(params or self.params))
+        self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._cached += completion.cached_tokens
         if "spec_verify_ct" in completion.extras:
@@ -198,6 +232,14 @@ class _Asked:
             self._drafts["completion_token_num"] += len(completion.tokens)
         self.aborted |= completion.finish == "abort"
         return completion
+
+    def _without_room(self, count: int, context: int) -> Completion:
+        """An empty answer that is cut off, once. Raises ContextFullError where nothing was answered, or if asked again:
+        an agent that does not look at `finish` would ask for ever."""
+        if not self._answers or self._is_full:
+            raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
+        self._is_full = True
+        return Completion([], [], "", "length")
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         if params.seed is not None:

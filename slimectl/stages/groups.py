@@ -12,6 +12,7 @@ from slimectl.data.buffer import SamplingState
 from slimectl.errors import HookError
 from slimectl.hooks import converted
 from slimectl.stages.attempt import Attempts
+from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
 from slimectl.stages.underway import Group, Underway
 from slimectl.types import Prompt, Sample, Status
 
@@ -86,6 +87,7 @@ class OwnGroups:
         self._source, self._attempts, self._state = source, attempts, state
         self._last = None if epochs is None else epochs * self._length()
         self._left_out = left_out
+        self._dropped = 0
         if state.rounds:
             self.load(state.rounds, state.source)
 
@@ -142,11 +144,22 @@ class OwnGroups:
             if not given:
                 return None
             group = given[0] if any(sample.response_length for sample in given[0]) else self._numbered(given[0])
-            limit = self._attempts.settings.max_prompt_len
-            if limit is None or group[0].prompt_length <= limit:
+            tokens = group[0].prompt_length
+            attempts = self._attempts
+            excess = prompt_excess(tokens, attempts.settings, attempts.context, evaluation=attempts.evaluation)
+            if not excess:
+                self._dropped = 0
                 return group
             self._left_out(_prompt(group[0]))
+            self._drop(_prompt(group[0]), excess)
         return None
+
+    def _drop(self, prompt: Prompt, excess: str) -> None:
+        """Name a prompt that is too long. Raises RecordError where a source gives nothing else."""
+        name_dropped(prompt, excess)
+        self._dropped += 1
+        if self._dropped == MOST_IN_A_ROW:
+            raise all_too_long(self._dropped, excess)
 
     def _numbered(self, given: Group) -> Group:
         """A new group under the next number. Copies: a source may give one sample several times, and keeps its own."""

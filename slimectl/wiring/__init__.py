@@ -4,6 +4,7 @@ from slimectl.wiring.engines import engine
 from slimectl.wiring.fleets import check_engine, client, companions, engine_gpus, engines, fleet
 from slimectl.wiring.learners import learners
 from slimectl.wiring.models import (
+    context_length,
     convert,
     device,
     is_gguf,
@@ -29,6 +30,7 @@ __all__ = [
     "check_trackers",
     "client",
     "companions",
+    "context_length",
     "convert",
     "critic",
     "data_source",

@@ -7,6 +7,7 @@ from typing import Any
 
 from slimectl import cards
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.settings import Settings
 
 
 def model_folder(path: str | None, *, setting: str = "model.path") -> Path:
@@ -50,6 +51,17 @@ def tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def context_length(settings: Settings, folder: Path) -> int | None:
+    """Tokens of prompt and answer together: rollout.max_context_len, or what the model in a directory was made for."""
+    from slimectl.weights.complete import read_config
+
+    if settings.rollout.max_context_len is not None:
+        return settings.rollout.max_context_len
+    config = read_config(folder)
+    length = config.get("text_config", config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def new_model(card: str, into: Path, *, seed: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from slimectl.errors import SettingsError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import Args, hook
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, Sft
@@ -41,11 +41,20 @@ def prompts(
 
 
 def training_samples(
-    settings: Settings, path: str, text: Any, *, on_error: str, report: Callable[[str], None]
+    settings: Settings,
+    path: str,
+    text: Any,
+    *,
+    on_error: Literal["stop", "skip"],
+    report: Callable[[RecordError], None],
+    on_line: Callable[[str], None] = lambda location: None,
+    context: int | None = None,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
-    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`.
+    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`. Of both, what is
+    longer than `context` is `left_out`.
     """
     from slimectl.data.jsonl import read_samples
 
@@ -61,12 +70,12 @@ def training_samples(
             tool_key=given.tool_key,
             shuffle_seed=given.seed if given.shuffle else None,
         )
-        return preferred(pairs, text, given)
+        return preferred(pairs, text, given, context=context, left_out=left_out)
     if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
-        return demonstrations(prompts(settings, [path]), text, settings.rollout)
-    return read_samples(path, on_error=on_error, report=report)
+        return demonstrations(prompts(settings, [path]), text, settings.rollout, context=context, left_out=left_out)
+    return read_samples(path, on_error=on_error, report=report, on_line=on_line)
 
 
 def _has_tokens(path: str) -> bool:
