@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import wiring
+from slimectl.data.bytestreams import is_pipe
 from slimectl.data.manifest import Manifest
 from slimectl.data.rundir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, SettingsError, SlimectlError
@@ -93,8 +94,9 @@ class Job:
         wiring.check_engine(settings)
         wiring.check_trackers(settings)
         held_out = [[source] for source in settings.eval.sources.values()]
+        wiring.check_pipes(settings)
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
-            if sources and "-" not in sources:
+            if sources and not any(map(is_pipe, sources)):
                 next(wiring.prompts(settings, sources, shuffle=False))
 
     def _adopt(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl import wiring
 from slimectl.data.buffer import SamplingState
+from slimectl.data.bytestreams import is_pipe
 from slimectl.errors import BackendError
 from slimectl.ports import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
@@ -62,7 +63,7 @@ class Sampler:
             keep=self.keep,
             from_buffer=self.from_buffer,
             source=self.source,
-            count=self._count,
+            count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
             state=state.snapshot(),
         )
 

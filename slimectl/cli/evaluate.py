@@ -23,6 +23,7 @@ from slimectl.cli.options import (
     RmType,
     cluster_flags,
     engine_flags,
+    output_name,
     print_settings,
     resolved,
 )
@@ -42,7 +43,10 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
     rm_type: RmType = None,
     eval_config: EvalConfig = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go", callback=output_name),
+    ] = None,
     executor: Executor = None,
     ray_address: RayAddress = None,
     engine: Engine = None,

@@ -13,6 +13,14 @@ from slimectl.settings import Layer, Resolved, resolve
 from slimectl.settings.eval_config import from_eval_config
 from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
 
+STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def output_name(out: str | None) -> str | None:
+    """Return the name of an output: `-` for every name of stdout, whose descriptor is not where records go."""
+    return "-" if out in STDOUT_NAMES else out
+
+
 Config = Annotated[
     list[Path] | None,
     typer.Option("-c", "--config", metavar="FILE", help="Settings file (TOML); several may be given, later ones win"),
@@ -37,7 +45,9 @@ EngineUrl = Annotated[
 EvalConfig = Annotated[
     Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
 ]
-Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
+Out = Annotated[
+    str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
+]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[
     str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")

@@ -58,7 +58,7 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
             counts[str(sample.status)] += 1
         if not counts:
             raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
-    if out != "-":
+    if not is_pipe(out):
         manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import shutil
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -40,7 +42,32 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def _opened(path: str | Path) -> Any:
     if str(path) == "-":
         return nullcontext(stdio.input_bytes())
-    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+    source = readable(path)
+    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb")
+
+
+_spooled: dict[str, Any] = {}
+"""The temporary files that hold what came through pipes."""
+
+
+def spool(path: str | Path) -> None:
+    """Copy what comes through a pipe to a temporary file: `byte_lines` reads it as often as asked from then on."""
+    if str(path) in _spooled or not is_pipe(path):
+        return
+    copy = tempfile.NamedTemporaryFile(prefix="slimectl-")  # noqa: SIM115  for the life of the process
+    try:
+        with open(path, "rb") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.flush()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+    _spooled[str(path)] = copy
+
+
+def readable(path: str | Path) -> str | Path:
+    """Return the file that is read for a path: itself, or the copy of what came through it."""
+    copy = _spooled.get(str(path))
+    return path if copy is None else str(copy.name)
 
 
 def _zstandard(wanted_by: str) -> Any:

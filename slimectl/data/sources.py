@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.bytestreams import byte_lines
+from slimectl.data.bytestreams import byte_lines, readable, spool
 from slimectl.data.generators import generated
 from slimectl.data.jsonl import decode_json, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
@@ -60,6 +60,8 @@ def _file(path: Path, replay: bool) -> Table:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = [suffix for suffix in suffixes if suffix not in (".gz", ".zst")][-1:]
     packed = path.suffix in (".gz", ".zst")
+    if kind in ([".parquet"], [".json"]):  # read more than once, or from the end
+        spool(path)
     if kind == [".parquet"]:
         return Spooled(partial(_parquet_rows, path))
     if kind == [".csv"]:
@@ -128,7 +130,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
     number = 0
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(readable(path))
         _check_columns(str(path), file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=256):
             for row in batch.to_pylist():

@@ -16,7 +16,17 @@ from slimectl.wiring.models import (
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, total_steps
 from slimectl.wiring.references import MovingReference, reference, teacher
-from slimectl.wiring.sources import agent, data_source, from_buffer, keep, prompts, reward, rolled_out, training_samples
+from slimectl.wiring.sources import (
+    agent,
+    check_pipes,
+    data_source,
+    from_buffer,
+    keep,
+    prompts,
+    reward,
+    rolled_out,
+    training_samples,
+)
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, to_servers, workers
 
@@ -26,6 +36,7 @@ __all__ = [
     "agent",
     "check_engine",
     "check_executor",
+    "check_pipes",
     "check_policy",
     "check_trackers",
     "client",

@@ -40,6 +40,17 @@ def prompts(
     )
 
 
+def check_pipes(settings: Settings) -> None:
+    """Raise SettingsError for a pipe that a run would read more than once."""
+    from slimectl.data.bytestreams import is_pipe
+
+    warm_up = [*settings.warmup.data, *settings.rollout.data] if settings.warmup.data else []
+    for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
+        raise SettingsError(
+            f"{source}: is a pipe, and evaluations and the warm-up read it again; write it to a file first"
+        )
+
+
 def training_samples(
     settings: Settings,
     path: str,
@@ -80,8 +91,10 @@ def training_samples(
 
 def _has_tokens(path: str) -> bool:
     """Whether the first row is a sample rather than a prompt."""
+    from slimectl.data.bytestreams import spool
     from slimectl.data.prompts import ordered_rows
 
+    spool(path)  # it is read again from its beginning
     return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
