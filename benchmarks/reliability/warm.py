@@ -9,6 +9,7 @@ real program but for that: its arguments, its descriptors 0, 1 and 2, its exit c
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def _become(
     """Be the command, to its end; never returns."""
     code = 70
     try:
+        atexit._clear()  # what the parent would clean up is still its own
         os.setsid()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
@@ -107,6 +109,8 @@ def _become(
         prepare()
         sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
         code = _main()
+    except BaseException as error:  # of this harness
+        os.write(2, f"harness: {error!r}\n".encode())
     finally:
         os._exit(code)
 
@@ -121,7 +125,6 @@ def _stream(number: int) -> object:
 
 
 def _main() -> int:
-    import atexit
     import threading
     import traceback
 

@@ -36,8 +36,8 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     try:
         with contained(f"{setting}: {module_path}"):
             file = module_path.endswith(".py")
+            register_module(module_path)
             module = _load_file(Path(module_path)) if file else importlib.import_module(module_path)
-            register_module(module.__name__)
             value = getattr(module, name, None)
     except BaseException as error:
         if not is_users(error):

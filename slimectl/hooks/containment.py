@@ -138,8 +138,10 @@ def _preventing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if _running.get():
             shown = arguments[0] if name == "_exit" and arguments else "…"
             raise _Exit(f"os.{name}({shown})")
-        if sys._getframe(1).f_globals.get("__name__") in _user_modules:  # in a thread of its own
-            stdio.say(f"slimectl: {sys._getframe(1).f_globals['__name__']} called os.{name} in a thread; mend it there")
+        frame = sys._getframe(1)
+        if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread of its own
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            stdio.say(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
             return original_exit(EXIT_CODE)
         return function(*arguments)
 
@@ -149,8 +151,12 @@ def _preventing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_module(name: str) -> None:
-    """Note that a module holds user code."""
+    """Note that a module, which is about to be imported, holds user code."""
     _user_modules.add(name)
+
+
+def _is_users_module(name: str) -> bool:
+    return name in _user_modules or name.startswith(MODULE_PREFIX)
 
 
 def _leave_child(name: str) -> None:

@@ -161,7 +161,8 @@ class Attempts:
         offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
         offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
-            made = _samples(await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s))
+            returned = await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s)
+            made = _samples(returned, getattr(agent, "name", "rollout.custom_generate_function_path"))
         except SlimectlError:
             raise
         except Exception as error:
@@ -272,14 +273,11 @@ async def _called(agent: Agent, offered: Mapping[str, Any], *, tool_timeout_s: f
     return await tools.result(result) if inspect.isawaitable(result) else result
 
 
-def _samples(returned: Any) -> list[Sample]:
+def _samples(returned: Any, name: str) -> list[Sample]:
     """What an agent returned, as a list; a fan-out may have several samples."""
     made = returned if isinstance(returned, list) else [returned]
     if not made or not all(isinstance(each, Sample) for each in made):
-        raise HookError(
-            f"rollout.custom_generate_function_path: returned {type(returned).__name__}; "
-            f"return the Sample or a list of them"
-        )
+        raise HookError(f"{name} returned {type(returned).__name__}; return the Sample or a list of them")
     for each in made:
         if each.status is Status.PENDING:
             each.status = Status.COMPLETED

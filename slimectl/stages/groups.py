@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.data.buffer import SamplingState
+from slimectl.data.plain import kind_of
 from slimectl.errors import HookError
 from slimectl.hooks import converted
 from slimectl.stages.attempt import Attempts
@@ -138,7 +139,7 @@ class OwnGroups:
             given = self._called("get_samples", 1)
             if not isinstance(given, list) or not all(map(_is_group, given)) or len(given) > 1:
                 raise HookError(
-                    f"{SOURCE}: {self._name}.get_samples(1) returned {given!r:.60}; return a list of one group, a list "
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(given)}; return a list of one group, a list "
                     f"of Samples, or an empty list at the end"
                 )
             if not given:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from slimectl.data.buffer import SamplingState
+from slimectl.data.plain import kind_of
 from slimectl.errors import HookError, SlimectlError
 from slimectl.hooks import hook
 from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
@@ -252,7 +253,7 @@ def verdict(answer: Any) -> tuple[bool, str]:
     kept, why = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
     if not isinstance(kept, bool):
         raise HookError(
-            f"rollout.dynamic_sampling_filter_path: returned {answer!r}; return True, False or (False, 'the reason')"
+            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or (False, 'the reason')"
         )
     return kept, str(why or "filtered")
 

@@ -30,6 +30,7 @@ def as_agent(found: Hook, args: Args) -> Agent:
         return found.attempt({**offered, "args": args, "settings": args})
 
     asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
+    asked.name = found.name  # type: ignore[attr-defined]
     asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
     return asked
 

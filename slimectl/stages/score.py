@@ -82,7 +82,7 @@ def _graded(
                 continue
             if isinstance(result, ChildProcessError):
                 raise HookError(f"{_which(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory")
-            yield from _rewarded(call, result, settings.reward_key)
+            yield from _rewarded(call, result, settings)
 
 
 def _here(grader: Calls, calls: Iterable[list[Sample]], concurrency: int) -> Iterator[list[Any] | BaseException]:
@@ -110,7 +110,7 @@ def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any]
         return error
 
 
-def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_key: str | None) -> Iterator[Sample]:
+def _rewarded(samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings) -> Iterator[Sample]:
     """The samples of one call with what came of it. Raises what is not to be mended by going on."""
     late = isinstance(result, TimeoutError)
     if isinstance(result, HookError):  # of a function that knows no numbers of samples
@@ -131,13 +131,16 @@ def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_k
                 sample.metadata["explanation"] = reward.to_json()
                 reward = reward.reward
             sample.reward = reward
-            reward_number(sample, reward_key)
+            try:
+                reward_number(sample, settings.reward_key)
+            except HookError as error:
+                raise HookError(f"{_grader_name(settings)}: {error}") from None
         yield sample
 
 
 def _grader_name(settings: ScoreSettings) -> str:
-    path = settings.custom_rm_path
-    return f"score.custom_rm_path: {path}" if path else f"score.rm_type: {settings.rm_type or 'that of score.rm'}"
+    path, rm_type = settings.custom_rm_path, settings.rm_type
+    return f"score.custom_rm_path: {path}" if path else f"score.rm_type: {rm_type}" if rm_type else "score.rm"
 
 
 def _which(samples: list[Sample]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.data.plain import plain_number
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import Args, hook
 from slimectl.settings import Settings
@@ -149,7 +150,17 @@ def rolled_out(
 def keep(settings: Settings) -> Keep | None:
     """The filter of finished groups."""
     found, args = hook(settings, "rollout.dynamic_sampling_filter_path"), Args(settings)
-    return None if found is None else lambda samples: found({"args": args, "settings": args, "samples": samples})
+    if found is None:
+        return None
+
+    def passes(samples: list[Sample]) -> bool | tuple[bool, str]:
+        answer = found({"args": args, "settings": args, "samples": samples})
+        kept = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        if not isinstance(kept, bool) and plain_number(kept) not in (0, 1):
+            raise found.returned(answer, "True, False or (False, 'the reason')")
+        return (bool(kept), str(answer[1])) if isinstance(answer, tuple) else bool(kept)
+
+    return passes
 
 
 def from_buffer(settings: Settings) -> FromBuffer | None:

@@ -147,7 +147,9 @@ def test_an_exit_in_a_thread_is_an_error_with_words(tmp_path: Path):
         [sys.executable, "-c", code + "({'sample': 1})"], capture_output=True, text=True, check=False
     )
     assert result.returncode == 2
-    assert result.stderr.endswith("mine called os._exit in a thread; mend it there\n")
+    assert result.stderr == (
+        f"slimectl: a thread of a user's function called os._exit ({tmp_path}/mine.py:3); mend it there\n"
+    )
 
 
 def test_a_child_that_comes_back_from_a_fork_does_not_go_on(tmp_path: Path):
