@@ -89,7 +89,8 @@ def kind_of(value: Any) -> str:
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, int):
-        return f"{value:.3e}" if abs(value) < 10**300 else "a number too large for a float"
+        size = abs(value)
+        return str(value) if size < 10**18 else f"{value:.3e}" if size < 10**300 else "a number too large for a float"
     if isinstance(value, str | bytes):
         return f"{value[:60]!r}"
     if isinstance(value, list | tuple | dict):

@@ -137,4 +137,5 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 yield f"{path}[{number}]", row
                 number += 1
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {error}") from error
+        words = " ".join(str(error).split())
+        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {words}") from error

@@ -139,8 +139,8 @@ class OwnGroups:
             given = self._called("get_samples", 1)
             if not isinstance(given, list) or not all(map(_is_group, given)) or len(given) > 1:
                 raise HookError(
-                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(given)}; return a list of one group, a list "
-                    f"of Samples, or an empty list at the end"
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(given)}; return a list of one group, a "
+                    f"list of Samples, or an empty list at the end"
                 )
             if not given:
                 return None

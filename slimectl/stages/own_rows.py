@@ -71,9 +71,9 @@ def flag_removed(samples: Sequence[Sample], settings: Settings) -> None:
         raise found.returned(made, "nothing; set sample.remove_sample of those that are to be left out")
     for sample in samples:
         if not isinstance(sample.remove_sample, bool):
+            value = kind_of(sample.remove_sample)
             raise HookError(
-                f"{FILTER}: {found.path} set remove_sample of sample {sample.index} to {kind_of(sample.remove_sample)}; set "
-                f"True or False"
+                f"{FILTER}: {found.path} set remove_sample of sample {sample.index} to {value}; set True or False"
             )
 
 

@@ -253,7 +253,8 @@ def verdict(answer: Any) -> tuple[bool, str]:
     kept, why = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
     if not isinstance(kept, bool):
         raise HookError(
-            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or (False, 'the reason')"
+            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or "
+            f"(False, 'the reason')"
         )
     return kept, str(why or "filtered")
 
