@@ -31,8 +31,8 @@ def test_a_sample_that_names_code_is_refused_with_its_line_and_the_way_out(works
     write(workshop, {}, {"custom_rm_path": "evil.py:reward"})
     workshop.slimectl("score", "samples.jsonl", "--rm-type", "exact", code=3)
     assert workshop.stderr.splitlines()[-1] == (
-        "slimectl: samples.jsonl:2: Sample.custom_rm_path: 'evil.py:reward' names code, and records may not choose what "
-        "is run; drop the key, or set score.allow_paths_in_records = true if you trust the file"
+        "slimectl: samples.jsonl:2: Sample.custom_rm_path: 'evil.py:reward' names code, and records may not choose "
+        "what is run; drop the key, or set score.allow_paths_in_records = true if you trust the file"
     )
     assert not (workshop.folder / "proof").exists()
     allowed = ("-s", "score.allow_paths_in_records=true")
