@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl import wiring
+from slimectl.data.bytestreams import is_pipe
 from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
@@ -28,7 +29,7 @@ from slimectl.stages.evaluate import settings_for
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
-from slimectl.types import Metrics, Sample, StepReport
+from slimectl.types import Metrics, Prompt, Sample, StepReport
 
 WARMUP_CHECK = 128
 """Prompts on which the warm-up looks at its accuracy."""
@@ -112,8 +113,9 @@ class Job:
         wiring.check_engine(settings)
         wiring.check_trackers(settings)
         held_out = [[source] for source in settings.eval.sources.values()]
+        wiring.check_pipes(settings)
         for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
-            if sources and "-" not in sources:
+            if sources and not any(map(is_pipe, sources)):
                 next(wiring.prompts(settings, sources, shuffle=False))
 
     # --- the model to begin with -----------------------------------------------------------------------------------
@@ -146,7 +148,11 @@ class Job:
         )
         sft = self.settings.model_copy(update={"algorithm": Sft(), "train": batches})
         prompts = wiring.prompts(self.settings, list(warmup.data), epochs=None)
-        samples = demonstrations(prompts, tokenizer, self.settings.rollout)
+        too_long: list[Prompt] = []
+        context = wiring.context_length(self.settings, model)
+        samples = demonstrations(
+            prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
+        )  # fmt: skip
         say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
         for report in islice(train(samples, policy, sft), warmup.max_steps):
             if self.interrupted():
@@ -154,6 +160,9 @@ class Job:
                 raise KeyboardInterrupt
             learnt = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in learnt.items()}
+            if too_long:
+                metrics["warmup/prompts_too_long"] = float(len(too_long))
+                too_long.clear()
             if report.step % warmup.check_interval == 0:
                 sync.push()
                 # On the first prompts of the run itself: the held-out ones stay unseen.

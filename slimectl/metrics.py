@@ -111,7 +111,10 @@ def _rollout() -> list[Metric]:
             "Kept for the next round: finished surplus, or broken off",
         ),
         "continued_samples": ("samples", "Begun in an earlier round and gone on with in this one (partial_rollout)"),
-        "prompts_too_long": ("prompts", "Left out for having more than rollout.max_prompt_len tokens"),
+        "prompts_too_long": (
+            "prompts",
+            "Left out: more than rollout.max_prompt_len tokens, or no room for an answer in the context",
+        ),
         "error/{category}": ("samples", "Failed attempts, by exception"),
         "staleness/{mean,max}": ("versions", "Weight versions between sampling and training"),
         "values": ("", "Mean value that the critic gave to sampled tokens"),
@@ -144,6 +147,7 @@ def _eval() -> list[Metric]:
         "{name}-maj@{n}": ("", "Share of prompts whose most frequent answer is right (arXiv:2203.11171)"),
         "{name}/response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
         "{name}/error/{category}": ("samples", "Failed attempts, by exception; they count as wrong"),
+        "{name}/prompts_too_long": ("prompts", "Left out, for leaving no room for an answer in the context"),
         "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
         "{name}/category/{category}/reward": ("", "Mean reward of answers of this category"),
         "{name}/correct_samples/count": ("samples", "Right answers (track.log_correct_samples)"),
@@ -184,7 +188,11 @@ def _perf() -> list[Metric]:
 def _warmup() -> list[Metric]:
     same = [Metric(metric.name.replace("train/", "warmup/"), metric.unit, "warmup/step", metric.definition)
             for metric in _train()]  # fmt: skip
-    return [Metric("warmup/accuracy", "", "warmup/step", "Share of right answers when the warm-up looked"), *same]
+    own = {
+        "accuracy": ("", "Share of right answers when the warm-up looked"),
+        "prompts_too_long": ("demonstrations", "Left out since the step before, for being longer than the context"),
+    }
+    return [*(Metric(f"warmup/{name}", unit, "warmup/step", text) for name, (unit, text) in own.items()), *same]
 
 
 ROLL_NAMES = {

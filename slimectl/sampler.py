@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl import wiring
 from slimectl.data.buffer import SamplingState
+from slimectl.data.bytestreams import is_pipe
 from slimectl.errors import BackendError
 from slimectl.ports import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
@@ -62,7 +63,7 @@ class Sampler:
             keep=self.keep,
             from_buffer=self.from_buffer,
             source=self.source,
-            count=self._count,
+            count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
             state=state.snapshot(),
         )
 
@@ -104,11 +105,13 @@ class Sampler:
         rollout_id: int = 0,
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
+        too_long: list[Prompt] = []
         found = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id,
+            rollout_id=rollout_id, left_out=too_long.append,
         )  # fmt: skip
-        return list(summarized(name, found, metrics, settings, answer=answer_of(reward))), metrics
+        answer = answer_of(reward)
+        return list(summarized(name, found, metrics, settings, answer=answer, too_long=too_long)), metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """New weights for an engine that lives here."""

@@ -6,9 +6,10 @@ the others live inside a process.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,19 @@ class Sample:
         self.rollout_log_probs = [*self.rollout_log_probs, *written]
         if text is not None:
             self.response += text
+
+
+def detached_copy(sample: Sample) -> Sample:
+    """Return a copy that shares nothing which can be changed; long lists of numbers are copied as a whole."""
+    values: dict[str, Any] = {}
+    for name in (each.name for each in fields(sample)):
+        value = getattr(sample, name)
+        values[name] = list(value) if name in _LISTS and value is not None else copy.deepcopy(value)
+    return Sample(**values)
+
+
+_LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs"})
+"""Fields of a sample that hold a number a token."""
 
 
 @dataclass(slots=True)

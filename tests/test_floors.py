@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio"],
     ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics", "placement"],
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
@@ -24,7 +24,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("errors", "redaction"), ("model_files", "errors"), ("cards", "weights"),
+    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("cards", "weights"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("policies", "checkpoints"),
     ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),

@@ -10,13 +10,25 @@ def main() -> None:
     # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. It has
     # to be said before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from slimectl import stdio
+    from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, StorageError
+
+    stdio.protect()
     try:
         from slimectl.cli.app import app
 
-        app()
+        try:  # the help is written outside of every command
+            app()
+        finally:
+            stdio.flush()
+    except StorageError as error:
+        stdio.say(f"slimectl: {error}")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(EXIT_READER_GONE)
     except KeyboardInterrupt:  # while commands are imported; what comes later is theirs
-        sys.stderr.write("slimectl: interrupted\n")
-        sys.exit(130)
+        stdio.say("slimectl: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
     finally:
         # All is said and done: a late Ctrl-C is not to tear what libraries do at exit apart.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

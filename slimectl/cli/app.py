@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from slimectl import __version__
+from slimectl import __version__, stdio
 from slimectl.cli.convert import convert
 from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
@@ -25,7 +25,7 @@ from slimectl.cli.score import score
 from slimectl.cli.serve import serve
 from slimectl.cli.settings import settings
 from slimectl.cli.train import train
-from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, SlimectlError
+from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, HookError, SlimectlError
 
 app = typer.Typer(
     name="slimectl",
@@ -36,27 +36,39 @@ app = typer.Typer(
 )
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a command raises into one line on stderr and the exit code that errors.py documents."""
+def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Callable[..., None]:
+    """Turn what a command raises into one line on stderr and the exit code that errors.py documents.
+
+    One that `runs_user_code` keeps stdout for its records.
+    """
 
     @functools.wraps(command)
     def body(*args: Any, **kwargs: Any) -> None:
         try:
+            if runs_user_code:
+                stdio.reserve_stdout()
             command(*args, **kwargs)
-            sys.stdout.flush()
+            stdio.flush()
         except SlimectlError as error:
             for line in str(error).splitlines():
-                print(f"slimectl: {line}", file=sys.stderr)
+                stdio.say(f"slimectl: {line}")
             leave(error.exit_code)
-        except BrokenPipeError:
-            # The reader left (`| head -1`). Python would complain again when it flushes stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except BrokenPipeError:  # the reader left (`| head -1`)
             leave(EXIT_READER_GONE)
         except KeyboardInterrupt:
-            print("slimectl: interrupted", file=sys.stderr)
+            stdio.say("slimectl: interrupted")
             leave(EXIT_INTERRUPTED)
+        except SystemExit as error:  # no command of ours: a task or a library that a user's function began
+            stdio.say(f"slimectl: a user's function called sys.exit({error.code!r:.40}){_place(error)}; mend it there")
+            leave(HookError.exit_code)
 
     return body
+
+
+def _place(error: BaseException) -> str:
+    """Return (FILE:LINE) of the statement that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -84,7 +96,7 @@ def root(
 STAGES = "Stages: each alone on files and pipes"
 for command in (run, rollout, score, train, evaluate, convert, serve):
     name = "eval" if command is evaluate else None
-    app.command(name=name, rich_help_panel=STAGES)(guarded(command))
+    app.command(name=name, rich_help_panel=STAGES)(guarded(command, runs_user_code=command not in (convert, serve)))
 
 ABOUT = "Settings, models and records"
 for command in (plan, doctor, inspect, metrics, models):

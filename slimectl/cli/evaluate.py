@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -23,6 +23,7 @@ from slimectl.cli.options import (
     RmType,
     cluster_flags,
     engine_flags,
+    output_name,
     print_settings,
     resolved,
 )
@@ -30,7 +31,7 @@ from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
-    from slimectl.types import Metrics, Sample
+    from slimectl.types import Metrics, Prompt, Sample
 
 
 def evaluate(
@@ -42,7 +43,10 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
     rm_type: RmType = None,
     eval_config: EvalConfig = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go", callback=output_name),
+    ] = None,
     executor: Executor = None,
     ray_address: RayAddress = None,
     engine: Engine = None,
@@ -80,7 +84,7 @@ def evaluate(
     metrics = _measured(settings, out)
     for name in settings.eval.data:
         say(summary_line(name, metrics))
-    print(json.dumps(metrics), file=None if out != "-" else sys.stderr)
+    (say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
 def _measured(settings: Settings, out: str | None) -> Metrics:
@@ -103,8 +107,11 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
 
     def graded(sampling: Any, graders: Any) -> Iterator[Sample]:
         for name, (own, prompts, reward, agent) in parts.items():
-            found = stage(prompts, sampling, tokenizer, reward, own, executor=graders, agent=agent)
-            yield from summarized(name, found, metrics, own, answer=answer_of(reward))
+            too_long: list[Prompt] = []
+            samples = stage(
+                prompts, sampling, tokenizer, reward, own, executor=graders, agent=agent, left_out=too_long.append
+            )
+            yield from summarized(name, samples, metrics, own, answer=answer_of(reward), too_long=too_long)
 
     with closing(wiring.graders()) as graders, wiring.engines(settings, folder, tokenizer) as sampling:
         if out is None:
@@ -119,10 +126,12 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
 
 
 def summary_line(name: str, metrics: Metrics) -> str:
-    """The accuracy on a dataset; attempts that failed count as wrong, and are told."""
+    """The accuracy on a dataset; attempts that failed count as wrong. Both they and prompts left out are told."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     told = "".join(f", {count:.0f} failed of {kind}" for kind, count in failed.items())
+    too_long = metrics.get(f"eval/{name}/prompts_too_long", 0)
+    told += f", {too_long:.0f} prompts left out as too long" if too_long else ""
     return f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}{told}"
 
 

@@ -10,11 +10,20 @@ from typing import Annotated, Any
 import typer
 from pydantic import SecretStr
 
+from slimectl import stdio
 from slimectl.errors import SettingsError
 from slimectl.redaction import redact, secrets_in
 from slimectl.settings import Layer, Resolved, resolve
 from slimectl.settings.eval_config import from_eval_config
 from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
+
+STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def output_name(out: str | None) -> str | None:
+    """Return the name of an output: `-` for every name of stdout, whose descriptor is not where records go."""
+    return "-" if out in STDOUT_NAMES else out
+
 
 Config = Annotated[
     list[Path] | None,
@@ -40,7 +49,9 @@ EngineUrl = Annotated[
 EvalConfig = Annotated[
     Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
 ]
-Out = Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout")]
+Out = Annotated[
+    str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
+]
 Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
 RmType = Annotated[
     str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")
@@ -93,7 +104,7 @@ def print_settings(resolution: Resolved) -> None:
     """Print every setting with the layer that set it, on stdout."""
     width = max(len(name) for name in resolution.origins)
     for name, value in shown(resolution):
-        print(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
+        stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
 
 
 def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
@@ -117,7 +128,7 @@ def toml_value(value: Any) -> str:
 
 def needs_destination(out: str) -> None:
     """Raises SettingsError if records would flood a terminal."""
-    if out == "-" and sys.stdout.isatty():
+    if out == "-" and stdio.is_terminal():
         raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slimectl import stdio
+from slimectl.data.bytestreams import is_pipe
 from slimectl.data.hashing import content_hash
 from slimectl.data.jsonl import JsonlWriter
 from slimectl.data.manifest import Manifest, is_manifest
@@ -19,18 +19,23 @@ from slimectl.errors import RecordError, SettingsError
 from slimectl.settings import Settings
 from slimectl.types import Sample
 
+READ_ONCE = "a pipe, read once"
+"""Stands in a manifest for the hash of an input that was one."""
+
 
 def say(text: str) -> None:
     """Words go to stderr; stdout is for data."""
-    print(text, file=sys.stderr, flush=True)
+    stdio.say(text)
 
 
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
     """The manifest to sign the output with; None (and a word) if `out` already is what would be made."""
     named = {*inputs, *_hook_files(settings)}
-    hashes = {name: content_hash(Path(name)) for name in sorted(named) if Path(name).exists()}
-    manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes)
+    pipes = {name for name in named if is_pipe(name)}
+    hashes = {name: content_hash(Path(name)) for name in sorted(named - pipes) if Path(name).exists()}
     known = len(hashes) == len(named)
+    # What came through a pipe has no hash: nobody can say that it would come again.
+    manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
     sidecar = Path(f"{out}.{MANIFEST}")
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
         raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
@@ -57,7 +62,7 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
             counts[str(sample.status)] += 1
         if not counts:
             raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
-    if out != "-":
+    if not is_pipe(out):
         manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts
 
@@ -70,25 +75,29 @@ def write_on(
     inputs: list[str],
     *,
     seen: Callable[[Sample], None],
+    on_gap: Callable[[], None] | None = None,
     force: bool,
     whole_groups: bool,
 ) -> Counter[str]:
-    """What `make` makes of the samples, one for one, written as by `write_out`; but work that is cut off is kept.
+    """What `make` makes of the samples, in order, written as by `write_out`; but work that is cut off is kept.
 
     Begun again with the same inputs and settings it goes on after the last sample (the last whole group). `seen` is
-    shown every sample, those of last time too.
+    shown every sample, those of last time too. Where `make` may leave samples out, `on_gap` is called for each that was
+    left out last time.
     """
     counts: Counter[str] = Counter()
     with Partial(out, manifest) as partial:
         if force:
             partial.drop()
+        remaining = iter(read)
         for sample in partial.done(whole_groups=whole_groups):
+            _pass(sample, remaining, on_gap)
             seen(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
             say(f"{out}: {partial.count} samples are there from last time; going on after them")
         try:
-            for sample in make(islice(read, partial.count, None)):
+            for sample in make(remaining):
                 seen(sample)
                 partial.write(sample)
                 counts.update(("out", str(sample.status)))
@@ -101,6 +110,14 @@ def write_on(
         partial.commit()
     manifest.write(Path(out), counts=dict(counts), parents=inputs)
     return counts
+
+
+def _pass(done: Sample, read: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:
+    """Draw what has been dealt with from `read`: up to the sample that is `done`, or one where none is left out."""
+    for sample in read:
+        if on_gap is None or (sample.index, sample.group_index) == (done.index, done.group_index):
+            return
+        on_gap()
 
 
 def told(counts: Counter[str], what: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -92,7 +93,7 @@ def run(
             text = settings_toml(result.settings)
             finished = job.execute(text, resume=resume is not None, force=force, lock=lock)
     closing_words(job, chosen)
-    print(job.folder.path)
+    stdio.emit(str(job.folder.path))
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 

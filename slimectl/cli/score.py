@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from slimectl.data.manifest import Manifest
+    from slimectl.data.skipped import SkippedLines
     from slimectl.settings import Settings
     from slimectl.types import Sample
 
@@ -71,22 +72,38 @@ def score(
         print_settings(found)
         return
     settings = found.settings
-    lines = explain and out == "-" and sys.stdout.isatty()
+    lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
     from slimectl import wiring
     from slimectl.cli.records import say, up_to_date
-    from slimectl.data.jsonl import read_samples
+    from slimectl.data.jsonl import name_of, read_samples
+    from slimectl.data.skipped import SkippedLines
 
-    read = read_samples(samples, on_error=on_error, report=say)
+    skipped = SkippedLines(name_of(samples), say)
+    read = read_samples(
+        samples,
+        on_error=on_error,
+        report=skipped.add_bad_line,
+        on_line=skipped.add_line,
+        allow_reward_paths=settings.score.allow_paths_in_records,
+    )
     if check:
         _check(read, settings)
+        skipped.report()
         return
     inputs = [samples] if samples != "-" else []
     wiring.reward(settings)
     manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
-    if manifest is not None:
-        _graded(read, settings, manifest, inputs, out, reference=reference, lines=lines, force=force)
+    if manifest is None:
+        return
+    try:
+        _graded(
+            read, settings, manifest, inputs, out, reference=reference, lines=lines, force=force,
+            skipped=skipped, skips=on_error == "skip",
+        )  # fmt: skip
+    finally:
+        skipped.report()
 
 
 def _graded(
@@ -99,6 +116,8 @@ def _graded(
     reference: str | None,
     lines: bool,
     force: bool,
+    skipped: SkippedLines,
+    skips: bool,
 ) -> None:
     """Samples with their rewards to `out`, or a line each to the terminal; then what there is to say of them all."""
     from collections import Counter
@@ -107,7 +126,10 @@ def _graded(
     from slimectl import wiring
     from slimectl.cli.reasons import Reasons
     from slimectl.cli.records import say, told, write_on, write_out
+    from slimectl.data.bytestreams import is_pipe
     from slimectl.data.partial import can_be_partial
+    from slimectl.data.skipped import locate
+    from slimectl.errors import RecordError
     from slimectl.stages.score import reward_number
     from slimectl.stages.score import score as stage
     from slimectl.streams import tee
@@ -120,21 +142,28 @@ def _graded(
     late = Counter[str]()
 
     def count(sample: Sample) -> None:
+        skipped.pass_line()
         late["over the time limit"] += "reward_error" in sample.metadata
         rewards.append(reward_number(sample, settings.score.reward_key))
         reasons.add(sample, rewards[-1])
 
     def made(samples: Iterable[Sample]) -> Iterator[Sample]:
-        return stage(samples, reward, settings.score, executor=graders, reference=frozen)
+        skip = (lambda sample, error: skipped.add_ungraded(error)) if skips else None
+        try:
+            yield from stage(samples, reward, settings.score, executor=graders, reference=frozen, skip=skip)
+        except RecordError as error:  # of the sample that would have been next
+            raise locate(error, skipped.pass_line()) from error
 
     try:
         if lines:
             _print_reasons(tee(made(read), count), rewards)
             return
         # What a reference model adds is no part of the settings that last time's samples are known by.
-        if inputs and reference is None and can_be_partial(out):
-            groups = settings.score.group_rm
-            counts = write_on(made, read, out, manifest, inputs, seen=count, force=force, whole_groups=groups)
+        if inputs and reference is None and can_be_partial(out) and not any(map(is_pipe, inputs)):
+            groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
+            counts = write_on(
+                made, read, out, manifest, inputs, seen=count, on_gap=on_gap, force=force, whole_groups=groups
+            )
         else:
             counts = write_out(tee(made(read), count), out, manifest, inputs)
     finally:
@@ -150,7 +179,7 @@ def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
     from slimectl.cli.reasons import reason
 
     for sample in samples:
-        print(f"sample {sample.index}: reward {rewards[-1]:.4g}: {reason(sample)}")
+        stdio.emit(f"sample {sample.index}: reward {rewards[-1]:.4g}: {reason(sample)}")
 
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
@@ -166,7 +195,7 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
     findings = []
     try:
         for finding in check_reward(given, reward, settings.score, executor=graders, bounds=reward.bounds):
-            print(finding, flush=True)
+            stdio.emit(str(finding))
             findings.append(finding)
     finally:
         graders.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
     Config,
@@ -30,7 +31,7 @@ from slimectl.errors import RecordError, SettingsError
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
-    from slimectl.types import Sample
+    from slimectl.types import Prompt, Sample
 
 
 def train(
@@ -66,7 +67,10 @@ def train(
         return
     from slimectl import wiring
     from slimectl.cli.records import say, up_to_date
+    from slimectl.data.jsonl import name_of
     from slimectl.data.replacing import refuse_existing, writing
+    from slimectl.data.skipped import SkippedLines
+    from slimectl.types import Prompt
 
     settings = found.settings
     folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
@@ -75,16 +79,30 @@ def train(
     if manifest is None:
         return
     tokenizer = wiring.tokenizer(folder)
-    stream = wiring.training_samples(settings, samples, tokenizer, on_error=on_error, report=say)
+    skipped, too_long = SkippedLines(name_of(samples), say), list[Prompt]()
+    stream = wiring.training_samples(
+        settings,
+        samples,
+        tokenizer,
+        on_error="skip" if on_error == "skip" else "stop",
+        report=skipped.add_bad_line,
+        on_line=skipped.add_line,
+        context=wiring.context_length(settings, folder),
+        left_out=too_long.append,
+    )
     about = partial(manifest.signed, parents=inputs)
     if save is not None:
         refuse_existing(save, force=force)
-    # For as long as it trains: whoever writes the same folder is to hear of it before, not after, the work.
-    with writing(save) if save is not None else nullcontext():
-        steps = _trained(stream, settings, folder, load=load, save=save, about=about)
+    try:
+        # For as long as it trains: whoever writes the same folder is to hear of it before, not after, the work.
+        with writing(save) if save is not None else nullcontext():
+            steps = _trained(stream, settings, folder, load=load, save=save, about=about, too_long=too_long)
+    finally:
+        skipped.report()
     if steps == 0:
         raise RecordError(f"{samples}: no samples came; look at what the stage before said")
-    say(f"{steps} steps" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+    dropped = f", {len(too_long)} left out as too long" if too_long else ""
+    say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
 
 
 def _trained(
@@ -95,6 +113,7 @@ def _trained(
     load: Path | None,
     save: Path | None,
     about: Callable[[dict[str, int]], Any],
+    too_long: list[Prompt],
 ) -> int:
     """A line a step on stdout; their number. What was learnt is in `save`, where something was."""
     import json
@@ -105,7 +124,7 @@ def _trained(
     from slimectl.stages.teaching import with_log_probs
     from slimectl.stages.train import train as stage
 
-    steps, state = 0, None
+    steps, counted, state = 0, 0, None
     with closing(wiring.executor(settings)) as place, closing(wiring.learners(settings, folder, executor=place)) as by:
         policy, critic = by.policy, by.critic
         if load is not None:
@@ -116,7 +135,10 @@ def _trained(
         for field, model_of in by.asked.items():
             stream = with_log_probs(stream, model_of, field)
         for report in stage(stream, policy, settings, critic=critic, state=state):
-            print(json.dumps(report.to_json()), flush=True)
+            if len(too_long) > counted:
+                report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)
+                counted = len(too_long)
+            stdio.emit(json.dumps(report.to_json()))
             steps += 1
         if steps and save is not None:
             write_folder(save, by.save, about=about({"steps": steps}))

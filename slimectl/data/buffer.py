@@ -26,15 +26,26 @@ class SamplingState:
     source: Any = None
     """What the user's own data source wants to be told again, as JSON."""
 
+    long_prompts_until: int = 0
+    """Prompt occurrences below this one that were too long have been counted."""
+
     def snapshot(self) -> SamplingState:
         """A state that stays as it is when this one goes on (samples in the buffer are not touched before then)."""
-        return SamplingState(self.position, self.rounds, [list(group) for group in self.buffer], self.source)
+        buffer = [list(group) for group in self.buffer]
+        return SamplingState(self.position, self.rounds, buffer, self.source, self.long_prompts_until)
 
     def to_json(self) -> dict[str, Any]:
         buffer = [[sample_to_json(sample) for sample in group] for group in self.buffer]
-        return {"position": self.position, "rounds": self.rounds, "buffer": buffer, "source": self.source}
+        return {
+            "position": self.position,
+            "rounds": self.rounds,
+            "buffer": buffer,
+            "source": self.source,
+            "long_prompts_until": self.long_prompts_until,
+        }
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> SamplingState:
         buffer = [[sample_from_json(sample) for sample in group] for group in facts["buffer"]]
-        return cls(facts["position"], facts["rounds"], buffer, facts.get("source"))
+        until = facts.get("long_prompts_until", 0)
+        return cls(facts["position"], facts["rounds"], buffer, facts.get("source"), until)

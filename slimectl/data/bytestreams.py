@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
+import shutil
 import stat
-import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from slimectl import stdio
 from slimectl.data.replacing import new_file
 from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
 
@@ -33,13 +36,39 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     except FileNotFoundError:
         raise SettingsError(f"{name}: no such file") from None
     except OSError as error:
-        raise RecordError(f"{name}: cannot be read: {error.strerror or error}") from error
+        reason = "is closed" if error.errno == errno.EBADF else f"cannot be read: {error.strerror or error}"
+        raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
 
 
 def _opened(path: str | Path) -> Any:
     if str(path) == "-":
-        return nullcontext(sys.stdin.buffer)
-    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+        return nullcontext(stdio.input_bytes())
+    source = readable(path)
+    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb")
+
+
+_spooled: dict[str, Any] = {}
+"""The temporary files that hold what came through pipes."""
+
+
+def spool(path: str | Path) -> None:
+    """Copy what comes through a pipe to a temporary file: `byte_lines` reads it as often as asked from then on."""
+    if str(path) in _spooled or not is_pipe(path):
+        return
+    copy = tempfile.NamedTemporaryFile(prefix="slimectl-")  # noqa: SIM115  for the life of the process
+    try:
+        with open(path, "rb") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.flush()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+    _spooled[str(path)] = copy
+
+
+def readable(path: str | Path) -> str | Path:
+    """Return the file that is read for a path: itself, or the copy of what came through it."""
+    copy = _spooled.get(str(path))
+    return path if copy is None else str(copy.name)
 
 
 def _zstandard(wanted_by: str) -> Any:
@@ -87,7 +116,7 @@ class Sink:
     def open(self) -> None:
         try:
             if self.path == "-":
-                self._raw = sys.stdout.buffer
+                self._raw = stdio.output()
             else:
                 # A name that nobody has: another writer's, or a user's own file, is left alone.
                 self._staged = self._final and new_file(self._final)
@@ -156,6 +185,17 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
     if path.endswith(".zst"):
         return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
     return raw
+
+
+def is_pipe(path: str | Path) -> bool:
+    """Return whether a source can be read once only, in order: stdin, `<(…)`, a FIFO."""
+    if str(path) == "-":
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _is_special(path: str) -> bool:

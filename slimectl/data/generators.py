@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any
 from urllib.parse import parse_qsl
 
 from slimectl.data.tables import Listed, Row, Spooled, Table
-from slimectl.errors import HookError, MissingExtraError, SettingsError, SlimectlError
-from slimectl.hooks import load_callable
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.hooks import converted, load_callable
 from slimectl.types import Prompt
+
+_END = object()
 
 
 def generated(source: str, module: str, name: str, query: str) -> Table:
@@ -64,25 +69,45 @@ def jsonable(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else str(value)
 
 
+class _Indexed(Listed):
+    """Rows of a user's own sequence."""
+
+    def __len__(self) -> int:
+        with converted(self._name):
+            return super().__len__()
+
+    def __getitem__(self, i: int) -> Row:
+        with converted(self._name):
+            return super().__getitem__(i)
+
+
+def _check_arguments(source: str, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise SettingsError(f"{source}: {error}") from error
+
+
 def _called(source: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Table:
     def call() -> Any:
-        try:
+        with suppress(ValueError):  # a builtin function does not show its parameters
+            _check_arguments(source, function, arguments)
+        with converted(source):
             return function(**arguments)
-        except TypeError as error:
-            raise SettingsError(f"{source}: {error}") from error
 
     first = call()
     if isinstance(first, Sequence):
-        return Listed(source, first)
+        return _Indexed(source, first)
     at_hand = [first]
 
     def rows() -> Iterator[Row]:
-        try:
-            for i, row in enumerate(at_hand.pop() if at_hand else call()):
-                yield f"{source}[{i}]", row
-        except SlimectlError:
-            raise
-        except Exception as error:
-            raise HookError(f"{source}: raised {type(error).__name__}: {error}") from error
+        with converted(source):
+            iterator = iter(at_hand.pop() if at_hand else call())
+        for i in count():
+            with converted(source):
+                row: Any = next(iterator, _END)
+            if row is _END:
+                return
+            yield f"{source}[{i}]", row
 
     return Spooled(rows)

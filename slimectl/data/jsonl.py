@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from slimectl.data.bytestreams import Sink, byte_lines
-from slimectl.data.records import sample_from_json, sample_to_json
+from slimectl.data.records import refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
 from slimectl.types import Sample
 
@@ -25,9 +27,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
-    """The JSON object on a line. Raises RecordError; NaN and Infinity are not JSON."""
+    """The JSON object on a line. Raises RecordError; NaN, Infinity and numbers beyond a float are not JSON."""
     try:
-        obj = decode(line.rstrip(b"\r\n").decode())
+        obj = decode_json(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         raise RecordError(f"{where}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -43,18 +45,41 @@ def _refuse_constant(token: str) -> float:
     raise ValueError(f"{token} is not a JSON number")
 
 
-decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is too large for a float")
+    return number
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+# A function a number costs two thirds of the speed: only lines that may hold such a number pay for it.
+_decode_checked = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float).decode
+_LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
+
+
+def decode_json(text: str) -> Any:
+    """The value that a text is as JSON. Raises ValueError, RecursionError."""
+    return _decode_checked(text) if _LARGE_EXPONENT.search(text) else _decode(text)
+
+
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False).encode
 
 
 def read_samples(
-    path: str | Path, *, on_error: Literal["stop", "skip"] = "stop", report: Report | None = None
+    path: str | Path,
+    *,
+    on_error: Literal["stop", "skip"] = "stop",
+    report: Report | None = None,
+    on_line: Callable[[str], None] = lambda location: None,
+    allow_reward_paths: bool = True,
 ) -> Iterator[Sample]:
     """The samples of a JSONL file, one at a time.
 
     `on_error` "stop" raises RecordError at the first bad line. "skip" hands each to `report`, by default a line on
-    stderr with a total at the end, and goes on.
+    stderr with a total at the end, and goes on. `on_line` gets FILE:LINE of every sample before it comes. Without
+    `allow_reward_paths` a sample that names its own reward function is a bad line.
     """
     skipped = 0
 
@@ -82,10 +107,15 @@ def read_samples(
             continue
         position += 1
         try:
-            sample = read_sample(line, where=f"{name_of(path)}:{number}", position=position - 1)
+            location = f"{name_of(path)}:{number}"
+            sample = read_sample(line, where=location, position=position - 1)
+            if sample.custom_rm_path and not allow_reward_paths:
+                why = refused_path("custom_rm_path", sample.custom_rm_path)
+                raise RecordError(f"{location}: Sample.{why}")
         except RecordError as error:
             skip(error)
         else:
+            on_line(location)
             yield sample
     if skipped and report is None:
         print(f"{name_of(path)}: {skipped} of {position} lines skipped", file=sys.stderr)

@@ -20,6 +20,7 @@ from slimectl.data.checks import (
     floats,
     mask_values,
     optional,
+    shown,
     texts,
     token_ids,
     warn_near_miss,
@@ -62,6 +63,18 @@ ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
 EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata"})
 
 assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "records.md and Sample name the same fields"
+
+
+PATHS = {"custom_rm_path": "score", "generate_function_path": "rollout"}
+"""Keys of a sample that name code, and the section whose `allow_paths_in_records` lets them."""
+
+
+def refused_path(key: str, path: object) -> str:
+    """Return why a record's path is not followed, and the way out."""
+    return (
+        f"{key}: {shown(path)} names code, and records may not choose what is run; drop the key, or set "
+        f"{PATHS[key]}.allow_paths_in_records = true if you trust the file"
+    )
 
 
 def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:

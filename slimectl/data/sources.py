@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.bytestreams import byte_lines
+from slimectl.data.bytestreams import byte_lines, readable, spool
 from slimectl.data.generators import generated
-from slimectl.data.jsonl import decode, parse_line
+from slimectl.data.jsonl import decode_json, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import MissingExtraError, RecordError, SettingsError
 
@@ -60,6 +60,8 @@ def _file(path: Path, replay: bool) -> Table:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = [suffix for suffix in suffixes if suffix not in (".gz", ".zst")][-1:]
     packed = path.suffix in (".gz", ".zst")
+    if kind in ([".parquet"], [".json"]):  # read more than once, or from the end
+        spool(path)
     if kind == [".parquet"]:
         return Spooled(partial(_parquet_rows, path))
     if kind == [".csv"]:
@@ -84,7 +86,7 @@ def _starts_with_bracket(path: Path) -> bool:
 
 def _json_array(path: Path) -> list[Any]:
     try:
-        rows = decode(b"".join(line for _, line in byte_lines(path)).decode())
+        rows = decode_json(b"".join(line for _, line in byte_lines(path)).decode())
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON that can be read: {error}") from None
     if type(rows) is not list:
@@ -128,11 +130,12 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise MissingExtraError("pyarrow", extra="parquet", wanted_by=str(path)) from None
     number = 0
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(readable(path))
         _check_columns(str(path), file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 yield f"{path}[{number}]", row
                 number += 1
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {error}") from error
+        words = " ".join(str(error).split())
+        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {words}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -100,8 +101,6 @@ class LocalExecutor:
 
 def _leave_interrupts() -> None:
     """Ctrl-C reaches the whole process group; only the parent decides what it means."""
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -116,9 +115,15 @@ def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Re
 
 
 def _outcome(future: Any, timeout_s: float | None) -> Any:
+    from pebble import ProcessExpired
+
     try:
         return future.result()
     except FutureTimeout:
         return TimeoutError(f"took longer than {timeout_s:g} s")
+    except ProcessExpired as error:
+        code = error.exitcode or 0
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return ChildProcessError(f"the worker process that graded it {ending}")
     except Exception as error:
         return error

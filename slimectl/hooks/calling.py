@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -11,7 +12,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimectl.errors import HookError, SlimectlError
+from slimectl.errors import HookError
+from slimectl.hooks.containment import (
+    MODULE_PREFIX,
+    contained,
+    converted,
+    in_one_line,
+    is_users,
+    register_module,
+    user_error,
+)
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
@@ -21,25 +31,28 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
         raise HookError(f"{setting}: {path}: write it as package.module:name or path/to/file.py:name")
+    if module_path.endswith(".py") and not Path(module_path).exists():
+        raise HookError(f"{setting}: {module_path}: no such file")
     try:
-        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
-    except FileNotFoundError:
-        raise HookError(f"{setting}: {module_path}: no such file") from None
-    except Exception as error:
-        raise HookError(f"{setting}: importing {module_path} failed: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        what = "is not callable" if found is not None else "has no such name"
+        with contained(f"{setting}: {module_path}"):
+            file = module_path.endswith(".py")
+            register_module(module_path)
+            module = _load_file(Path(module_path)) if file else importlib.import_module(module_path)
+            value = getattr(module, name, None)
+    except BaseException as error:
+        if not is_users(error):
+            raise
+        raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}") from error
+    if not callable(value):
+        what = "is not callable" if value is not None else "has no such name"
         raise HookError(f"{setting}: {path}: {module_path} {what}: {name}")
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def _load_file(path: Path) -> Any:
     # The name is that of the resolved file: a hook loaded twice is one module, and worker processes can pickle by it.
-    name = "slimectl_hook_" + "".join(c if c.isalnum() else "_" for c in str(path.resolve().with_suffix("")))
+    name = MODULE_PREFIX + "".join(c if c.isalnum() else "_" for c in str(path.resolve().with_suffix("")))
     if name not in sys.modules:
-        if not path.exists():
-            raise FileNotFoundError(path)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -74,37 +87,70 @@ class Hook:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        try:
-            made = self.bare(offered)
-        except Exception as error:
-            raise self.raised(error) from error
-        return self._awaited(made) if inspect.isawaitable(made) else made
+        with converted(self.name, self._place):
+            result = self.bare(offered)
+        return self._awaited(result) if inspect.isawaitable(result) else result
+
+    @property
+    def name(self) -> str:
+        """The setting and the path, as errors name the callable."""
+        return f"{self.setting}: {self.path}"
 
     def bare(self, offered: Mapping[str, Any]) -> Any:
         """The same call, with whatever it raises left as it is."""
         chosen = offered if self._takes_all else {name: offered[name] for name in self.wanted if name in offered}
         return self.function(**chosen)
 
-    async def _awaited(self, made: Awaitable[Any]) -> Any:
+    def attempt(self, offered: Mapping[str, Any]) -> Any:
+        """The same call, with its exceptions left as they are; what is no Exception is raised as HookError."""
         try:
-            return await made
-        except Exception as error:
-            raise self.raised(error) from error
+            with contained(self.name):
+                result = self.bare(offered)
+        except BaseException as error:
+            self._refuse_exit(error, suspended=False)
+            raise
+        return self._attempted(result) if inspect.isawaitable(result) else result
 
-    def raised(self, error: Exception) -> SlimectlError:
-        """What it raised, with the place; an error of ours, of something that it called, says enough by itself."""
-        if isinstance(error, SlimectlError):
-            return error
-        return HookError(
-            f"{self.setting}: {self.path} raised {type(error).__name__}: {error} ({self._place(error)}); mend it there"
-        )
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that the callable returned, called under the same rules."""
+
+        def call(*values: Any, **named: Any) -> Any:
+            with converted(self.name, self._place):
+                return function(*values, **named)
+
+        return call
+
+    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            with contained(self.name):
+                return await awaitable
+        except BaseException as error:
+            if not is_users(error, suspended=True):
+                raise
+            raise user_error(self.name, error, self._place(error)) from error
+
+    async def _attempted(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            with contained(self.name):
+                return await awaitable
+        except BaseException as error:
+            self._refuse_exit(error, suspended=True)
+            raise
+
+    def _refuse_exit(self, error: BaseException, *, suspended: bool) -> None:
+        """Raise the error for an exception of the user's that would end more than the attempt."""
+        if isinstance(error, Exception) or not is_users(error, suspended=suspended):
+            return
+        if isinstance(error, asyncio.CancelledError):  # of a task or a connection of its own
+            raise RuntimeError(in_one_line(error)) from error
+        raise user_error(self.name, error, self._place(error)) from error
 
     def returned(self, made: Any, wanted: str) -> HookError:
         """The error for a result that cannot be used; `wanted` says what can."""
-        shown = f"{type(made).__name__} {made!r:.60}" if isinstance(made, int | float | str | None) else _form(made)
+        shown = f"{type(made).__name__} {_shown(made)}" if isinstance(made, int | float | str | None) else _form(made)
         return HookError(f"{self.setting}: {self.path} returned {shown}; return {wanted}")
 
-    def _place(self, error: Exception) -> str:
+    def _place(self, error: BaseException) -> str:
         """FILE:LINE: the last line of the hook's own file that was being run, else of any."""
         frames = traceback.extract_tb(error.__traceback__)
         file = getattr(sys.modules.get(self.function.__module__), "__file__", None)
@@ -125,3 +171,10 @@ def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parame
 def _form(made: Any) -> str:
     """A value in a few words: its type, and how many it holds."""
     return f"{type(made).__name__} of {len(made)}" if isinstance(made, list | tuple | dict) else type(made).__name__
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # a whole number of more digits than Python writes
+        return "of very many digits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import random
 import threading
@@ -62,7 +63,7 @@ class Asker:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="asker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
         self._session: aiohttp.ClientSession | None = None
         self._turns: dict[str, float] = {}
 
@@ -80,6 +81,16 @@ class Asker:
         self._loop.close()
 
     # From here on: in the loop.
+
+    def _run(self) -> None:
+        """Drive the loop until it is stopped: asyncio lets sys.exit of any task end it, and others would wait for ever.
+
+        Whoever awaits such a task gets the exit as its exception.
+        """
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+                return
 
     async def turn(self, url: str, per_s: float) -> None:
         """Wait until the next question may go to `url`, at most `per_s` a second (0: no limit)."""

@@ -100,6 +100,10 @@ class RolloutSettings(Section):
     """Your own async function for one attempt (multi-turn, tools), by path; for all attempts at a prompt where it asks
     for `samples`."""
 
+    allow_paths_in_records: bool = False
+    """Let a sample name its own generate function (generate_function_path), and a prompt the file that the search agent
+    reads (metadata.corpus): only for data that you trust."""
+
     tool_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that it may spend between two answers of the model; an attempt whose tools take longer has failed."""
 

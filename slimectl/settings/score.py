@@ -32,6 +32,10 @@ class ScoreSettings(Section):
     """Your own reward function, by path; it goes before rm_type. One that asks for `samples` rather than `sample` gets
     a list and returns a list."""
 
+    allow_paths_in_records: bool = False
+    """Let a sample name its own reward function (custom_rm_path), which goes before all of these: it runs code, so only
+    for files that you trust."""
+
     custom_reward_post_process_path: str | None = None
     """Function of (args, samples), by path: the rewards of a round as they are logged, and as they become advantages
     without being compared with siblings."""

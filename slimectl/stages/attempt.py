@@ -8,15 +8,16 @@ import dataclasses
 import inspect
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from slimectl.algorithms.seeds import sample_seed
 from slimectl.data.chat import render
-from slimectl.errors import HookError, SlimectlError
+from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.tool_time import ToolTime
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
@@ -79,15 +80,39 @@ class Attempts:
     on_sample: OnSample | None = None
     agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
+    _rendered: tuple[Prompt, list[int]] | None = None
+    """The prompt that was rendered last, and its tokens."""
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
-        settings = self.settings
-        return render(
-            prompt,
-            self.tokenizer,
-            apply_chat_template=settings.apply_chat_template,
-            template_kwargs=settings.apply_chat_template_kwargs,
-        )
+        if self._rendered is None or self._rendered[0] is not prompt:  # it is measured first, then asked
+            settings = self.settings
+            tokens = render(
+                prompt,
+                self.tokenizer,
+                apply_chat_template=settings.apply_chat_template,
+                template_kwargs=settings.apply_chat_template_kwargs,
+            )
+            self._rendered = prompt, tokens
+        return list(self._rendered[1])
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the engine reads at most, prompt and answer together; None where it does not say."""
+        return getattr(self.engine, "max_context", self.settings.max_context_len)
+
+    def excess(self, prompt: Prompt) -> str:
+        """Return why the prompt is too long; "" where it is not."""
+        tokens = len(self.prompt_tokens(prompt))
+        return prompt_excess(tokens, self.settings, self.context, evaluation=self.evaluation)
+
+    def drop_long_prompts(
+        self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
+    ) -> Iterator[Prompt]:
+        """Yield the prompts that can be answered. Raises RecordError if none can."""
+        if self.context is None and (self.settings.max_prompt_len is None or self.evaluation):
+            return iter(prompts)
+        mixed = bool(self.settings.data_weights)
+        return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)
 
     async def group(self, prompt: Prompt) -> list[Sample]:
         """All answers to one prompt."""
@@ -125,7 +150,10 @@ class Attempts:
         """What one call of the agent makes of these samples."""
         agent, path = self.agent, samples[0].generate_function_path
         if path is not None and self.agent_at is not None:
-            agent = self.agent_at(path)
+            try:
+                agent = self.agent_at(path)
+            except RecordError as error:
+                raise RecordError(f"sample {samples[0].index}: {error}") from None
         for sample in samples:
             self._begin(sample)
         given = copy.deepcopy(samples) if self.settings.partial_rollout else None
@@ -134,7 +162,8 @@ class Attempts:
         offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
         offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
-            made = _samples(await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s))
+            returned = await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s)
+            made = _samples(returned, getattr(agent, "name", "rollout.custom_generate_function_path"))
         except SlimectlError:
             raise
         except Exception as error:
@@ -161,6 +190,10 @@ class Attempts:
         sample.status = Status.PENDING
 
 
+class ContextFullError(Exception):
+    """An attempt asks for an answer for which there is no room; it has failed."""
+
+
 class _Asked:
     """What one call of an agent asks of the engine, and what it heard.
 
@@ -173,7 +206,8 @@ class _Asked:
         self._together, self._unseeded = len(samples) > 1, 0
         self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
         self._versions: list[str] = []
-        self._cached = 0
+        self._cached = self._answers = 0
+        self._is_full = False
         self._drafts: Counter[str] = Counter()
         self.aborted = False
         settings, given = attempts.settings, sample.prompt
@@ -188,7 +222,11 @@ class _Asked:
         if self._attempts.breaking_off:  # between two turns: the next one does not begin
             self.aborted = True
             return Completion([], [], "", "abort")
+        context = self._attempts.context
+        if context is not None and len(tokens) >= context:
+            return self._without_room(len(tokens), context)
         completion = await self._attempts.engine.generate(tokens, params=self._seeded(params or self.params))
+        self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._cached += completion.cached_tokens
         if "spec_verify_ct" in completion.extras:
@@ -196,6 +234,14 @@ class _Asked:
             self._drafts["completion_token_num"] += len(completion.tokens)
         self.aborted |= completion.finish == "abort"
         return completion
+
+    def _without_room(self, count: int, context: int) -> Completion:
+        """An empty answer that is cut off, once. Raises ContextFullError where nothing was answered, or if asked again:
+        an agent that does not look at `finish` would ask for ever."""
+        if not self._answers or self._is_full:
+            raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
+        self._is_full = True
+        return Completion([], [], "", "length")
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
         if params.seed is not None:
@@ -228,14 +274,11 @@ async def _called(agent: Agent, offered: Mapping[str, Any], *, tool_timeout_s: f
     return await tools.result(result) if inspect.isawaitable(result) else result
 
 
-def _samples(returned: Any) -> list[Sample]:
+def _samples(returned: Any, name: str) -> list[Sample]:
     """What an agent returned, as a list; a fan-out may have several samples."""
     made = returned if isinstance(returned, list) else [returned]
     if not made or not all(isinstance(each, Sample) for each in made):
-        raise HookError(
-            f"rollout.custom_generate_function_path: returned {type(returned).__name__}; "
-            f"return the Sample or a list of them"
-        )
+        raise HookError(f"{name} returned {type(returned).__name__}; return the Sample or a list of them")
     for each in made:
         if each.status is Status.PENDING:
             each.status = Status.COMPLETED

@@ -146,7 +146,7 @@ class OwnPolicyLoss(PolicyLoss):
         reduce = found(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
         if not callable(reduce):
             raise found.returned(reduce, "a function from a tensor to a scalar")
-        reduced = reduce(values_T)
+        reduced = found.wrap(reduce)(values_T)
         if not isinstance(reduced, Tensor) or reduced.ndim:
             raise HookError(f"{REDUCER}: {found.path}: what it returned gave no scalar of {len(values_T)} token losses")
         return reduced / (self.tokens if by_token else self.rollouts)

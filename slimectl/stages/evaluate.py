@@ -70,11 +70,12 @@ def evaluate(
     executor: Executor,
     agent: Agent | None = None,
     rollout_id: int = 0,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """Sample and grade; what [eval] leaves open is as in [rollout]. `settings` are those of the dataset.
 
     `rollout_id` rounds have been trained on. A function of the user's for whole rounds (rollout.function_path) samples
-    evaluations too.
+    evaluations too. Prompts that leave no room for an answer are `left_out`.
     """
     given = settings.eval
     chosen: dict[str, Any] = {
@@ -89,11 +90,11 @@ def evaluate(
     seen = on_sample(settings)
     if function := hook(settings, FUNCTION):
         attempts = Attempts(engine, tokenizer, asked, agent or single_turn, params, True, on_sample=seen)
-        samples = own_evaluation(function, prompts, attempts, settings, rollout_id)
+        samples = own_evaluation(function, prompts, attempts, settings, rollout_id, left_out)
     else:
         samples = rollout(
             prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True, on_sample=seen,
-            rollout_id=rollout_id,
+            rollout_id=rollout_id, left_out=left_out,
         )  # fmt: skip
     return score(samples, reward, settings.score, executor=executor)
 
@@ -105,10 +106,11 @@ def summarized(
     settings: Settings,
     *,
     answer: Callable[[Sample], str | None] | None = None,
+    too_long: Sequence[Prompt] = (),
 ) -> Iterator[Sample]:
     """The graded samples of one dataset, as they come; when they have ended, `metrics` has their summary.
 
-    `answer` says what a sample answered (see `answer_of`).
+    `answer` says what a sample answered (see `answer_of`); `too_long` holds by then the prompts that were left out.
     """
     seen: list[Sample] = []
     for sample in tee(samples, seen.append):
@@ -116,6 +118,8 @@ def summarized(
         yield sample
     threshold, key = settings.eval.success_threshold, settings.score.reward_key
     metrics |= summarize(name, seen, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track)
+    if too_long:
+        metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
 
 
 def answer_of(reward: RewardFn) -> Callable[[Sample], str | None]:

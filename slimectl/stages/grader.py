@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
+from slimectl.data.records import refused_path
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import Args
 from slimectl.rewards import Verdict, Verifier, known_types, verifier, weighted
@@ -153,8 +154,11 @@ class Grader:
     def waits(self, samples: list[Sample]) -> bool:
         if failed(samples):
             return False
-        own = self._own_for(samples[0])
-        return own.waits if own else self.verifier_of(samples[0]).waits
+        try:
+            own = self._own_for(samples[0])
+            return own.waits if own else self.verifier_of(samples[0]).waits
+        except RecordError:  # `many` raises it again
+            return False
 
     async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]:
         """`many`, for a call that waits."""
@@ -179,10 +183,17 @@ class Grader:
         return self.verifier_of(sample).bounds
 
     def verifier_of(self, sample: Sample) -> Verifier:
-        """The verifier that is meant where no function of the user's is. Raises SettingsError if none is named."""
-        rm_type = sample.metadata.get("rm_type") or self.settings.score.rm_type
-        if rm_type:
-            return self._verifier(str(rm_type))
+        """The verifier that is meant where no function of the user's is.
+
+        Raises SettingsError if none is named, RecordError if the sample names one that cannot be.
+        """
+        if named := sample.metadata.get("rm_type"):
+            try:
+                return self._verifier(str(named))
+            except SettingsError as error:
+                raise RecordError(f"sample {sample.index}: metadata.rm_type: {error}") from None
+        if self.settings.score.rm_type:
+            return self._verifier(self.settings.score.rm_type)
         if self._sum is None:
             raise SettingsError(
                 f"sample {sample.index}: no reward is named; give score.rm_type ({', '.join(known_types())}), "
@@ -194,19 +205,28 @@ class Grader:
         """Who grades it; how many samples in one call, or else of which group it is that is graded whole."""
         if failed([sample]) and not self.settings.score.group_rm:
             return "", 1, None
-        path = sample.custom_rm_path or self.settings.score.custom_rm_path
-        name = path or str(sample.metadata.get("rm_type") or "")
-        if path:
-            together = self._own_of(path).together
-            most = self.settings.score.batch_size if together else 1
-        else:
-            grade = self.verifier_of(sample)
-            together, most = grade.takes_groups, grade.together
+        try:
+            path = self._path_of(sample)
+            name = path or str(sample.metadata.get("rm_type") or "")
+            if path:
+                together = self._own_of(path).together
+                most = self.settings.score.batch_size if together else 1
+            else:
+                grade = self.verifier_of(sample)
+                together, most = grade.takes_groups, grade.together
+        except RecordError:  # raised again where it is graded, as the result of this sample alone
+            return "", 1, None
         return name, most, sample.group_index if together and self.settings.score.group_rm else None
 
     def _own_for(self, sample: Sample) -> Own | None:
-        path = sample.custom_rm_path or self.settings.score.custom_rm_path
+        path = self._path_of(sample)
         return self._own_of(path) if path else None
+
+    def _path_of(self, sample: Sample) -> str | None:
+        """The path of the user's function. Raises RecordError where a sample names one and may not."""
+        if sample.custom_rm_path and not self.settings.score.allow_paths_in_records:
+            raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
+        return sample.custom_rm_path or self.settings.score.custom_rm_path
 
     def _own_of(self, path: str) -> Own:
         if path not in self._own:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.data.buffer import SamplingState
+from slimectl.data.plain import kind_of
 from slimectl.errors import HookError
+from slimectl.hooks import converted
 from slimectl.stages.attempt import Attempts
+from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
 from slimectl.stages.underway import Group, Underway
 from slimectl.types import Prompt, Sample, Status
 
@@ -83,8 +86,9 @@ class OwnGroups:
     ) -> None:
         """`epochs` times len(source) groups are drawn; None is without end, but for the source's own."""
         self._source, self._attempts, self._state = source, attempts, state
-        self._last = None if epochs is None else epochs * len(source)
+        self._last = None if epochs is None else epochs * self._length()
         self._left_out = left_out
+        self._dropped = 0
         if state.rounds:
             self.load(state.rounds, state.source)
 
@@ -92,7 +96,11 @@ class OwnGroups:
         return getattr(self._source, name)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return self._length()
+
+    def _length(self) -> int:
+        with converted(f"{SOURCE}: len({self._name})"):
+            return len(self._source)
 
     def begin(self, going: Underway) -> bool:
         group = self._drawn()
@@ -131,17 +139,28 @@ class OwnGroups:
             given = self._called("get_samples", 1)
             if not isinstance(given, list) or not all(map(_is_group, given)) or len(given) > 1:
                 raise HookError(
-                    f"{SOURCE}: {self._name}.get_samples(1) returned {given!r:.60}; return a list of one group, a list "
-                    f"of Samples, or an empty list at the end"
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(given)}; return a list of one group, a "
+                    f"list of Samples, or an empty list at the end"
                 )
             if not given:
                 return None
             group = given[0] if any(sample.response_length for sample in given[0]) else self._numbered(given[0])
-            limit = self._attempts.settings.max_prompt_len
-            if limit is None or group[0].prompt_length <= limit:
+            tokens = group[0].prompt_length
+            attempts = self._attempts
+            excess = prompt_excess(tokens, attempts.settings, attempts.context, evaluation=attempts.evaluation)
+            if not excess:
+                self._dropped = 0
                 return group
             self._left_out(_prompt(group[0]))
+            self._drop(_prompt(group[0]), excess)
         return None
+
+    def _drop(self, prompt: Prompt, excess: str) -> None:
+        """Name a prompt that is too long. Raises RecordError where a source gives nothing else."""
+        name_dropped(prompt, excess)
+        self._dropped += 1
+        if self._dropped == MOST_IN_A_ROW:
+            raise all_too_long(self._dropped, excess)
 
     def _numbered(self, given: Group) -> Group:
         """A new group under the next number. Copies: a source may give one sample several times, and keeps its own."""
@@ -162,10 +181,8 @@ class OwnGroups:
         return type(self._source).__name__
 
     def _called(self, method: str, *values: Any, **named: Any) -> Any:
-        try:
+        with converted(f"{SOURCE}: {self._name}.{method}"):
             return getattr(self._source, method)(*values, **named)
-        except Exception as error:
-            raise HookError(f"{SOURCE}: {self._name}.{method} raised {type(error).__name__}: {error}") from error
 
 
 def _prompt(sample: Sample) -> Prompt:

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from slimectl.data.plain import plain_reward
 from slimectl.errors import HookError
-from slimectl.hooks import POINTS, Args
-from slimectl.types import Sample
+from slimectl.hooks import POINTS, Args, in_one_line
+from slimectl.types import Sample, detached_copy
 
 SETTING = "score.custom_rm_path"
 
@@ -25,15 +26,19 @@ class Own:
         self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
     def called(self, samples: Sequence[Sample], args: Args) -> Any:
-        """What it returns, or the awaitable of that."""
-        given = {"samples": list(samples)} if self.together else {"sample": samples[0]}
+        """What it returns, or the awaitable of that. It gets copies: a sample is the same whoever graded it."""
+        copies = [detached_copy(sample) for sample in samples]
+        given = {"samples": copies} if self.together else {"sample": copies[0]}
         return self._hook({"args": args, "settings": args, **given})
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
         """A reward for each sample. Raises HookError if there are not as many."""
         if not self.together:
-            return [_plain(returned)]
-        listed = returned.tolist() if hasattr(returned, "tolist") else returned
+            return [self._plain(returned, samples[0])]
+        try:
+            listed = returned.tolist() if hasattr(returned, "tolist") else returned
+        except Exception as error:
+            raise HookError(f"{SETTING}: {self.path}: its rewards: {in_one_line(error)}; return a list") from error
         if not isinstance(listed, list | tuple):
             raise HookError(
                 f"{SETTING}: {self.path} returned {type(returned).__name__} for {len(samples)} samples; "
@@ -43,12 +48,11 @@ class Own:
             raise HookError(
                 f"{SETTING}: {self.path} returned {len(listed)} rewards for {len(samples)} samples; return one for each"
             )
-        return [_plain(one) for one in listed]
+        return [self._plain(reward, sample) for reward, sample in zip(listed, samples, strict=True)]
 
-
-def _plain(reward: Any) -> Any:
-    """A number of numpy's or torch's as Python's."""
-    if isinstance(reward, dict):
-        return {key: _plain(value) for key, value in reward.items()}
-    single = not isinstance(reward, int | float) and hasattr(reward, "item") and getattr(reward, "ndim", 1) == 0
-    return reward.item() if single else reward
+    def _plain(self, reward: Any, sample: Sample) -> Any:
+        """The reward as JSON has it. Raises HookError with the sample, for what JSON has no word for."""
+        try:
+            return plain_reward(reward)
+        except ValueError as error:
+            raise HookError(f"{SETTING}: {self.path}: reward of sample {sample.index} {error}") from None

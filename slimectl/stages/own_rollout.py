@@ -18,9 +18,8 @@ from slimectl.rewards.verdict import is_number
 from slimectl.settings import Settings
 from slimectl.stages.attempt import Attempts, sampling_params, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups, flattened
-from slimectl.stages.rollout import fitting
 from slimectl.stages.sample_hooks import check_lengths, process_all
-from slimectl.stages.underway import Group
+from slimectl.stages.underway import Group, run_to_end
 from slimectl.types import Completion, Metrics, Prompt, Round, Sample, SamplingParams, Status
 
 FUNCTION = "rollout.function_path"
@@ -57,7 +56,7 @@ class OwnRollout:
             }
         )
         if inspect.isawaitable(made):
-            made = self._loop.run_until_complete(_finished(made))
+            made = run_to_end(self._loop, _finished(made))
         groups, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(made, "groups (lists of Samples), or (groups, metrics)")
@@ -89,6 +88,9 @@ class OwnRollout:
             self._draws += 1
             text = f"round {self._rollout_id}"
             params = dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._draws))
+        context = self._attempts.context
+        if context is not None and len(tokens) >= context:
+            return Completion([], [], "", "length")
         completion = await self._attempts.engine.generate(tokens, params=params)
         self._versions |= dict.fromkeys(completion.weight_versions)
         return completion
@@ -165,7 +167,7 @@ def own_samples(
     )
     state, function = SamplingState(), hook(settings, FUNCTION)
     assert function is not None
-    groups_of: PromptGroups | OwnGroups = PromptGroups(fitting(prompts, attempts, left_out), attempts, state)
+    groups_of: PromptGroups | OwnGroups = PromptGroups(attempts.drop_long_prompts(prompts, left_out), attempts, state)
     if source is not None:
         groups_of = OwnGroups(source, attempts, state, epochs=epochs, left_out=left_out)
     own, last, number = OwnRollout(function, attempts, settings), settings.run.num_rollout, 0
@@ -181,11 +183,16 @@ def own_samples(
 
 
 def own_evaluation(
-    function: Hook, prompts: Iterable[Prompt], attempts: Attempts, settings: Settings, rollout_id: int
+    function: Hook,
+    prompts: Iterable[Prompt],
+    attempts: Attempts,
+    settings: Settings,
+    rollout_id: int,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """What the function makes of held-out prompts, in one call; ungraded where it leaves that open."""
     own = OwnRollout(function, attempts, settings)
-    known = list(prompts)
+    known = list(attempts.drop_long_prompts(prompts, left_out))
     source = PromptGroups(iter(known), attempts, SamplingState(), count=lambda: len(known))
     try:
         yield from flattened(own.groups(rollout_id, source)[0])

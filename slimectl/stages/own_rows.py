@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slimectl.data.plain import kind_of
 from slimectl.errors import HookError
 from slimectl.hooks import Args, Hook, hook
 from slimectl.rewards.verdict import is_number
@@ -70,9 +71,9 @@ def flag_removed(samples: Sequence[Sample], settings: Settings) -> None:
         raise found.returned(made, "nothing; set sample.remove_sample of those that are to be left out")
     for sample in samples:
         if not isinstance(sample.remove_sample, bool):
+            value = kind_of(sample.remove_sample)
             raise HookError(
-                f"{FILTER}: {found.path} set remove_sample of sample {sample.index} to {sample.remove_sample!r}; set "
-                f"True or False"
+                f"{FILTER}: {found.path} set remove_sample of sample {sample.index} to {value}; set True or False"
             )
 
 
@@ -95,7 +96,9 @@ def _rewards(found: Hook, name: str, given: Any, count: int) -> list[float]:
         raise HookError(f"{found.setting}: {found.path} returned {len(numbers)} {name} for {count} samples; one each")
     for i, number in enumerate(numbers):
         if not is_number(number):
-            raise HookError(f"{found.setting}: {found.path}: {name} of sample {i} is {number!r}, not a finite number")
+            raise HookError(
+                f"{found.setting}: {found.path}: {name} of sample {i} is {kind_of(number)}, not a finite number"
+            )
     return [float(number) for number in numbers]
 
 

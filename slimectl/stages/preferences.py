@@ -5,7 +5,7 @@ P pairs; their rows stand together, the better one first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,43 @@ from slimectl.errors import RecordError
 from slimectl.ports import Critic, Policy
 from slimectl.settings.algorithm import Dpo, Pairwise, RewardModel
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.rollout import demonstration
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Row, Sample
+from slimectl.types import Metrics, Prompt, Row, Sample
 
 PAIR_BITS = 32
 
 
-def preferred(preferences: Iterable[Preference], tokenizer: Any, settings: RolloutSettings) -> Iterator[Sample]:
+def preferred(
+    preferences: Iterable[Preference],
+    tokenizer: Any,
+    settings: RolloutSettings,
+    *,
+    context: int | None = None,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+) -> Iterator[Sample]:
     """Two samples for every preference, the answer that was chosen with reward 1, the one that was rejected with 0.
 
-    The loss mask counts what the assistant said after all that both share. Raises RecordError, with file and line, for
-    an answer that the tokenizer's chat template cannot show.
+    The loss mask counts what the assistant said after all that both share. A preference of which one side is longer
+    than `context` is `left_out`. Raises RecordError, with file and line, for an answer that the tokenizer's chat
+    template cannot show, and where all are too long.
     """
-    for i, pair in enumerate(preferences):
+
+    def answers(number: int, pair: Preference) -> tuple[Prompt, list[Sample]]:
+        samples = []
         for place, answer in enumerate((pair.chosen, pair.rejected)):
             sample = demonstration(answer, tokenizer, settings, from_message=pair.shared)
-            sample.index, sample.reward = 2 * i + place, 1.0 - place
-            yield sample
+            sample.index, sample.reward = 2 * number + place, 1.0 - place
+            samples.append(sample)
+        return pair.chosen, samples
+
+    def excess(item: tuple[Prompt, list[Sample]]) -> str:
+        return next(filter(None, (demonstration_excess(sample, settings, context) for sample in item[1])), "")
+
+    pairs = (answers(i, pair) for i, pair in enumerate(preferences))
+    for _, samples in drop_long(pairs, lambda item: item[0], excess, left_out):
+        yield from samples
 
 
 def paired_rows(

@@ -7,21 +7,18 @@ from typing import Any
 
 from slimectl.data.buffer import SamplingState
 from slimectl.data.imitation import sft_sample
-from slimectl.errors import RecordError
 from slimectl.ports import Agent, Engine, OnSample
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.attempt import Attempts, sampling_params, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups
+from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.underway import Underway
 from slimectl.types import Prompt, Sample, SamplingParams, Status
 
-__all__ = ["demonstrations", "fitting", "most_in_flight", "rollout", "sampling_params", "single_turn"]
+__all__ = ["demonstrations", "most_in_flight", "rollout", "sampling_params", "single_turn"]
 
 ATTEMPTS_IN_FLIGHT = 1024
 """More than any embedded engine runs at once, so that a long answer at the head never starves it."""
-
-TOO_LONG_IN_A_ROW = 10_000
-"""Prompts left out one after another at which nothing better is to be hoped for."""
 
 
 def rollout(
@@ -45,14 +42,14 @@ def rollout(
     Lazy: prompts are drawn as answers are asked for, at most ATTEMPTS_IN_FLIGHT attempts beyond. An attempt that
     fails becomes a sample of status `failed`, its error in the metadata. `params` replaces what the settings say of
     sampling (evaluation does that). Prompts longer than `settings.max_prompt_len` are `left_out`, but for an
-    evaluation: its prompts are the same for every model. `on_sample` sees each sample, as of round `rollout_id`;
+    evaluation, whose prompts are the same for every model; so are those that leave no room for an answer. `on_sample`
+    sees each sample, as of round `rollout_id`;
     `agent_at` finds the agent that a sample names. A data source of the user's (`source`) stands in for `prompts`,
     `epochs` times its length.
     """
     attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
     attempts.on_sample, attempts.agent_at, attempts.rollout_id = on_sample, agent_at, rollout_id
-    if not evaluation:
-        prompts = fitting(prompts, attempts, left_out)
+    prompts = attempts.drop_long_prompts(prompts, left_out)
     groups: PromptGroups | OwnGroups = PromptGroups(iter(prompts), attempts, SamplingState())
     if source is not None:
         groups = OwnGroups(source, attempts, SamplingState(), epochs=epochs, left_out=left_out)
@@ -73,33 +70,24 @@ def most_in_flight(settings: RolloutSettings) -> int:
     return max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
 
 
-def fitting(
-    prompts: Iterable[Prompt], attempts: Attempts, left_out: Callable[[Prompt], Any] = lambda prompt: None
-) -> Iterator[Prompt]:
-    """The prompts of at most `max_prompt_len` tokens. Raises RecordError if 10 000 in a row are longer."""
-    limit = attempts.settings.max_prompt_len
-    in_a_row = 0
-    for prompt in prompts:
-        if limit is None or len(attempts.prompt_tokens(prompt)) <= limit:
-            in_a_row = 0
-            yield prompt
-            continue
-        left_out(prompt)
-        in_a_row += 1
-        if in_a_row == TOO_LONG_IN_A_ROW:
-            raise RecordError(
-                f"prompt {prompt.index}: {in_a_row} prompts in a row have more than rollout.max_prompt_len: {limit} "
-                f"tokens; raise it, or give shorter prompts"
-            )
-
-
-def demonstrations(prompts: Iterable[Prompt], tokenizer: Any, settings: RolloutSettings) -> Iterator[Sample]:
+def demonstrations(
+    prompts: Iterable[Prompt],
+    tokenizer: Any,
+    settings: RolloutSettings,
+    *,
+    context: int | None = None,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+) -> Iterator[Sample]:
     """What `rollout` would yield had the model answered with the label: one sample a prompt, for supervised steps.
 
-    A chat that ends with the assistant is its own demonstration. The loss mask comes from the chat template.
+    A chat that ends with the assistant is its own demonstration. The loss mask comes from the chat template. One that
+    is longer than `context` with its answer, or whose prompt is too long, is `left_out`. Raises RecordError if all are.
     """
-    for prompt in prompts:
-        yield demonstration(prompt, tokenizer, settings)
+    pairs = ((prompt, demonstration(prompt, tokenizer, settings)) for prompt in prompts)
+    fitting = drop_long(
+        pairs, lambda pair: pair[0], lambda pair: demonstration_excess(pair[1], settings, context), left_out
+    )
+    return (sample for _, sample in fitting)
 
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from slimectl.data.buffer import SamplingState
+from slimectl.data.plain import kind_of
 from slimectl.errors import HookError, SlimectlError
 from slimectl.hooks import hook
 from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
@@ -17,7 +18,7 @@ from slimectl.settings import Settings
 from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
 from slimectl.stages.groups import OwnGroups, PromptGroups
 from slimectl.stages.own_rollout import FUNCTION, OwnRollout, own_rounds
-from slimectl.stages.rollout import fitting, most_in_flight
+from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.sample_hooks import agent_at, on_sample, process_all
 from slimectl.stages.score import score
 from slimectl.stages.underway import Group, Underway
@@ -107,7 +108,7 @@ class _Rounds:
         self._seen: list[Group] = []
         epochs = None if settings.run.num_rollout else settings.run.num_epoch or 1
         self.source: PromptGroups | OwnGroups = (
-            PromptGroups(fitting(prompts, attempts, self._count_too_long), attempts, state, count=count)
+            PromptGroups(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
             if source is None
             else OwnGroups(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
         )
@@ -235,7 +236,9 @@ class _Rounds:
             )
 
     def _count_too_long(self, prompt: Prompt) -> None:
-        self._too_long += 1
+        if prompt.index >= self.state.long_prompts_until:  # else the round that an earlier process drew it for has it
+            self._too_long += 1
+            self.state.long_prompts_until = prompt.index + 1
 
 
 def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group]:
@@ -250,7 +253,8 @@ def verdict(answer: Any) -> tuple[bool, str]:
     kept, why = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
     if not isinstance(kept, bool):
         raise HookError(
-            f"rollout.dynamic_sampling_filter_path: returned {answer!r}; return True, False or (False, 'the reason')"
+            f"rollout.dynamic_sampling_filter_path: returned {kind_of(answer)}; return True, False or "
+            f"(False, 'the reason')"
         )
     return kept, str(why or "filtered")
 

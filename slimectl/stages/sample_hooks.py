@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from slimectl.errors import HookError
+from slimectl.data.records import refused_path
+from slimectl.errors import HookError, RecordError
 from slimectl.hooks import POINTS, Args, Hook, hook, hooks
 from slimectl.ports import Agent, OnSample
 from slimectl.settings import Settings
@@ -22,22 +23,28 @@ GENERATE = "rollout.custom_generate_function_path"
 def as_agent(found: Hook, args: Args) -> Agent:
     """The user's own generate function, with the settings among what it is offered.
 
-    Called bare: an attempt that raises is a failed sample, whether the function is async or not.
+    An attempt that raises is a failed sample, whether the function is async or not; one that exits ends the work.
     """
 
     def asked(offered: Mapping[str, Any]) -> Any:
-        return found.bare({**offered, "args": args, "settings": args})
+        return found.attempt({**offered, "args": args, "settings": args})
 
     asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
+    asked.name = found.name  # type: ignore[attr-defined]
     asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
     return asked
 
 
 def agent_at(settings: Settings) -> Callable[[str], Agent]:
-    """The agent at a path that a sample names. Raises HookError where there is none, or one for groups."""
+    """The agent at a path that a sample names.
+
+    Raises HookError where there is none, or one for groups, and RecordError where samples may not name one.
+    """
 
     @cache
     def found(path: str) -> Agent:
+        if not settings.rollout.allow_paths_in_records:
+            raise RecordError(refused_path("generate_function_path", path))
         agent = as_agent(POINTS[GENERATE].load(path), Args(settings))
         if getattr(agent, "together", False):
             raise HookError(f"{GENERATE}: {path} asks for samples, and a sample names it for itself; ask for sample")

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
-from slimectl.errors import HookError, SlimectlError
+from slimectl.data.plain import kind_of
+from slimectl.errors import HookError, RecordError, SlimectlError
+from slimectl.hooks import in_one_line
 from slimectl.ports import Executor, Policy
 from slimectl.rewards import Verdict
 from slimectl.rewards.asking import Asker
@@ -21,6 +23,10 @@ from slimectl.types import Sample, Status
 __all__ = ["Grader", "reward_number", "score"]
 
 
+Skip = Callable[[Sample, RecordError], None]
+"""Takes a sample that cannot be graded, and why."""
+
+
 def score(
     samples: Iterable[Sample],
     reward: Callable[[Sample], Any],
@@ -28,6 +34,7 @@ def score(
     *,
     executor: Executor,
     reference: Policy | None = None,
+    skip: Skip | None = None,
 ) -> Iterator[Sample]:
     """Grade every sample, in order; with a `reference` its log-probabilities are attached too.
 
@@ -36,15 +43,20 @@ def score(
     then up to settings.concurrency calls are drawn from `samples` beyond what has been asked for.
 
     A sample that overran the time limit gets reward 0 and the reason in metadata.reward_error; so does one whose
-    attempt failed. Raises HookError if the reward is no finite number, or no dict that has one under
-    `settings.reward_key`.
+    attempt failed. What cannot be graded for what its record says (no label, an unknown verifier) is handed to `skip`
+    with the error and left out; without it that RecordError is raised. Raises HookError if the reward is no finite
+    number, or no dict that has one under `settings.reward_key`.
     """
-    graded = _graded(samples, reward, settings, executor)
+    graded = _graded(samples, reward, settings, executor, skip)
     yield from graded if reference is None else with_log_probs(graded, reference, "ref_log_probs", again=True)
 
 
 def _graded(
-    samples: Iterable[Sample], reward: Callable[[Sample], Any], settings: ScoreSettings, executor: Executor
+    samples: Iterable[Sample],
+    reward: Callable[[Sample], Any],
+    settings: ScoreSettings,
+    executor: Executor,
+    skip: Skip | None,
 ) -> Iterator[Sample]:
     grader = as_calls(reward)
     waiting: deque[list[Sample]] = deque()
@@ -63,7 +75,14 @@ def _graded(
         if isinstance(results, Generator):  # not left to the garbage collector when a result is an error
             ending.callback(results.close)
         for result in results:
-            yield from _rewarded(waiting.popleft(), result, settings.reward_key)
+            call = waiting.popleft()
+            if skip is not None and isinstance(result, RecordError):
+                for sample in call:
+                    skip(sample, result)
+                continue
+            if isinstance(result, ChildProcessError):
+                raise HookError(f"{_which(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory")
+            yield from _rewarded(call, result, settings)
 
 
 def _here(grader: Calls, calls: Iterable[list[Sample]], concurrency: int) -> Iterator[list[Any] | BaseException]:
@@ -91,7 +110,7 @@ def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any]
         return error
 
 
-def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_key: str | None) -> Iterator[Sample]:
+def _rewarded(samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings) -> Iterator[Sample]:
     """The samples of one call with what came of it. Raises what is not to be mended by going on."""
     late = isinstance(result, TimeoutError)
     if isinstance(result, HookError):  # of a function that knows no numbers of samples
@@ -106,14 +125,22 @@ def _rewarded(samples: list[Sample], result: list[Any] | BaseException, reward_k
             sample.reward = 0.0
             sample.metadata["reward_error"] = str(result)
         elif isinstance(result, BaseException):
-            raise HookError(f"reward of sample {sample.index}: {type(result).__name__}: {result}") from result
+            raise HookError(f"reward of sample {sample.index}: {in_one_line(result)}") from result
         else:
             if isinstance(reward, Verdict):
                 sample.metadata["explanation"] = reward.to_json()
                 reward = reward.reward
             sample.reward = reward
-            reward_number(sample, reward_key)
+            try:
+                reward_number(sample, settings.reward_key)
+            except HookError as error:
+                raise HookError(f"{_grader_name(settings)}: {error}") from None
         yield sample
+
+
+def _grader_name(settings: ScoreSettings) -> str:
+    path, rm_type = settings.custom_rm_path, settings.rm_type
+    return f"score.custom_rm_path: {path}" if path else f"score.rm_type: {rm_type}" if rm_type else "score.rm"
 
 
 def _which(samples: list[Sample]) -> str:
@@ -136,7 +163,7 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
         value = float(value)
     if not is_number(value):
         raise HookError(
-            f"reward of sample {sample.index} is {value!r}, not a finite number; mend the reward function"
+            f"reward of sample {sample.index} is {kind_of(value)}, not a finite number; mend the reward function"
             + ("" if not isinstance(sample.reward, dict) else f" (key {reward_key!r})")
         )
     return float(value)

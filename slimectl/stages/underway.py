@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from slimectl.stages.attempt import Attempts
 from slimectl.types import Prompt, Sample
 
 Group = list[Sample]
+Result = TypeVar("Result")
 
 
 class Underway:
@@ -43,11 +44,11 @@ class Underway:
         """The oldest group, once it has finished."""
         task = next(iter(self._tasks))
         del self._tasks[task]
-        return self._loop.run_until_complete(task)
+        return run_to_end(self._loop, task)
 
     def first(self) -> Group:
         """The group that finishes first, the oldest of several."""
-        self._loop.run_until_complete(asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
+        run_to_end(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
         task = next(task for task in self._tasks if task.done())
         del self._tasks[task]
         return task.result()
@@ -59,7 +60,7 @@ class Underway:
             tasks, self._tasks = list(self._tasks), {}
             if tasks:
                 self._loop.run_until_complete(self.attempts.engine.abort())
-            return [self._loop.run_until_complete(task) for task in tasks]
+            return [run_to_end(self._loop, task) for task in tasks]
         finally:
             self.attempts.breaking_off = False
 
@@ -77,6 +78,17 @@ class Underway:
         if ending:
             self._loop.run_until_complete(asyncio.gather(*ending, return_exceptions=True))
         self._loop.close()
+
+
+def run_to_end(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
+    """Drive the loop until the work is done, also past a sys.exit in some other task, with which asyncio leaves it."""
+    task = asyncio.ensure_future(work, loop=loop)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit:
+            if task.done():
+                raise
 
 
 def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from slimectl.wiring.engines import engine
 from slimectl.wiring.fleets import check_engine, client, companions, engine_gpus, engines, fleet
 from slimectl.wiring.learners import learners
 from slimectl.wiring.models import (
+    context_length,
     convert,
     device,
     is_gguf,
@@ -15,7 +16,17 @@ from slimectl.wiring.models import (
 from slimectl.wiring.places import check_executor, executor, graders, placement
 from slimectl.wiring.policies import check_policy, critic, frozen, layout, policy, total_steps
 from slimectl.wiring.references import MovingReference, reference, teacher
-from slimectl.wiring.sources import agent, data_source, from_buffer, keep, prompts, reward, rolled_out, training_samples
+from slimectl.wiring.sources import (
+    agent,
+    check_pipes,
+    data_source,
+    from_buffer,
+    keep,
+    prompts,
+    reward,
+    rolled_out,
+    training_samples,
+)
 from slimectl.wiring.trackers import check_trackers, identity, trackers
 from slimectl.wiring.transports import Transport, in_process, keyed, keys, to_servers, urls, workers
 
@@ -25,10 +36,12 @@ __all__ = [
     "agent",
     "check_engine",
     "check_executor",
+    "check_pipes",
     "check_policy",
     "check_trackers",
     "client",
     "companions",
+    "context_length",
     "convert",
     "critic",
     "data_source",

@@ -10,6 +10,7 @@ from slimectl.data.integrity import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, read_json
+from slimectl.settings import Settings
 from slimectl.weights.complete import raw_config
 
 
@@ -65,6 +66,17 @@ def tokenizer(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     check_template(loaded, folder)
     return loaded
+
+
+def context_length(settings: Settings, folder: Path) -> int | None:
+    """Tokens of prompt and answer together: rollout.max_context_len, or what the model in a directory was made for."""
+    from slimectl.weights.complete import read_config
+
+    if settings.rollout.max_context_len is not None:
+        return settings.rollout.max_context_len
+    config = read_config(folder)
+    length = config.get("text_config", config).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def new_model(card: str, into: Path, *, seed: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from slimectl.errors import SettingsError
+from slimectl.data.plain import plain_number
+from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import Args, hook
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, Sft
@@ -40,12 +41,32 @@ def prompts(
     )
 
 
+def check_pipes(settings: Settings) -> None:
+    """Raise SettingsError for a pipe that a run would read more than once."""
+    from slimectl.data.bytestreams import is_pipe
+
+    warm_up = [*settings.warmup.data, *settings.rollout.data] if settings.warmup.data else []
+    for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
+        raise SettingsError(
+            f"{source}: is a pipe, and evaluations and the warm-up read it again; write it to a file first"
+        )
+
+
 def training_samples(
-    settings: Settings, path: str, text: Any, *, on_error: str, report: Callable[[str], None]
+    settings: Settings,
+    path: str,
+    text: Any,
+    *,
+    on_error: Literal["stop", "skip"],
+    report: Callable[[RecordError], None],
+    on_line: Callable[[str], None] = lambda location: None,
+    context: int | None = None,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
     """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
-    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`.
+    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`. Of both, what is
+    longer than `context` is `left_out`.
     """
     from slimectl.data.jsonl import read_samples
 
@@ -61,18 +82,20 @@ def training_samples(
             tool_key=given.tool_key,
             shuffle_seed=given.seed if given.shuffle else None,
         )
-        return preferred(pairs, text, given)
+        return preferred(pairs, text, given, context=context, left_out=left_out)
     if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
-        return demonstrations(prompts(settings, [path]), text, settings.rollout)
-    return read_samples(path, on_error=on_error, report=report)
+        return demonstrations(prompts(settings, [path]), text, settings.rollout, context=context, left_out=left_out)
+    return read_samples(path, on_error=on_error, report=report, on_line=on_line)
 
 
 def _has_tokens(path: str) -> bool:
     """Whether the first row is a sample rather than a prompt."""
+    from slimectl.data.bytestreams import spool
     from slimectl.data.prompts import ordered_rows
 
+    spool(path)  # it is read again from its beginning
     return any(isinstance(row, dict) and "tokens" in row for _, row in islice(ordered_rows([path]), 1))
 
 
@@ -127,7 +150,17 @@ def rolled_out(
 def keep(settings: Settings) -> Keep | None:
     """The filter of finished groups."""
     found, args = hook(settings, "rollout.dynamic_sampling_filter_path"), Args(settings)
-    return None if found is None else lambda samples: found({"args": args, "settings": args, "samples": samples})
+    if found is None:
+        return None
+
+    def passes(samples: list[Sample]) -> bool | tuple[bool, str]:
+        answer = found({"args": args, "settings": args, "samples": samples})
+        kept = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        if not isinstance(kept, bool) and plain_number(kept) not in (0, 1):
+            raise found.returned(answer, "True, False or (False, 'the reason')")
+        return (bool(kept), str(answer[1])) if isinstance(answer, tuple) else bool(kept)
+
+    return passes
 
 
 def from_buffer(settings: Settings) -> FromBuffer | None:

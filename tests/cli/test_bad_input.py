@@ -128,11 +128,20 @@ def test_a_group_of_one(workshop: Workshop):
     assert line.startswith("rollout.n_samples_per_prompt: 1 gives groups of one")
 
 
-def test_a_prompt_longer_than_the_context(workshop: Workshop):
-    (workshop.folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 300}) + "\n")
-    line = refused(workshop, "rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=2)
-    assert "300" in line
-    assert "256" in line
+def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Workshop):
+    long, short = {"prompt": "x" * 300}, {"prompt": "say"}
+    reason = "300 tokens leave no room for an answer in a context of 256"
+    (workshop.folder / "long.jsonl").write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n")
+    out = workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl")
+    assert [json.loads(line)["group_index"] for line in out.splitlines()] == [1] * 4
+    first, last = workshop.stderr.splitlines()
+    assert first == f"long.jsonl:1: left out: {reason}"
+    assert last.endswith("prompts too long 1")
+    (workshop.folder / "long.jsonl").write_text(json.dumps(long) + "\n")
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=3)
+    assert workshop.stderr.splitlines()[-1].startswith(
+        f"slimectl: all 1 prompts read are too long, the last one with {reason}; raise rollout.max_prompt_len or"
+    )
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def reward(sample):
     with open("graded.txt", "a") as file:
         file.write(f"{sample.index} ")
     if sample.index == 6 and os.path.exists("trap"):
-        os._exit(9) if open("trap").read() == "kill" else 1 / 0
+        os.kill(os.getpid(), 9) if open("trap").read() == "kill" else 1 / 0
     return float(sample.index)
 
 def whole(samples):
@@ -163,7 +163,7 @@ def cut_off(workshop: Workshop, how: str, *arguments: str, out: str = "scored.js
     (workshop.folder / "slow.py").write_text(SLOW)
     (workshop.folder / "trap").write_text(how)
     command = ("score", "samples.jsonl", *arguments, "--out", out)
-    workshop.slimectl(*command, code=9 if how == "kill" else 2)
+    workshop.slimectl(*command, code=-9 if how == "kill" else 2)
     assert not (workshop.folder / out).exists()
     (workshop.folder / "trap").unlink()
     workshop.slimectl(*command)

@@ -161,7 +161,7 @@ def test_functions_are_sources(tmp_path: Path):
     assert list(open_prompts([f"{file}:listed"], epochs=2))[1] == Prompt("a", label="b", index=1)
     with pytest.raises(SettingsError, match="unexpected keyword argument 'sizes'"):
         texts(f"{file}:rows?sizes=2")
-    with pytest.raises(HookError, match="failing: raised ZeroDivisionError: division by zero"):
+    with pytest.raises(HookError, match="failing raised ZeroDivisionError: division by zero"):
         texts(f"{file}:failing")
 
 

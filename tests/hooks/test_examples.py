@@ -373,7 +373,7 @@ def trackers_get_one_more_number_of_an_evaluation(run: Run, plain: Plain) -> Non
 
 
 def test_a_sample_may_name_its_own_generate_function(run: Run):
-    ran = run("rollout.data_source_path=own.py:Mixed", "rollout.data=[]")
+    ran = run("rollout.data_source_path=own.py:Mixed", "rollout.data=[]", "rollout.allow_paths_in_records=true")
     assert ["own" in sample.get("metadata", {}) for sample in ran.samples()] == [False] * 3 + [True] * 3
 
 

@@ -15,6 +15,7 @@ from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.chat import render
 from slimectl.errors import BackendError, RecordError
 from slimectl.recipes.agents import calculator, code, debate, search
+from slimectl.settings import Settings
 from slimectl.types import Completion, Prompt, Sample, SamplingParams
 
 TEXT = byte_tokenizer()
@@ -73,7 +74,11 @@ def test_bm25_is_computed_as_published():
 def test_search_shows_the_passages_that_fit(tmp_path: Path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(CORPUS)
-    sample = made(search.generate, "<search>Elbe</search>", "Hamburg.", metadata={"corpus": str(corpus)})
+    words, metadata = ("<search>Elbe</search>", "Hamburg."), {"corpus": str(corpus)}
+    with pytest.raises(RecordError, match=r"metadata\.corpus: names a file, .* set rollout\.allow_paths_in_records"):
+        made(search.generate, *words, metadata=metadata, args=Settings())
+    trusting = Settings.model_validate({"rollout": {"allow_paths_in_records": True}})
+    sample = made(search.generate, *words, metadata=metadata, args=trusting)
     assert "The Elbe flows to Hamburg." in read(sample)
     assert "Bread" not in read(sample)
     assert sample.non_generation_time > 0
@@ -81,7 +86,7 @@ def test_search_shows_the_passages_that_fit(tmp_path: Path):
 
 def test_search_without_a_corpus_says_what_to_give():
     with pytest.raises(RecordError, match=r"prompt 0: metadata\.corpus: missing; name the text file"):
-        made(search.generate, "<search>Elbe</search>")
+        made(search.generate, "<search>Elbe</search>", args=Settings())
 
 
 def test_programs_run_in_the_sandbox_and_their_output_is_read():

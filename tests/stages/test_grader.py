@@ -162,7 +162,12 @@ def test_samples_may_name_graders_of_their_own(file, executor):
     samples = siblings(2, 2)
     samples[1].custom_rm_path = f"{file}:awaited"
     samples[3].custom_rm_path = f"{file}:one_slowly"
-    assert rewards(settings_of(f"{file}:lengths"), samples, executor) == [0.0, 0.25, 2.0, 3.0]
+    assert rewards(settings_of(f"{file}:lengths", allow_paths_in_records=True), samples, executor) == [
+        0.0,
+        0.25,
+        2.0,
+        3.0,
+    ]
 
 
 @pytest.mark.parametrize(

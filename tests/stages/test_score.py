@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.errors import HookError, SettingsError
+from slimectl.errors import HookError, RecordError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
@@ -111,7 +111,7 @@ def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(execut
     assert reward_number(sample, "format") == 0.25
     assert reward_number(Sample(reward={"score": 0.5, "why": ""}), None) == 0.5  # the key that needs no setting
     assert reward_number(Sample(reward=True), None) == 1.0
-    with pytest.raises(HookError, match=r"reward of sample 0 is 10{400}, not a finite number"):
+    with pytest.raises(HookError, match=r"reward of sample 0 is a number too large for a float, not a finite number"):
         reward_number(Sample(reward=10**400), None)
     with pytest.raises(HookError, match=r"'style' is not in the reward of sample 0 \(accuracy, format, why\)"):
         next(score([answered("x")], graded, ScoreSettings(reward_key="style"), executor=executor))
@@ -122,12 +122,16 @@ def test_a_dict_reward_is_kept_whole_and_one_of_its_numbers_is_trained_on(execut
 def test_the_nearest_word_decides_who_grades(tmp_path: Path):
     (tmp_path / "graders.py").write_text("def of_run(sample): return 0.1\ndef of_sample(sample): return 0.2\n")
     own, runs = f"{tmp_path}/graders.py:of_sample", f"{tmp_path}/graders.py:of_run"
-    everything = Settings.model_validate({"score": {"rm_type": "exact", "custom_rm_path": runs}})
+    names = {"rm_type": "exact", "custom_rm_path": runs}
+    everything = Settings.model_validate({"score": {**names, "allow_paths_in_records": True}})
+    careful = Settings.model_validate({"score": names})
     by_type = Settings.model_validate({"score": {"rm_type": "exact"}})
     sample = {"response": "about 4 apples", "label": "4"}
     contains = {"metadata": {"rm_type": "contains"}}
     assert rewards(everything, answered(**sample, **contains, custom_rm_path=own)) == [0.2]
     assert rewards(everything, answered(**sample, **contains)) == [0.1]
+    with pytest.raises(RecordError, match=r"^sample 0: custom_rm_path: .* set score\.allow_paths_in_records = true"):
+        rewards(careful, answered(**sample, custom_rm_path=own))
     assert rewards(by_type, answered(**sample, **contains)) == [1.0]
     assert rewards(by_type, answered(**sample)) == [0.0]
     assert rewards(by_type, answered(response="4", label="4")) == [1.0]

@@ -127,6 +127,14 @@ class SglangEngine:
                     raise BackendError(
                         f"engine at {url} serves another model: its {name} is {found}, that of model.path {wanted}"
                     )
+            self._take_context(url)
+
+    def _take_context(self, url: str) -> None:
+        """Ask no more of a server than it reads: it may have been started with a shorter context than the model's."""
+        reply = asyncio.run(get(f"{url}/server_info", timeout_s=CONNECT_S))
+        length = reply.body.get("context_length") if reply.status == 200 and isinstance(reply.body, dict) else None
+        if isinstance(length, int) and length > 0:
+            self.max_context = min(self.max_context, length)
 
     def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.

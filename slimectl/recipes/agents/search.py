@@ -54,11 +54,19 @@ def index_of(path: str) -> Bm25:
     return Bm25([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
 
 
-async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
-    """Answer with the passages of the file `metadata.corpus` at hand."""
+async def generate(
+    args: Any, sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any
+) -> Sample:
+    """Answer with the passages of the file `metadata.corpus` at hand, where rollout.allow_paths_in_records says so."""
     talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    prompt = f"prompt {sample.group_index}: metadata.corpus"
     if "corpus" not in sample.metadata:
-        raise RecordError(f"prompt {sample.group_index}: metadata.corpus: missing; name the text file to search in")
+        raise RecordError(f"{prompt}: missing; name the text file to search in")
+    if not args.rollout.allow_paths_in_records:
+        raise RecordError(
+            f"{prompt}: names a file, and prompts may not choose what is read; set rollout.allow_paths_in_records = "
+            f"true if you trust them"
+        )
     index = index_of(sample.metadata["corpus"])
     while (said := await talk.ask()) is not None:
         queries = CALL.findall(said)

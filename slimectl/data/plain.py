@@ -1,0 +1,98 @@
+"""Numbers of other libraries as JSON has them: what a user's function returns, before anything else sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+DEEPEST = 32
+"""Objects and lists inside one another in a reward."""
+
+
+def plain_number(value: Any) -> int | float | None:
+    """Return a number of any library as Python's int or float; None for what is no single number.
+
+    >>> from decimal import Decimal
+    >>> plain_number(True), plain_number(Decimal("0.5")), plain_number("0.5")
+    (1.0, 0.5, None)
+    """
+    if type(value) is int or type(value) is float:
+        return value
+    if isinstance(value, str | bytes) or getattr(value, "ndim", None) or isinstance(value, complex):
+        return None
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, complex):
+            return None
+        if isinstance(number, int) and not isinstance(number, bool):
+            return int(number)
+        return float(number) if hasattr(number, "__float__") else None
+    except Exception:  # symbols, empty arrays and the like
+        return None
+
+
+def plain_reward(value: Any) -> Any:
+    """Return a reward as JSON has it: a number, or an object whose entries are JSON values.
+
+    >>> plain_reward({"score": True, "parts": (1, None), "note": "ok"})
+    {'score': 1.0, 'parts': [1, None], 'note': 'ok'}
+
+    Raises ValueError, with what is wrong, for what is neither.
+    """
+    if isinstance(value, dict):
+        return {_key(key): _entry(entry, str(key), DEEPEST) for key, entry in value.items()}
+    number = plain_number(value)
+    if number is None or not is_finite(number):
+        raise ValueError(f"is {kind_of(value)}, not a finite number; mend the reward function")
+    return number
+
+
+def is_finite(number: int | float) -> bool:
+    """Return whether a float can hold the number, which JSON's whole numbers need not let it."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def _key(key: Any) -> str:
+    if type(key) is not str:
+        raise ValueError(f"has the key {kind_of(key)}; name its entries by strings")
+    return key
+
+
+def _entry(value: Any, key: str, depth: int) -> Any:
+    if value is None or type(value) is str:
+        return value
+    if not depth:
+        raise ValueError(f"has objects more than {DEEPEST} deep under {key!r:.60}; return a flat one")
+    if isinstance(value, dict):
+        return {_key(name): _entry(entry, key, depth - 1) for name, entry in value.items()}
+    if getattr(value, "ndim", 0):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_entry(entry, key, depth - 1) for entry in value]
+    if isinstance(value, str):
+        return str(value)
+    number = plain_number(value)
+    if number is None or not is_finite(number):
+        raise ValueError(f"has {kind_of(value)} under {key!r:.60}, which JSON has no word for; return numbers or texts")
+    return number
+
+
+def kind_of(value: Any) -> str:
+    """Return a value in a few words: its type, and the value itself where that is short.
+
+    >>> kind_of(None), kind_of([1, 2]), kind_of(2.5)
+    ('None', 'list of 2', '2.5')
+    """
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        size = abs(value)
+        return str(value) if size < 10**18 else f"{value:.3e}" if size < 10**300 else "a number too large for a float"
+    if isinstance(value, str | bytes):
+        return f"{value[:60]!r}"
+    if isinstance(value, list | tuple | dict):
+        return f"{type(value).__name__} of {len(value)}"
+    return f"of type {type(value).__name__}"
