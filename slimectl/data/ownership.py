@@ -30,7 +30,7 @@ COMPANIONS = (
     r"(config|generation_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.jinja|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt"
 )
-MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
+MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|manifest)-[^/]+)"
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|samples\.jsonl)"
 
 CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
@@ -69,9 +69,9 @@ RUN_NAMES = re.compile(
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest that this program wrote into a folder; None if there is none that can be read."""
     with suppress(OSError, ValueError):
-        facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if isinstance(facts, dict) and ("slimectl" in facts or isinstance(facts.get("files"), dict)):
-            return facts
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and ("slimectl" in manifest or isinstance(manifest.get("files"), dict)):
+            return manifest
     return None
 
 

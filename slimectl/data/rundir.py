@@ -203,10 +203,10 @@ class RunDir:
         settings_toml: str,
         *,
         force: bool = False,
-        facts: Mapping[str, Any] | None = None,
+        manifest: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make the folder, sign it with the `facts` of its manifest, and write run.toml.
+        """Make the folder, sign it with the `manifest` (stage, settings, host), and write run.toml.
 
         A run that failed before it had anything to show (no model to convert, say) is no run: its files are replaced.
         Raises SettingsError if a run is already there and not `force`, or if the folder is not a run's.
@@ -222,13 +222,13 @@ class RunDir:
             self._clear(warn)
         with explained_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        self._sign(facts)
+        self._sign(manifest)
         with explained_storage(self.path):
             self._sweep()
         write_text(self.path / "run.toml", settings_toml)
 
-    def _sign(self, facts: Mapping[str, Any] | None) -> None:
-        signed = {"slimectl": __version__, **(facts or {}), "stage": "run"}
+    def _sign(self, manifest: Mapping[str, Any] | None) -> None:
+        signed = {"slimectl": __version__, **(manifest or {}), "stage": "run"}
         write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
 
     def _clear(self, warn: Callable[[str], None]) -> None:
@@ -250,7 +250,7 @@ class RunDir:
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, facts: Mapping[str, Any] | None = None) -> None:
+    def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
         """Make a folder ready to go on from: clear away what a killed run left half-written.
 
         A run of an older version, which signed at its end only, is signed now. Raises SettingsError if there is no run.
@@ -267,7 +267,7 @@ class RunDir:
         with explained_storage(self.path):
             self._sweep()
         if not signed:
-            self._sign(facts)
+            self._sign(manifest)
 
     def _sweep(self) -> None:
         """Remove what was half-written when a run was killed, and finish what was half-renamed."""
