@@ -30,9 +30,11 @@ COMPANIONS = (
     r"(config|generation_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.jinja|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt"
 )
-MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|manifest)-[^/]+)"
+MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|samples\.jsonl)"
 
+PUSHES = re.compile(r"weights_\d+|current|check")
+"""Weights on their way to engines, in the run's folder `weights`."""
 CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """The files of a step, of a model and of a warm-up, by their paths in it, where no manifest lists them."""
 
@@ -45,16 +47,15 @@ RUN_FILES = re.compile(
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|samples\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
-    rf"|logs/[^/]+\.log|weights/(weights_\d+|current|check|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
+    rf"|logs/[^/]+\.log|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|tensorboard/events\.out\.tfevents\.[^/]+"
-    rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/run-[^/]+/.+"
+    rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/(run-[^/]+/.+|\.gitignore)"
 )
 """The files of a run folder, by their paths in it; whatever else lies there is the user's."""
 
-
 TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
-TRANSIENT = re.compile(r"\.tmp-|[^/]+/\.tmp-|weights/")
-"""What of a run's files a resume removes: half-written ones, and weights on their way to engines."""
+HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+")
+"""What of a run's files a resume removes."""
 
 UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 """What a run leaves that was killed before its folder had a manifest."""

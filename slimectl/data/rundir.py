@@ -266,6 +266,9 @@ class RunDir:
         ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
         with explained_storage(self.path):
             self._sweep()
+            for push in self.path.glob("weights/*"):
+                if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
+                    (push / STAGED).touch()  # earlier versions did not mark what the next push replaces
         if not signed:
             self._sign(manifest)
 
@@ -275,7 +278,7 @@ class RunDir:
             for old in parent.glob(".old-*"):
                 recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
         ownership.remove_files(
-            self.path, [name for name in ownership.own_run_files(self.path) if ownership.TRANSIENT.match(name)]
+            self.path, [name for name in ownership.own_run_files(self.path) if ownership.HALF_WRITTEN.fullmatch(name)]
         )
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):
