@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 
 def main() -> None:
@@ -19,4 +20,5 @@ def main() -> None:
         sys.exit(130)
     finally:
         # All is said and done: a late Ctrl-C is not to tear what libraries do at exit apart.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
