@@ -72,7 +72,7 @@ class Job:
             if resume:
                 self.folder.adopt(manifest.facts)
             else:
-                self.folder.start(settings_toml, force=force, facts=manifest.facts, warn=say)
+                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=say)
             self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
                 finished = self._explained(self._prepared())

@@ -109,6 +109,7 @@ SIGNALS = {
     "INT twice": signal.SIGINT, "STOP then KILL": signal.SIGSTOP,
 }  # fmt: skip
 DOCUMENTED = {0, 130, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
+"""And 15 under Ray, whose own handler of SIGTERM exits with its number."""
 GRACE_S = 30.0
 """How long what a run started may take to leave after it."""
 
@@ -160,7 +161,7 @@ class Killer:
             command = ["run", "--resume", f"runs/{run}"] if begun else ["run", "--name", run, *mode.options]
             code, place = self._killed(command, run, mode, name)
             steps.append(f"{name} at {place} ({code})")
-            if code not in DOCUMENTED:
+            if code not in DOCUMENTED | ({int(signal.SIGTERM)} if mode.name == "Ray" else set()):
                 faults.append(f"exit code {code} after {name}")
         begun = (self.workshop.folder / "runs" / run / "run.toml").exists()
         command = ["run", "--resume", f"runs/{run}"] if begun else ["run", "--name", run, *mode.options]

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 
 def main() -> None:
@@ -31,4 +32,5 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         # All is said and done: a late Ctrl-C is not to tear what libraries do at exit apart.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -93,8 +93,8 @@ class Lock:
         file, self._file = self._file, None
         if file is None or self._pid != os.getpid():
             return
-        facts = os.fstat(file)
-        _held.pop((facts.st_dev, facts.st_ino), None)
+        status = os.fstat(file)
+        _held.pop((status.st_dev, status.st_ino), None)
         # Removed before it is freed: who waits for this inode looks again whether it still has the name.
         with suppress(OSError):
             self.path.unlink()
@@ -114,8 +114,8 @@ class Lock:
         file = os.open(self.path, flags, 0o644)
         try:
             old = self._take(file)
-            facts = os.fstat(file)
-            if not _is_named(self.path, facts):
+            status = os.fstat(file)
+            if not _is_named(self.path, status):
                 os.close(file)
                 return False
             if old is not None and old.host != socket.gethostname():
@@ -126,14 +126,14 @@ class Lock:
             os.close(file)
             raise
         self._file, self._pid = file, os.getpid()
-        _held[facts.st_dev, facts.st_ino] = self._pid
+        _held[status.st_dev, status.st_ino] = self._pid
         return True
 
     def is_ours(self) -> bool:
         """Return whether this process holds the lock on this file already, by this object or another."""
         with suppress(OSError):
-            facts = os.stat(self.path, follow_symlinks=False)
-            return _held.get((facts.st_dev, facts.st_ino)) == os.getpid()
+            status = os.stat(self.path, follow_symlinks=False)
+            return _held.get((status.st_dev, status.st_ino)) == os.getpid()
         return False
 
     def _take(self, file: int) -> Holder | None:
@@ -165,7 +165,7 @@ class Lock:
 
 
 def _signature() -> bytes:
-    facts = {
+    record = {
         "mark": MARK,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -173,25 +173,25 @@ def _signature() -> bytes:
         "boot": _boot_id(),
         "ticks": _start_ticks(os.getpid()),
     }
-    return json.dumps(facts).encode() + b"\n"
+    return json.dumps(record).encode() + b"\n"
 
 
 def _read(content: bytes) -> Holder | None:
     """Return the holder that a lock file names; None if it names none."""
     try:
-        facts: dict[str, Any] = json.loads(content)
-        if facts.pop("mark") != MARK:
+        record: dict[str, Any] = json.loads(content)
+        if record.pop("mark") != MARK:
             return None
-        return Holder(**facts)
+        return Holder(**record)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _is_named(path: Path, facts: os.stat_result) -> bool:
+def _is_named(path: Path, status: os.stat_result) -> bool:
     """Return whether the open file still has its name: a holder removes it at its end."""
     with suppress(OSError):
         named = os.stat(path, follow_symlinks=False)
-        return (named.st_dev, named.st_ino) == (facts.st_dev, facts.st_ino)
+        return (named.st_dev, named.st_ino) == (status.st_dev, status.st_ino)
     return False
 
 

@@ -33,6 +33,8 @@ COMPANIONS = (
 MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|samples\.jsonl)"
 
+PUSHES = re.compile(r"weights_\d+|current|check")
+"""Weights on their way to engines, in the run's folder `weights`."""
 CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """The files of a step, of a model and of a warm-up, by their paths in it, where no manifest lists them."""
 
@@ -45,16 +47,15 @@ RUN_FILES = re.compile(
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|samples\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
-    rf"|logs/[^/]+\.log|weights/(weights_\d+|current|check|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
+    rf"|logs/[^/]+\.log|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|tensorboard/events\.out\.tfevents\.[^/]+"
-    rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/run-[^/]+/.+"
+    rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/(run-[^/]+/.+|\.gitignore)"
 )
 """The files of a run folder, by their paths in it; whatever else lies there is the user's."""
 
-
 TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
-TRANSIENT = re.compile(r"\.tmp-|[^/]+/\.tmp-|weights/")
-"""What of a run's files a resume removes: half-written ones, and weights on their way to engines."""
+HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+")
+"""What of a run's files a resume removes."""
 
 UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 """What a run leaves that was killed before its folder had a manifest."""
@@ -69,9 +70,9 @@ RUN_NAMES = re.compile(
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest that this program wrote into a folder; None if there is none that can be read."""
     with suppress(OSError, ValueError):
-        facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if isinstance(facts, dict) and ("slimectl" in facts or isinstance(facts.get("files"), dict)):
-            return facts
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and ("slimectl" in manifest or isinstance(manifest.get("files"), dict)):
+            return manifest
     return None
 
 

@@ -181,10 +181,10 @@ class RunDir:
         settings_toml: str,
         *,
         force: bool = False,
-        facts: Mapping[str, Any] | None = None,
+        manifest: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make the folder, sign it with the `facts` of its manifest, and write run.toml.
+        """Make the folder, sign it with the `manifest` (stage, settings, host), and write run.toml.
 
         A run that failed before it had anything to show (no model to convert, say) is no run: its files are replaced.
         Raises SettingsError if a run is already there and not `force`, or if the folder is not a run's.
@@ -200,13 +200,13 @@ class RunDir:
             self._clear(warn)
         with explained_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        self._sign(facts)
+        self._sign(manifest)
         with explained_storage(self.path):
             self._sweep()
         write_text(self.path / "run.toml", settings_toml)
 
-    def _sign(self, facts: Mapping[str, Any] | None) -> None:
-        signed = {"slimectl": __version__, **(facts or {}), "stage": "run"}
+    def _sign(self, manifest: Mapping[str, Any] | None) -> None:
+        signed = {"slimectl": __version__, **(manifest or {}), "stage": "run"}
         write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
 
     def _clear(self, warn: Callable[[str], None]) -> None:
@@ -228,7 +228,7 @@ class RunDir:
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, facts: Mapping[str, Any] | None = None) -> None:
+    def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
         """Make a folder ready to go on from: clear away what a killed run left half-written.
 
         A run of an older version, which signed at its end only, is signed now. Raises SettingsError if there is no run.
@@ -244,8 +244,11 @@ class RunDir:
         ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
         with explained_storage(self.path):
             self._sweep()
+            for push in self.path.glob("weights/*"):
+                if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
+                    (push / STAGED).touch()  # earlier versions did not mark what the next push replaces
         if not signed:
-            self._sign(facts)
+            self._sign(manifest)
 
     def _sweep(self) -> None:
         """Remove what was half-written when a run was killed, and finish what was half-renamed."""
@@ -253,7 +256,7 @@ class RunDir:
             for old in parent.glob(".old-*"):
                 recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
         ownership.remove_files(
-            self.path, [name for name in ownership.own_run_files(self.path) if ownership.TRANSIENT.match(name)]
+            self.path, [name for name in ownership.own_run_files(self.path) if ownership.HALF_WRITTEN.fullmatch(name)]
         )
         for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
             if ownership.TEMPORARY.fullmatch(staged.name):

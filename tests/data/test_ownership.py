@@ -58,7 +58,7 @@ def test_the_manifest_is_the_first_file_of_a_run(tmp_path: Path):
     run = RunDir(tmp_path / "a")
     run.path.mkdir()
     (run.path / ".tmp-manifest.json").write_text('{"slime')  # killed before even that was there
-    run.start("x = 1\n", facts={"settings": {}})
+    run.start("x = 1\n", manifest={"settings": {}})
     assert json.loads((run.path / "manifest.json").read_text())["stage"] == "run"
     assert sorted(contents(run.path)) == ["manifest.json", "run.toml"]
     (run.path / "run.toml").unlink()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from workshop import Workshop
 
+from slimectl.data.ownership import files_below, own_run_files
+
 
 def test_a_users_folder_with_a_run_toml_is_not_touched(workshop: Workshop):
     folder = workshop.folder / "runs" / "a"
@@ -53,6 +55,7 @@ def test_the_end_of_a_run_is_repaired_when_it_was_killed_just_before(workshop: W
     assert (signed["stage"], signed["counts"]) == ("run", {"rounds": 2, "steps": 2})
     (folder / "manifest.json").write_text(json.dumps({"slimectl": "0.1.0", "stage": "run"}))
     before = (folder / "metrics.jsonl").read_bytes()
+    assert own_run_files(folder) == files_below(folder)
     for latest in ("step_000001", None):
         (folder / "latest").unlink()
         if latest is not None:
