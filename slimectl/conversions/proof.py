@@ -31,8 +31,11 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
         found = (
             _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
         )
-    except (SlimectlError, ImportError) as error:
-        return {"logits": f"not compared ({error})"}
+    except Exception as error:
+        # Whatever a config of a stranger makes transformers or mcore raise: the numbers are verified without it.
+        line = (str(error).strip().splitlines() or [""])[0]
+        shown = line if isinstance(error, SlimectlError) else f"{type(error).__name__}: {line}"
+        return {"logits": f"not compared ({shown:.300})"}
     difference = (expected - found).abs().max().item()
     if exact and not difference <= TOLERANCE * expected.abs().max().item():
         raise CheckpointError(

@@ -123,3 +123,42 @@ def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, make: Callable[[
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(tmp_path / "odd.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def gguf_bytes(*, tensors: int = 0, fields: int = 1, body: bytes = b"") -> bytes:
+    return b"GGUF" + (3).to_bytes(4, "little") + number(tensors) + number(fields) + body
+
+
+KEY = number(1) + b"a"
+ARRAY = (9).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gguf_bytes(body=KEY + ARRAY + bytes(4) + number(2**60)), "an array of 1152921504606846976 values"),
+        (gguf_bytes(body=KEY + ARRAY + bytes(4) + number(10**6)), "cut short"),
+        (gguf_bytes(body=KEY + ARRAY + ARRAY + number(2)), "an array of values of kind 9"),
+        (gguf_bytes(body=number(2**40)), "a text of 1099511627776 bytes"),
+        (gguf_bytes(body=KEY + (99).to_bytes(4, "little")), "a value of kind 99"),
+        (gguf_bytes(fields=2**60), "1152921504606846976 fields and 0 tensors"),
+        (gguf_bytes(fields=0, tensors=2**60), "0 fields and 1152921504606846976 tensors"),
+        (
+            gguf_bytes(fields=0, tensors=1, body=KEY + (2**31).to_bytes(4, "little")),
+            "a tensor of 2147483648 dimensions",
+        ),
+        (gguf_bytes(), "cut short"),
+        (b"GGUF", "cut short"),
+        (b"", "it does not begin with GGUF"),
+        (bytes(100), "it does not begin with GGUF"),
+    ],
+)
+def test_a_header_that_lies_is_refused_before_it_is_read(data: bytes, message: str, tmp_path: Path):
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(tmp_path / "a.gguf", tmp_path / "out")
+    assert str(error.value) == f"{tmp_path}/a.gguf: cannot be read as GGUF ({message}); download it again"

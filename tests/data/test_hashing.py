@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -47,3 +48,22 @@ def test_a_tensor_counts_by_its_dtype_its_shape_and_its_bits():
     assert tensor_checksum(torch.tensor(2.5)) != tensor_checksum(torch.tensor([2.5]))
     assert tensor_checksum(torch.tensor([float("nan")])) == tensor_checksum(torch.tensor([float("nan")]))
     assert len(tensor_checksum(torch.empty(0, 3))) == 32
+
+
+def test_a_link_out_of_a_directory_counts_by_where_it_leads_and_what_is_no_file_not_at_all(tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_text("a")
+    before = content_hash(folder)
+    os.mkfifo(folder / "pipe")
+    (folder / "circle").symlink_to("circle")
+    assert content_hash(folder) == before
+    (folder / "endless").symlink_to("/proc/kcore")
+    with_link = content_hash(folder)
+    assert with_link != before
+    (folder / "endless").unlink()
+    (folder / "endless").symlink_to("/dev/zero")
+    assert content_hash(folder) != with_link
+    with (folder / "huge").open("wb") as file:
+        file.truncate(10**13)
+    assert len(content_hash(folder)) == 64
