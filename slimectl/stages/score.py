@@ -113,7 +113,7 @@ def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any]
 def _rewarded(samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings) -> Iterator[Sample]:
     """The samples of one call with what came of it. Raises what is not to be mended by going on."""
     late = isinstance(result, TimeoutError)
-    if isinstance(result, HookError):  # of a function that knows no numbers of samples
+    if isinstance(result, HookError) and " of sample " not in str(result):  # of a function that knows no numbers
         raise HookError(f"{_which(samples)}: {result}") from result
     if isinstance(result, SlimectlError):
         raise result
