@@ -15,7 +15,7 @@ PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
     ["__init__", "errors", "types"],
-    ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics", "placement"],
+    ["algorithms", "rewards", "sandbox", "weights", "settings", "cards", "layouts", "metrics", "placement"],
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
@@ -24,7 +24,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("cards", "weights"),
+    ("cards", "weights"), ("rewards", "sandbox"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),
     ("doctor", "wiring"), ("doctor", "sampler"),
