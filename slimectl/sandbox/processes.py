@@ -126,17 +126,28 @@ class ProcessTree:
     def kill_all(self, *, isolated: bool) -> None:
         """Kill every descendant and reap them; the first process of a namespace reaches them all at once."""
         while True:
-            for pid in [-1] if isolated else [int(pid) for pid in self.pids()]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            for pid in [-1] if isolated else self._stop_all():
+                _send_signal(pid, signal.SIGKILL)
             try:
                 os.waitpid(-1, 0)
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     continue
             except ChildProcessError:
                 return
+
+    def _stop_all(self) -> set[int]:
+        """Stop every descendant, so that none forks while others are killed; return their process ids."""
+        stopped: set[int] = set()
+        while pids := {int(pid) for pid in self.pids()} - stopped:
+            for pid in pids:
+                _send_signal(pid, signal.SIGSTOP)
+            stopped |= pids
+        return stopped
+
+
+def _send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def clear_folder(path: str) -> None:

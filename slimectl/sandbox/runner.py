@@ -97,8 +97,8 @@ def run_program(
     then runs the program without them, with everything else: another user and no capabilities, all limits, the filter,
     which leaves it no socket but a pair, and Landlock (Linux 5.13), which leaves it no other file. Signals to others
     are held back by Landlock from Linux 6.12 on, and by the filter before. Where one of these cannot be had,
-    BackendError is raised. What is left open: processes can be counted, files lie on the disk behind the temporary folder (looked
-    at every 50 ms), and one that was removed while it is mapped is not counted.
+    BackendError is raised. What is left open: processes can be counted; files lie on the disk behind the temporary
+    folder, looked at every 50 ms, and one that was removed while it is mapped is not counted.
     """
     if sys.platform != "linux":
         raise BackendError("score.rm_type=code: programs are shut in by Linux namespaces; grade them on Linux")

@@ -88,8 +88,8 @@ class Encoder:
             return ["Fraction", self.encode(value.numerator), self.encode(value.denominator)]
         if kind is Decimal:
             return ["Decimal", str(value)]
-        if isinstance(value, type) and TYPES.get(value.__name__) is value:
-            return ["type", value.__name__]
+        if kind is type and value in TYPES.values():
+            return ["type", next(type_name for type_name, known in TYPES.items() if known is value)]
         if kind.__module__ == "numpy" and (array := _array(value)):
             return array
         reference: list[Any] = self._refer(value)
