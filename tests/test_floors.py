@@ -15,7 +15,7 @@ PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
     ["__init__", "errors", "redaction", "types", "model_files", "stdio"],
-    ["algorithms", "rewards", "weights", "settings", "cards", "layouts", "metrics", "placement"],
+    ["algorithms", "rewards", "sandbox", "weights", "settings", "cards", "layouts", "metrics", "placement"],
     ["ports", "hooks", "streams", "data", "estimates"],
     ["stages"],
     ["engines", "policies", "sync", "checkpoints", "executors", "trackers"],
@@ -25,6 +25,7 @@ FLOORS = [
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("cards", "weights"),
+    ("rewards", "sandbox"),
     ("ports", "data"), ("data", "hooks"), ("data", "streams"),
     ("policies", "checkpoints"),
     ("wiring", "conversions"), ("sampler", "wiring"), ("job", "wiring"), ("job", "journal"), ("job", "sampler"),

@@ -6,12 +6,12 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.extraction import text_of, trimmed
-from slimectl.rewards.sandbox import Limits, Outcome, run_program
 from slimectl.rewards.verdict import Found, Verdict, Verifier, nothing, shown
+from slimectl.sandbox.runner import Limits, Outcome, run_program
 from slimectl.types import Sample
 
 MAX_PROGRAM = 100_000
@@ -36,20 +36,23 @@ class Code(Verifier):
     - [{input, output}, …]: text for stdin, and the lines expected on stdout; blanks at the end of lines do not count
     - {inputs: […], outputs: […]}: the same by columns; with fn_name, each of inputs is a list of arguments for that
       function (or the method of a class Solution) and each of outputs its value
-    - [statements, …], such as "assert f(2) == 4": run after the program; a test that raises is failed
+    - [statements, …], such as "assert f(2) == 4": run once the program has run; a test that raises is failed
 
-    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox;
-    statements have to, so a program written to deceive could find and report for them: prefer the other two.
+    A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox, and
+    statements run in a process that no program reaches: what they call of it crosses as plain data, or as an object
+    that the program answers for, and is compared there. What cannot cross fails the test.
 
     `timeout_s` is for all tests together, and wants to stay below score.timeout_s: past that the whole sample is 0.
     Raises RecordError for tests that are none, BackendError where there is no sandbox.
     """
 
+    ALIASES: ClassVar[dict[str, str]] = {"allow_weaker": "allow_unsandboxed_namespaces"}
+
     timeout_s: float = 4.0
     test_timeout_s: float = 2.0
     memory_mib: int = 512
     processes: int = 8
-    allow_weaker: bool = False
+    allow_unsandboxed_namespaces: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "test_timeout_s", "memory_mib", "processes"):
@@ -69,7 +72,9 @@ class Code(Verifier):
             return Verdict(0.0, SOURCE, why, program.text, program.span)
         limits = Limits(self.timeout_s, self.test_timeout_s, self.memory_mib, self.processes)
         cases = [case for case, _ in tests]
-        outcomes = run_program(program.text, cases, limits, allow_weaker=self.allow_weaker)
+        outcomes = run_program(
+            program.text, cases, limits, allow_unsandboxed_namespaces=self.allow_unsandboxed_namespaces
+        )
         faults = [_fault(expected, outcome) for (_, expected), outcome in zip(tests, outcomes, strict=True)]
         passed = faults.count("")
         first = next((f"; test {at}: {fault}" for at, fault in enumerate(faults) if fault), "")
@@ -111,7 +116,14 @@ def _fault(expected: Any, outcome: Outcome) -> str:
     if expected is None:
         return ""
     given, wanted = report.get("value"), expected.value
-    return "" if _same(given, wanted) else f"gave {shown(json.dumps(given))}, expected {shown(json.dumps(wanted))}"
+    return "" if _same(given, wanted) else f"gave {shown(_as_json(given))}, expected {shown(json.dumps(wanted))}"
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (ValueError, RecursionError) as error:  # nested as deep as can be, or an integer too long to print
+        return type(error).__name__
 
 
 @dataclass(frozen=True)

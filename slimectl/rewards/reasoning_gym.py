@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -29,6 +30,9 @@ _COUNTS = re.compile(r"\b(?:Fraction|Decimal|compute_decimal_reward)\(")
 _EXPONENT = re.compile(r"\d[\d_.,]*[eE][+-]?[\d_,]{4}")
 """As in 1e999999999, a number of a billion digits; blanks do not stand in it, commas are taken out."""
 
+_NOT_FINITE = re.compile(r"(?<!\w)s?nan\d*j?(?!\w)|^\W*(?:inf|infinity|infty|infj)(?!\w)|∞", re.IGNORECASE)
+"""An answer with no number in it, or that begins with no finite one: a scorer's `min(abs(a - b), 1)` lets it pass."""
+
 _CALLABLE = re.compile("sqrt|a?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|exp|log|ln|Abs|Rational")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitXor)
 
@@ -49,6 +53,8 @@ class ReasoningGym(Verifier):
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
             why = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
+        elif _NOT_FINITE.search(answer.text) and answer.text != str(sample.label):  # but `nan` is also a word
+            why = "not a finite number, which compares with nothing"
         elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
             why = f"an exponent of more than three digits, which the scorer of {task} would write out"
         elif scorer.evaluates and not is_inert(answer.text):
@@ -57,8 +63,9 @@ class ReasoningGym(Verifier):
             try:
                 with warnings.catch_warnings():  # numpy's would quote the answer on stderr
                     warnings.simplefilter("ignore")
-                    reward = min(1.0, max(0.0, float(scorer.score(answer.text, _entry(sample)))))
-                why = f"the scorer of {task} gives {reward:g}; the label is {shown(str(sample.label))}"
+                    score = float(scorer.score(answer.text, _entry(sample)))
+                reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
+                why = f"the scorer of {task} gives {score:g}; the label is {shown(str(sample.label))}"
             except Exception as error:  # whatever a scorer trips over is an answer that it does not accept
                 why = f"the scorer of {task} does not accept it: {type(error).__name__}"
         return Verdict(reward, source, why, answer.text, answer.span)

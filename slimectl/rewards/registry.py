@@ -166,6 +166,7 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, when the verifier has them and their values are of the kind it takes."""
     given: Any = TYPES[name]
+    options = {given.ALIASES.get(option, option): value for option, value in options.items()}
     kinds = {field.name: get_type_hints(given)[field.name] for field in fields(given)}
     for option, value in options.items():
         where = f"score.rm_options.{option}"

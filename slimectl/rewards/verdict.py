@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from slimectl.types import Sample
 
@@ -58,6 +58,9 @@ class Verdict:
 
 class Verifier(ABC):
     """Grades a sample; a picklable value. Raises on a bad label or metadata, never on what a model wrote."""
+
+    ALIASES: ClassVar[dict[str, str]] = {}
+    """Older names of options."""
 
     @property
     def bounds(self) -> tuple[float, float]:

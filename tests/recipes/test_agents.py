@@ -95,7 +95,7 @@ def test_programs_run_in_the_sandbox_and_their_output_is_read():
             rm_options = {"allow_weaker": True}  # noqa: RUF012
 
     try:
-        code.printed("print(1)", allow_weaker=True)
+        code.printed("print(1)", allow_unsandboxed_namespaces=True)
     except BackendError as error:
         pytest.skip(str(error))
     sample = made(code.generate, "```python\nprint(6 * 7)\n```", "```\n1/0\n```", "42", args=Args)

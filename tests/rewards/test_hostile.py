@@ -13,7 +13,7 @@ from graders import grading, says
 from hostile import EXPLOSIVE, LABELS, LONG, MARKUP, SIGNS, responses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_code import refusal
+from sandboxes import refusal
 from trials import STUCK_S, TIMEOUT_S, TRIALS, answered, ran, sample_of, tried, warm_up
 
 from slimectl.executors.local import LocalExecutor

@@ -102,6 +102,39 @@ def test_no_number_is_written_out(task, number):
     assert (verdict.reward, verdict.why[:38]) == (0.0, "an exponent of more than three digits,")
 
 
+NOT_FINITE = ["nan", "NaN", "-nan", "+nan", "nan, 1", "NaN ± 1", "(nan, nan)", "nanj", "1+nanj", "snan", "nan123",
+              "inf", "-inf", "Infinity", "$\\infty$", "∞", "[[nan]]", "nan/1", "inf - inf"]  # fmt: skip
+
+
+def test_no_number_that_is_none_earns_anything_in_any_task():
+    from reasoning_gym.factory import DATASETS
+
+    earned = {}
+    for task in sorted(set(DATASETS) - {"composite"}):  # which is made of the others
+        entry = json.loads(json.dumps(reasoning_gym.create_dataset(task, seed=1, size=1)[0], default=str))
+        for answer in NOT_FINITE:
+            sample = Sample(prompt=entry["question"], label=str(entry["answer"]), response=f"<answer>{answer}</answer>",
+                            metadata={"source_dataset": task, "entry": entry})  # fmt: skip
+            verdict = verifier("reasoning_gym").explain(sample)
+            if verdict.reward:
+                earned[task, answer] = verdict
+    assert earned == {}
+
+
+def test_a_label_that_spells_like_no_number_is_still_right():
+    entry = {"question": "Spell nan backward", "answer": "nan", "metadata": {"word": "nan"}}
+    sample = Sample(prompt=entry["question"], label="nan", response="<answer>nan</answer>",
+                    metadata={"source_dataset": "spell_backward", "entry": entry})  # fmt: skip
+    assert verifier("reasoning_gym")(sample) == 1.0
+
+
+def test_a_score_that_is_no_number_is_none(monkeypatch):
+    scorer = _scorer("chain_sum")._replace(score=lambda answer, entry: float("nan"))
+    monkeypatch.setattr("slimectl.rewards.reasoning_gym._scorer", lambda task: scorer)
+    verdict = verifier("reasoning_gym").explain(made("chain_sum", answer="5"))
+    assert (verdict.reward, verdict.why[:32]) == (0.0, "the scorer of chain_sum gives na")
+
+
 def test_a_scorer_that_warns_writes_nothing(recwarn):
     assert verifier("reasoning_gym")(made("pool_matrix", answer="")) < 0.1
     assert not is_inert("1or [x]()")

@@ -1,0 +1,234 @@
+"""Calls between a program and its judge, over one channel: each may ask while the other waits for an answer."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import struct
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from os import read, write
+from typing import Any
+
+from slimectl.sandbox.wire import CannotCrossError, Decoder, Encoder
+
+MAX_MESSAGE = 16 << 20
+"""Bytes; what is longer cannot cross."""
+
+
+class BrokenChannelError(BaseException):
+    """The other side has ended, or wrote what is no message; not an Exception: no test catches it in passing."""
+
+
+class Peer(ABC):
+    """One end of the channel."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._ids: dict[int, int] = {}
+        self.objects: list[Any] = []
+        """Values of this side that the other refers to by number."""
+
+    @abstractmethod
+    def kind_of(self, value: Any) -> list[Any]:
+        """Return what the other side shall know of a value that it refers to. Raises CannotCrossError."""
+
+    @abstractmethod
+    def reference(self, number: int, kind: list[Any]) -> Any:
+        """Return what stands for a value of the other side."""
+
+    @abstractmethod
+    def number_of(self, value: Any) -> int | None:
+        """Return the number of a value that stands for one of the other side; None for any other value."""
+
+    @abstractmethod
+    def perform(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        """Carry out what the other side asks for."""
+
+    def printed(self) -> str:
+        """Return what was printed since it was last asked."""
+        return ""
+
+    def refer(self, value: Any) -> list[Any]:
+        """Return what stands for a value that is no plain data: a number on one of the sides."""
+        number = self.number_of(value)
+        if number is not None:
+            return ["yours", number]
+        if id(value) not in self._ids:
+            kind = self.kind_of(value)
+            self._ids[id(value)] = len(self.objects)
+            self.objects.append(value)
+        else:
+            kind = self.kind_of(value)
+        return ["mine", self._ids[id(value)], kind]
+
+    def resolve(self, form: list[Any]) -> Any:
+        """Return the value that such a form stands for."""
+        if form[0] == "mine":
+            return self.reference(form[1], form[2])
+        if form[0] == "yours":
+            return self.objects[form[1]]
+        raise ValueError(f"no value begins with {form[0]!r:.40}")
+
+    def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
+        """Have the other side do something; return its result, or raise what it raised."""
+        encoder = Encoder(self.refer)
+        forms = [encoder.encode(value) for value in arguments]
+        named_forms = [[name, encoder.encode(value)] for name, value in (keywords or {}).items()]
+        self._send({"do": operation, "arguments": forms, "keywords": named_forms})
+        while "do" in (message := self.receive()):
+            self.answer(message)
+        sys.stdout.write(self._checked(message.get("printed", ""), str))
+        decoder = Decoder(self.resolve, encoder.containers)
+        try:
+            known = [encoder.containers[number] for number, _ in message.get("changed", ())]
+            result = decoder.decode(message.get("result"))
+            raised = decoder.decode(message.get("raised"))
+            for container, (_, content) in zip(known, message.get("changed", ()), strict=True):
+                decoder.fill(container, content)
+            error = _exception(*raised) if raised else None
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+            ArithmeticError,
+        ) as failure:
+            raise BrokenChannelError(f"sent no message: {type(failure).__name__}") from None
+        if error:
+            raise error
+        return result
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Do what a message asks for, and send the result, or what was raised, and what became of the arguments."""
+        decoder = Decoder(self.resolve)
+        try:
+            arguments = [decoder.decode(form) for form in message["arguments"]]
+            keywords = {name: decoder.decode(form) for name, form in message["keywords"]}
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+            ArithmeticError,
+        ) as failure:
+            raise BrokenChannelError(f"sent no message: {type(failure).__name__}") from None
+        containers = decoder.containers
+        before = self._contents(containers)
+        try:
+            result = self.perform(message["do"], arguments, keywords)
+            reply = self._reply(containers, before, "result", lambda: result)
+        except BrokenChannelError:
+            raise
+        except BaseException as error:
+            described = error  # the name `error` ends with its block
+            reply = self._reply(containers, before, "raised", lambda: self._described(described))
+        try:
+            self._send(reply)
+        except CannotCrossError as error:
+            self._send({"raised": Encoder(self.refer).encode(self._described(error))})
+
+    def _contents(self, containers: list[Any]) -> list[Any]:
+        encoder = Encoder(self.refer, containers)
+        return [encoder.content(container) for container in containers]
+
+    def _reply(self, containers: list[Any], before: list[Any], name: str, value: Callable[[], Any]) -> dict[str, Any]:
+        encoder = Encoder(self.refer, containers)
+        try:
+            reply = {name: encoder.encode(value()), "printed": self.printed()}
+            after = [encoder.content(container) for container in containers]
+        except RecursionError:
+            raise CannotCrossError("it is nested too deeply to cross to the test") from None
+        reply["changed"] = [[at, content] for at, content in enumerate(after) if content != before[at]]
+        return reply
+
+    def _described(self, error: BaseException) -> list[Any]:
+        """Names of an exception's classes, its module, and its arguments as they can cross."""
+        names = [kind.__name__ for kind in type(error).__mro__]
+        try:
+            arguments = list(error.args)
+            Encoder(self._refuse).encode(arguments)
+        except Exception:
+            arguments = [str(error)]
+        return [names, type(error).__module__, arguments]
+
+    def _refuse(self, value: Any) -> list[Any]:
+        raise CannotCrossError(type(value).__name__)
+
+    def _checked(self, value: Any, kind: type) -> Any:
+        if not isinstance(value, kind):
+            raise BrokenChannelError(f"sent {type(value).__name__} for {kind.__name__}")
+        return value
+
+    def _send(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message).encode()
+        if len(text) > MAX_MESSAGE:
+            raise CannotCrossError(f"{len(text)} bytes are too many to cross to the test")
+        text = struct.pack("=I", len(text)) + text
+        try:
+            while text:
+                text = text[write(self._fd, text) :]
+        except OSError:
+            raise BrokenChannelError("ended before the test had run") from None
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message. Raises BrokenChannelError where the other side has ended."""
+        (length,) = struct.unpack("=I", self._read(4))
+        if length > MAX_MESSAGE:
+            raise BrokenChannelError(f"sent a message of {length} bytes")
+        try:
+            message = json.loads(self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise BrokenChannelError(f"sent no message: {type(error).__name__}") from None
+        result: dict[str, Any] = self._checked(message, dict)
+        return result
+
+    def _read(self, length: int) -> bytes:
+        pieces = []
+        while length:
+            try:
+                piece = read(self._fd, min(length, 1 << 20))
+            except OSError:
+                piece = b""
+            if not piece:
+                raise BrokenChannelError("ended before the test had run")
+            pieces.append(piece)
+            length -= len(piece)
+        return b"".join(pieces)
+
+
+_classes: dict[tuple[str, ...], Any] = {}
+
+
+def exception_class(names: list[str], module: str) -> Any:
+    """Return the class of those names: a builtin, the standard library's, or one made to have them as its bases."""
+    at, known = len(names), None
+    for at, name in enumerate(names):  # noqa: B007
+        known = getattr(builtins, name, None) or getattr(sys.modules.get(module), name, None)
+        if module == "__main__" and not hasattr(builtins, name):
+            known = None
+        if isinstance(known, type) and issubclass(known, BaseException):
+            break
+    else:
+        at, known = len(names), Exception
+    for end in range(at, 0, -1):
+        key = tuple(names[end - 1 :])
+        known = _classes.setdefault(key, type(str(names[end - 1]), (known,), {}))
+    return known
+
+
+def _exception(names: list[str], module: str, arguments: list[Any]) -> BaseException:
+    """The exception that the other side raised, as far as it is known here."""
+    kind = exception_class(names, module)
+    try:
+        error = kind(*arguments)
+    except Exception:
+        error = kind.__new__(kind, *arguments)
+    if not isinstance(error, BaseException) or isinstance(error, BrokenChannelError):
+        raise TypeError("no exception")
+    return error

@@ -1,0 +1,202 @@
+"""Descendants of this process: how many there are, what memory they hold, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Usage:
+    """Resources that a case holds at one moment."""
+
+    tasks: int = 0
+    """Processes and threads."""
+
+    memory: int = 0
+    """Bytes of its processes; a page that several map counts once."""
+
+    disk: int = 0
+    """Bytes of its files, where no file system of a fixed size holds them."""
+
+    files: int = 0
+
+
+class ProcessTree:
+    """Children of this process and theirs, seen through a folder of /proc that was opened before the jail closed.
+
+    A process whose parent has ended belongs to the nearest subreaper or to the first process of its namespace: to us.
+    """
+
+    def __init__(self, proc: int) -> None:
+        self._proc = proc
+        self._pid = os.readlink("self", dir_fd=proc)
+
+    def pids(self) -> dict[str, int]:
+        """Return the tasks of every descendant by process id, as this folder of /proc counts them."""
+        tasks: dict[str, int] = {}
+        unseen = self._children(self._pid)[0]
+        while unseen:
+            pid = unseen.pop()
+            if pid not in tasks:
+                children, tasks[pid] = self._children(pid)
+                unseen += children
+        return tasks
+
+    def usage(self, limit: int) -> Usage:
+        """Return what the descendants hold; pages in common are told apart only where their sum exceeds `limit`."""
+        tasks = self.pids()
+        resident = {pid: self._resident(pid) for pid in tasks}
+        memory = sum(resident.values())
+        if memory > limit:
+            memory = sum(self._proportional(pid, pages) for pid, pages in resident.items())
+        return Usage(sum(tasks.values()), memory)
+
+    def add_files(self, usage: Usage, folder: str) -> None:
+        """Count the files of a folder, and those that are open and were removed from it."""
+        folders = [folder]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        status = entry.stat(follow_symlinks=False)
+                        usage.files, usage.disk = usage.files + 1, usage.disk + 512 * status.st_blocks
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+            except OSError:
+                continue
+        for pid in self.pids():
+            self._add_removed_files(usage, pid)
+
+    def _add_removed_files(self, usage: Usage, pid: str) -> None:
+        for fd in self._listdir(f"{pid}/fd"):
+            try:
+                status = os.stat(f"{pid}/fd/{fd}", dir_fd=self._proc)
+            except OSError:
+                continue
+            if status.st_nlink == 0:
+                usage.files, usage.disk = usage.files + 1, usage.disk + 512 * status.st_blocks
+
+    def _children(self, pid: str) -> tuple[list[str], int]:
+        tasks = self._listdir(f"{pid}/task")
+        texts = [self._read(f"{pid}/task/{task}/children") for task in tasks]
+        return [child for text in texts for child in text.split()], len(tasks)
+
+    def _resident(self, pid: str) -> int:
+        fields = self._read(f"{pid}/statm").split()
+        return int(fields[1]) * PAGE if fields else 0
+
+    def _proportional(self, pid: str, resident: int) -> int:
+        """Bytes with each page divided by the processes that map it; all of them where the kernel does not tell."""
+        for line in self._read(f"{pid}/smaps_rollup").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+        return resident
+
+    def _listdir(self, path: str) -> list[str]:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
+        except OSError:
+            return []
+        try:
+            return os.listdir(folder)
+        except OSError:
+            return []
+        finally:
+            os.close(folder)
+
+    def _read(self, path: str) -> str:
+        """Return a file's text; "" where the process has just ended."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+        except OSError:
+            return ""
+        try:
+            return os.read(file, 1 << 16).decode()
+        except OSError:
+            return ""
+        finally:
+            os.close(file)
+
+    def kill_all(self, *, isolated: bool) -> None:
+        """Kill every descendant and reap them; the first process of a namespace reaches them all at once."""
+        while True:
+            for pid in [-1] if isolated else self._stop_all():
+                _send_signal(pid, signal.SIGKILL)
+            try:
+                os.waitpid(-1, 0)
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    continue
+            except ChildProcessError:
+                return
+
+    def _stop_all(self) -> set[int]:
+        """Stop every descendant, so that none forks while others are killed; return their process ids."""
+        stopped: set[int] = set()
+        while pids := {int(pid) for pid in self.pids()} - stopped:
+            for pid in pids:
+                _send_signal(pid, signal.SIGSTOP)
+            stopped |= pids
+        return stopped
+
+
+def _send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def clear_folder(path: str) -> None:
+    """Remove all that a folder holds; follows no link, and depth is no matter.
+
+    Nobody else may write there meanwhile. Folders inside of others are moved up before they are removed.
+    """
+    with suppress(PermissionError):  # somebody else's: then nobody took our right to it away either
+        os.chmod(path, 0o700)
+    root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    serial = 0
+    try:
+        while names := os.listdir(root):
+            for name in names:
+                serial = _remove(root, name, serial)
+    finally:
+        os.close(root)
+
+
+def _remove(root: int, name: str, serial: int) -> int:
+    """Remove an entry, or move a folder's folders up and remove it; return the next number for a name."""
+    if not _is_folder(root, name):
+        os.unlink(name, dir_fd=root)
+        return serial
+    os.chmod(name, 0o700, dir_fd=root)
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+    try:
+        for entry in os.listdir(folder):
+            if _is_folder(folder, entry):
+                os.chmod(entry, 0o700, dir_fd=folder)  # to move a folder is to write its ".."
+                serial = _free_number(root, serial)
+                os.rename(entry, f"removed-{serial}", src_dir_fd=folder, dst_dir_fd=root)
+            else:
+                os.unlink(entry, dir_fd=folder)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=root)
+    return serial
+
+
+def _is_folder(root: int, name: str) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
+
+
+def _free_number(root: int, serial: int) -> int:
+    """Return the next number whose name no program has put into the folder."""
+    while True:
+        serial += 1
+        try:
+            os.stat(f"removed-{serial}", dir_fd=root, follow_symlinks=False)
+        except FileNotFoundError:
+            return serial

@@ -1,0 +1,245 @@
+"""Programs that a model wrote, run where they can do no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import BackendError
+from slimectl.sandbox.processes import clear_folder
+from slimectl.sandbox.seccomp import call_filter
+
+START = (
+    "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
+    "sys.modules['slimectl'] = package; from slimectl.sandbox.jail import start_from; start_from(sys.argv[2:])"
+)
+"""Starts the jail from its own files, without what slimectl's packages import."""
+
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+}  # fmt: skip
+STARTING_S = 60.0
+"""How long an interpreter may take to start and to enter the jail on a busy machine; not on the program's clock."""
+
+ENDING_S = 10.0
+"""How long after the end of its time a jail may take to end."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resources that a program may use. Time is by the wall clock."""
+
+    timeout_s: float = 4.0
+    """Seconds for all cases together."""
+
+    test_timeout_s: float = 2.0
+    """Seconds for one case."""
+
+    memory_mib: int = 512
+    """Memory of all processes of a case together, and the address space of each."""
+
+    processes: int = 8
+    """Processes and threads at once, the program itself included."""
+
+    disk_mib: int = 64
+    """Files of a case, in memory: beside `memory_mib`."""
+
+    max_output: int = 1 << 20
+    """Bytes that a case may print."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended: `status` is "ended" (exit code 0), "exit code N", a signal's name, "out of time", "too much
+    output", "too much memory", "no time left" or, of statements, "failed"; `error` the last line of stderr, or why
+    statements failed; `report` {"value": …} of a call or {"passed": True} of statements."""
+
+    status: str
+    stdout: str = ""
+    error: str = ""
+    report: dict[str, Any] | None = None
+
+
+def run_program(
+    program: str, cases: list[dict[str, Any]], limits: Limits, *, allow_unsandboxed_namespaces: bool = False
+) -> list[Outcome]:
+    """Run a Python program once for every case, each time afresh; one outcome a case.
+
+    A case is {input: text for stdin}, {code: statements to run after it} or {call: function, arguments: list}.
+    Statements run in a process of their own (see judge.py); what they expect never enters the program's.
+
+    The program runs in user, mount, process, network, IPC and host-name namespaces of its own, made with the rights of
+    an ordinary user (Linux 5.12 or newer); root that may make no user namespace makes the others. It has no network,
+    not even loopback; sees the interpreter, /usr and /lib, read-only, and an empty /tmp and /dev/shm in memory; cannot
+    see or signal another process; has no capabilities and cannot get any. Root runs it as another user. System calls
+    that lead elsewhere are refused (see seccomp). Nothing of ours is in its environment or among its open files. At the
+    end, or when we die, the kernel kills all that it started. A hole in the kernel is not covered.
+
+    Memory: the processes of a case hold `memory_mib` together, shared and anonymous mappings included, and its files
+    `disk_mib`. The latter is the kernel's limit. The former is looked at every 5 ms, and the case is killed beyond it;
+    meanwhile it can take what `processes` can touch in that time (measured: up to 60 MiB with 8 on two cores), and
+    never more than `memory_mib` for each, which is the kernel's limit. Pipes and sockets add at most 64 KiB for each of
+    64 descriptors a process. A judge has `memory_mib` of its own.
+
+    Where the kernel grants no namespaces, as in most containers, BackendError is raised. `allow_unsandboxed_namespaces`
+    then runs the program without them, with everything else: another user and no capabilities, all limits, the filter,
+    which leaves it no socket but a pair, and Landlock (Linux 5.13), which leaves it no other file. Signals to others
+    are held back by Landlock from Linux 6.12 on, and by the filter before. Where one of these cannot be had,
+    BackendError is raised. What is left open: processes can be counted; files lie on the disk behind the temporary
+    folder, looked at every 50 ms, and one that was removed while it is mapped is not counted.
+    """
+    if sys.platform != "linux":
+        raise BackendError("score.rm_type=code: programs are shut in by Linux namespaces; grade them on Linux")
+    outcomes, refusal = _attempt(program, cases, limits, isolated=True)
+    if refusal and allow_unsandboxed_namespaces:
+        outcomes, weaker_refusal = _attempt(program, cases, limits, isolated=False)
+        if weaker_refusal:
+            raise BackendError(
+                f"score.rm_type=code: the kernel grants no sandbox ({refusal}), and without namespaces a program "
+                f"cannot be confined ({weaker_refusal}); allow user namespaces, or grade on another machine"
+            )
+    elif refusal:
+        raise BackendError(
+            f"score.rm_type=code: the kernel grants no sandbox ({refusal}); allow user namespaces (Docker: "
+            f"--security-opt seccomp=unconfined), or accept less: score.rm_options.allow_unsandboxed_namespaces=true"
+        )
+    missing = len(cases) - len(outcomes)
+    return outcomes + [Outcome("no time left")] * missing
+
+
+def _attempt(program: str, cases: list[dict[str, Any]], limits: Limits, *, isolated: bool) -> tuple[list[Outcome], str]:
+    """Return the outcomes, and why there is no sandbox ("" if there is)."""
+    tests = {at: case["code"] for at, case in enumerate(cases) if "code" in case}
+    with _temporary_folder() as home:
+        try:
+            program_filter = call_filter(limit_signals=not isolated)
+        except ValueError as error:
+            return [], str(error)
+        job = {"program": program, "isolated": isolated, "home": home, "readable": _readable(),
+               "cases": [{"judged": True} if "code" in case else case for case in cases],
+               "filter": program_filter.hex(), **asdict(limits)}  # fmt: skip
+        lines, verdicts = _run_jail(job, tests, limits)
+    refusal = next((line["refused"] for line in lines if "refused" in line), "")
+    if refusal or not lines or "ready" not in lines[0]:
+        return [], refusal or "the interpreter did not start"
+    return [
+        _outcome(line, verdicts.get(at) if at in tests else None, at in tests) for at, line in enumerate(lines[1:])
+    ], ""
+
+
+def _outcome(line: dict[str, Any], verdict: dict[str, Any] | None, judged: bool) -> Outcome:
+    """Join what the supervisor and the judge say of a case."""
+    status, stdout, error = line["status"], line["stdout"], line["error"]
+    if not judged:
+        return Outcome(status, stdout, error, _parsed(line["report"]))
+    if verdict and verdict.get("passed") is True and not status.startswith(("out of", "too m")):
+        return Outcome("ended", stdout, report={"passed": True})
+    reason = str((verdict or {}).get("reason") or "ended before the test had run")
+    return Outcome("failed", stdout, reason) if status == "ended" else Outcome(status, stdout, error)
+
+
+def _parsed(report: str) -> dict[str, Any] | None:
+    """Return what a case reported; None where that is no JSON object."""
+    try:
+        value = json.loads(report or "null")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """A folder that is removed without following a link, whatever a program has put there."""
+    home = os.path.realpath(tempfile.mkdtemp(prefix="slimectl-code-"))
+    try:
+        yield home
+    finally:
+        with suppress(OSError):
+            clear_folder(home)
+            os.rmdir(home)
+
+
+def _run_jail(
+    job: dict[str, Any], tests: dict[int, str], limits: Limits
+) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the lines that the jail wrote before it ended or its time was up, and the verdicts by case."""
+    verdicts_read, verdicts_write = os.pipe()
+    tests_fd = os.memfd_create("tests", os.MFD_CLOEXEC)
+    with open(tests_fd, "w", closefd=False) as file:
+        json.dump(tests, file)
+    os.lseek(tests_fd, 0, os.SEEK_SET)
+    package = str(Path(__file__).parent.parent)
+    numbers = [os.getpid(), tests_fd if tests else -1, verdicts_write if tests else -1]
+    jail = subprocess.Popen(
+        [sys.executable, "-s", "-P", "-c", START, package, *map(str, numbers)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT,
+        start_new_session=True, pass_fds=[fd for fd in numbers[1:] if fd >= 0],
+    )  # fmt: skip
+    os.close(verdicts_write)
+    os.close(tests_fd)
+    assert jail.stdin is not None
+    assert jail.stdout is not None
+    try:
+        with suppress(BrokenPipeError), jail.stdin:
+            jail.stdin.write(json.dumps(job).encode())
+        count = len(job["cases"]) + 1
+        most = count * 8 * (limits.max_output + 4096)
+        texts = _read({jail.stdout.fileno(): most, verdicts_read: most}, limits.timeout_s)
+    finally:
+        jail.kill()
+        jail.wait()
+        _read({jail.stdout.fileno(): 1 << 30}, 0.0)  # without namespaces what it started ends a little later
+        jail.stdout.close()
+        os.close(verdicts_read)
+    lines, verdicts = (_json_lines(text) for text in texts)
+    return lines, {line["case"]: line for line in verdicts}
+
+
+def _json_lines(text: bytes) -> list[dict[str, Any]]:
+    """Return the whole lines of a text."""
+    try:
+        return [json.loads(line) for line in text.split(b"\n")[:-1]]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _read(pipes: dict[int, int], seconds: float) -> list[bytes]:
+    """Read pipes to their ends, or as many bytes of each, or until time is up; it begins with the first byte."""
+    pieces: dict[int, list[bytes]] = {pipe: [] for pipe in pipes}
+    sizes = dict.fromkeys(pipes, 0)
+    deadline, started, unclosed = time.monotonic() + STARTING_S, False, set(pipes)
+    while unclosed:
+        ready = select.select(list(unclosed), [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
+            break
+        for pipe in ready:
+            piece = os.read(pipe, 1 << 16)
+            pieces[pipe].append(piece)
+            sizes[pipe] += len(piece)
+            if not piece or sizes[pipe] > pipes[pipe]:
+                unclosed.discard(pipe)
+        if not started:
+            deadline, started = time.monotonic() + seconds + ENDING_S, True
+    return [b"".join(pieces[pipe]) for pipe in pipes]
+
+
+def _readable() -> list[str]:
+    """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one."""
+    readable: list[str] = []
+    for path in (*SYSTEM, sys.base_prefix, sys.prefix, os.path.dirname(os.path.realpath(sys.executable))):
+        inside = any(path == one or path.startswith(one + "/") for one in readable)
+        if os.path.lexists(path) and not inside and path != "/":
+            readable.append(path)
+    return readable

@@ -1,0 +1,188 @@
+"""Runs the cases of a job one after another, each in a process of its own, within time, memory and output."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slimectl.sandbox.namespaces import MAX_FILES
+from slimectl.sandbox.processes import ProcessTree, clear_folder
+
+if TYPE_CHECKING:
+    import socket
+
+ERROR_BYTES = 2000
+"""Bytes of a case's stderr that are retained."""
+
+CHECK_S = 0.005
+"""Seconds between two looks at the memory of a case."""
+
+DISK_CHECK_S = 0.05
+CHILD_FDS = 4
+"""stdin, stdout, stderr, and the channel that reports."""
+
+
+@dataclass
+class Supervisor:
+    """Starts processes of a case and ends them when they use more than the job grants."""
+
+    job: dict[str, Any]
+    tree: ProcessTree
+
+    def watch(self, pipes: dict[int, str], seconds: float, stop: int = -1) -> tuple[dict[str, bytes], str]:
+        """Read pipes until all are closed, or `stop` has something to read, or a limit is reached.
+
+        Returns what came out of each and "ended", "judged" (of `stop`) or the limit.
+        """
+        texts = dict.fromkeys(pipes.values(), b"")
+        deadline, next_check, next_disk_check = time.monotonic() + seconds, 0.0, 0.0
+        unclosed = set(pipes)
+        while unclosed:
+            now = time.monotonic()
+            if now >= deadline:
+                return texts, "out of time"
+            if now >= next_check:
+                count_files = not self.job["isolated"] and now >= next_disk_check
+                if excess := self._excess(count_files=count_files):
+                    return texts, excess
+                next_check = time.monotonic() + CHECK_S
+                next_disk_check = next_check + DISK_CHECK_S if count_files else next_disk_check
+            watched = [*unclosed, stop] if stop >= 0 else list(unclosed)
+            ready = select.select(watched, [], [], max(0.0, min(deadline, next_check) - now))[0]
+            if stop in ready:
+                return texts, "judged"
+            for pipe in ready:
+                name, piece = pipes[pipe], os.read(pipe, 65536)
+                if not piece:
+                    unclosed.discard(pipe)
+                texts[name] += piece
+                if len(texts[name]) > self.job["max_output"]:
+                    return texts, "too much output"
+                if name == "stderr":
+                    texts[name] = texts[name][-ERROR_BYTES:]
+        return texts, "ended"
+
+    def _excess(self, *, count_files: bool) -> str:
+        """Return which limit the processes of the case exceed; "" if none."""
+        memory = self.job["memory_mib"] << 20
+        usage = self.tree.usage(memory)
+        if usage.memory > memory:
+            return "too much memory"
+        if not self.job["isolated"] and usage.tasks > self.job["processes"]:
+            return "too many processes"
+        if count_files:
+            self.tree.add_files(usage, self.job["home"])
+            if usage.disk > self.job["disk_mib"] << 20 or usage.files > MAX_FILES:
+                return "too many files"
+        return ""
+
+    def end_case(self) -> None:
+        """Kill whatever the case has left running."""
+        self.tree.kill_all(isolated=self.job["isolated"])
+
+    def run_cases(self, play: Callable[[dict[str, Any]], None], judges: socket.socket | None, out: int) -> None:
+        """Run every case in turn, until the time for all of them is used up; write one JSON line a case."""
+        deadline = time.monotonic() + self.job["timeout_s"]
+        for number, case in enumerate(self.job["cases"]):
+            seconds = min(deadline - time.monotonic(), self.job["test_timeout_s"])
+            if seconds < 0.01:
+                return
+            case["folder"] = f"{os.getcwd()}/{number}"
+            report = self.run_test_case(number, case, seconds, play, judges)
+            for folder in self.job["writable"]:
+                clear_folder(folder)
+            write_all(out, json.dumps(report).encode() + b"\n")
+
+    def run_test_case(
+        self,
+        number: int,
+        case: dict[str, Any],
+        seconds: float,
+        play: Callable[[dict[str, Any]], None],
+        judges: socket.socket | None,
+    ) -> dict[str, Any]:
+        """Run one case; return how it ended, what it printed, and what it reported over a pipe of its own."""
+        judged = case.get("judged") and judges is not None
+        if judged:
+            import socket  # takes as long as all other imports
+        stdin = _sealed_file(case.get("input", "").encode("utf-8", "surrogatepass"))
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "report")}
+        channel = socket.socketpair() if judged else None
+        child = os.fork()
+        if child == 0:
+            report = channel[0].fileno() if channel else pipes["report"][1]
+            start(lambda: play(case), stdin, pipes["stdout"][1], pipes["stderr"][1], report)
+        os.close(stdin)
+        for _, write in pipes.values():
+            os.close(write)
+        if channel and judges:
+            socket.send_fds(judges, [json.dumps([number, seconds]).encode()], [channel[1].fileno()])
+            channel[0].close()
+            channel[1].close()
+        stop = judges.fileno() if channel and judges else -1
+        started = time.monotonic()
+        texts, status = self.watch({read: name for name, (read, _) in pipes.items()}, seconds, stop)
+        if status == "ended":
+            status = reap(child, started + seconds - time.monotonic())
+        status = "ended" if status == "judged" else status
+        self.end_case()
+        if channel and judges:
+            judges.recv(16)  # its judge has ended too
+        for read, _ in pipes.values():
+            os.close(read)
+        stdout, stderr, report_text = (texts[name].decode("utf-8", "replace") for name in texts)
+        error = stderr[-ERROR_BYTES:].strip().rpartition("\n")[2]
+        return {"status": status, "stdout": stdout, "error": error, "report": report_text}
+
+
+def _sealed_file(text: bytes) -> int:
+    """Return a file in memory that can be read, but neither written nor made larger."""
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    write_all(file, text)
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def start(action: Callable[[], None], *fds: int) -> None:
+    """Run an action in this process, a fresh child, with no open file but these, as 0 to 3; never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for at, fd in enumerate(fds):
+            os.dup2(fd, 100 + at)
+        os.closerange(0, 100)
+        for at in range(len(fds)):
+            os.dup2(100 + at, at)
+        os.closerange(len(fds), 1 << 20)
+        action()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def reap(child: int, seconds: float) -> str:
+    """Return how the child ended; one that has closed its pipes and goes on is out of time at the end of it."""
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return "ended" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        if time.monotonic() >= deadline:
+            return "out of time"
+        time.sleep(pause)
+        pause = min(2 * pause, CHECK_S)
+
+
+def write_all(file: int, text: bytes) -> None:
+    """Write every byte to a file or a pipe."""
+    while text:
+        text = text[os.write(file, text) :]
