@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import SecretStr
 
 from slimectl import stdio
 from slimectl.errors import SettingsError
 from slimectl.redaction import redact, secrets_in
-from slimectl.settings import Layer, Resolved, resolve
-from slimectl.settings.eval_config import from_eval_config
-from slimectl.settings.layers import flat, from_assignments, from_environment, from_file
+
+if TYPE_CHECKING:  # the settings' classes take a quarter of a second to build: help does without
+    from slimectl.settings import Layer, Resolved
 
 STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
@@ -72,6 +71,10 @@ def resolved(
     eval_config: Path | None = None,
 ) -> Resolved:
     """Defaults < recipe < files < environment < -s < flags; a flag that was not given (None, []) sets nothing."""
+    from slimectl.settings import Layer, resolve
+    from slimectl.settings.eval_config import from_eval_config
+    from slimectl.settings.layers import from_assignments, from_environment, from_file
+
     layers = [recipe] if recipe else []
     layers += [from_file(path) for path in config or []]
     layers += [from_eval_config(eval_config)] if eval_config else []
@@ -108,7 +111,11 @@ def print_settings(resolution: Resolved) -> None:
 
 
 def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its value, secrets masked."""
+    """Yield every dotted key with its value, secrets masked."""
+    from pydantic import SecretStr
+
+    from slimectl.settings.layers import flat
+
     for name, value in flat(resolution.settings):
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")
 
