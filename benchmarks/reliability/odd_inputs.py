@@ -218,6 +218,7 @@ class Attacks:
         """What is wrong with an outcome; "" if nothing is."""
         own = [line for line in result.stderr.splitlines() if line.startswith("slimectl: ")]
         if (self.folder / "proof").exists():
+            (self.folder / "proof").unlink()
             return "data ran code"
         if "Traceback" in result.stderr.replace("Traceback (most recent call last):' ", ""):
             return f"a traceback: {result.stderr[-300:]!r}"
