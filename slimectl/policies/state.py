@@ -93,7 +93,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: no {TRAINER}; these are weights without trainer state: start from them as a model instead"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / TRAINER}: damaged ({error}); resume from another checkpoint") from error
     return state
 

@@ -48,23 +48,10 @@ def family_of(config: Config) -> Family:
     model_type = config.get("model_type", "")
     for family in FAMILIES.values():
         if model_type in family.model_types:
-            return _fitting(family, config)
+            return family.of(config)
     raise CheckpointError(
         f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_known())}"
     )
-
-
-def _fitting(family: Family, config: Config) -> Family:
-    """The family as this configuration makes it. Raises CheckpointError if none of its models is so."""
-    try:
-        chosen = family.of(config)
-        chosen.architecture(config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CheckpointError(
-            f"config.json: no {family.name} model is so ({reason:.200}); copy it from the model's original checkpoint"
-        ) from error
-    return chosen
 
 
 def _known() -> list[str]:

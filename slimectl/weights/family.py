@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TypeVar
 
+from slimectl.errors import CheckpointError
 from slimectl.weights.architecture import Architecture, Config
 from slimectl.weights.links import Link
+
+Result = TypeVar("Result")
+
+
+def explained(function: Callable[[Config], Result], family: str) -> Callable[[Config], Result]:
+    """The function, with what it cannot make of a configuration as a CheckpointError: config.json may hold anything."""
+    if hasattr(function, "__wrapped__"):
+        return function
+
+    @wraps(function)
+    def call(config: Config) -> Result:
+        try:
+            return function(config)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(
+                f"config.json: no {family} model is so ({reason:.200}); copy it from the model's original checkpoint"
+            ) from error
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,10 @@ class Family:
     links: Callable[[Config], list[Link]]
     carried: tuple[str, ...] = ()
     spare_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for field, function in (("architecture", self.architecture), ("links", self.links)):
+            object.__setattr__(self, field, explained(function, self.name))
 
     def of(self, config: Config) -> Family:
         """The family as this configuration makes it: the numbers of its spare layers are among `carried`."""
