@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ def main(parent: int, tests_fd: int, verdicts_fd: int) -> None:
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     kill_with_parent(parent)
+    if os.getuid() == 0:
+        # The supervisor measures in time however busy the processes are that it measures; they get 0 back.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, -10)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     judged = tests_fd >= 0
     if judged:

@@ -74,6 +74,11 @@ class Judge(Peer):
         except CannotCrossError as error:
             self.failure = self.failure or str(error)
             raise
+        except StopIteration:
+            if operation == "next":
+                raise
+            # In `for got in map(f, inputs)` it would end the loop, and with it the test.
+            raise RuntimeError("the program raised StopIteration") from None
 
     def kind_of(self, value: Any) -> list[Any]:
         kind = type(value)
