@@ -83,7 +83,7 @@ def _isolate(job: dict[str, Any], *, judged: bool) -> None:
         isolate_filesystem(job["home"], job["readable"], job["disk_mib"])
         job["writable"] = ["/tmp", "/dev/shm"]
         # Supervisors and judge; the launchers too, where we have one user for all.
-        job["other_processes"] = (1 + 2 * judged) if job["uid"] is not None else (2 + 3 * judged)
+        job["other_processes"] = (1 + 2 * judged) if job["uid"] is not None else (3 + 3 * judged)
         if os.getuid() == 0:
             check_confinement(job)
         return

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sandboxes import needs_sandbox, run
+from sandboxes import needs_sandbox, run, run_as
 
 from slimectl.sandbox.runner import Outcome
 
@@ -296,3 +296,18 @@ def test_files_of_a_case_are_gone_for_the_next_whatever_they_are():
 def test_an_interpreter_that_ends_late_after_closing_its_pipes_has_ended():
     program = "import os, time\nos.closerange(0, 10)\ntime.sleep(0.5)\nos._exit(0)"
     assert run(program)[0].status == "ended"
+
+
+@needs_sandbox
+def test_an_ordinary_user_has_the_same_sandbox():
+    count = (
+        "import os, time\nn = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(60)\n"
+        "except OSError:\n    print(n, os.path.exists('/proc'), 'etc' in os.listdir('/'))\n    os.kill(-1, 9)"
+    )
+    outcomes = run_as(65534, count, {"input": ""}, processes=8)
+    if isinstance(outcomes, str) and "unshare" in outcomes:
+        pytest.skip("ordinary users get no namespaces here")
+    assert outcomes == [Outcome("ended", "7 False True\n")]
+    assert run_as(65534, HOLD.format("held = bytearray(100 << 20)"), memory_mib=256)[0].status == "too much memory"
+    right, wrong = run_as(65534, "def f(x): return x * x", {"code": "assert f(3) == 9"}, {"code": "assert f(3) == 8"})
+    assert (right.report, wrong.error) == ({"passed": True}, "AssertionError")
