@@ -29,8 +29,8 @@ from slimectl.sandbox.namespaces import (
 )
 from slimectl.sandbox.privileges import check_confinement, drop_privileges, set_dumpable, unprivileged_uid
 from slimectl.sandbox.processes import ProcessTree
-from slimectl.sandbox.program import play
-from slimectl.sandbox.supervisor import Supervisor, start, write_all
+from slimectl.sandbox.program import play, start, write_all
+from slimectl.sandbox.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import socket
