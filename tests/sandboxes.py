@@ -26,10 +26,12 @@ from slimectl.errors import BackendError
 from slimectl.sandbox.runner import Limits, run_program
 from slimectl.sandbox.seccomp import ALLOW, EQUAL, ERRNO, LOAD, RETURN, _assembled
 from slimectl.sandbox.privileges import PR_SET_NO_NEW_PRIVS, install_filter, libc
-program, cases, limits, allowed = json.load(sys.stdin)
+program, cases, limits, allowed, namespaces = json.load(sys.stdin)
 unshare = 272 if os.uname().machine == "x86_64" else 97
-libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-install_filter(_assembled([(LOAD, 0, 0, 0), (EQUAL, 0, 1, unshare), (RETURN, 0, 0, ERRNO | 1), (RETURN, 0, 0, ALLOW)]))
+steps = [(LOAD, 0, 0, 0), (EQUAL, 0, 1, unshare), (RETURN, 0, 0, ERRNO | 1), (RETURN, 0, 0, ALLOW)]
+if not namespaces:
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    install_filter(_assembled(steps))
 try:
     outcomes = run_program(program, cases, Limits(**limits), allow_unsandboxed_namespaces=allowed)
     print(json.dumps([asdict(outcome) for outcome in outcomes]))
@@ -84,7 +86,19 @@ def run_without_namespaces(
     program: str, *cases: dict[str, Any], user: int = 65534, allowed: bool = True, **limits: Any
 ) -> list[Outcome] | str:
     """Run a program as that user where the kernel grants no namespaces; return outcomes or the refusal."""
-    job = json.dumps([program, list(cases) or [{"input": ""}], {**PATIENT, **limits}, allowed])
+    return run_as(user, program, *cases, allowed=allowed, namespaces=False, **limits)
+
+
+def run_as(
+    user: int,
+    program: str,
+    *cases: dict[str, Any],
+    allowed: bool = False,
+    namespaces: bool = True,
+    **limits: Any,
+) -> list[Outcome] | str:
+    """Run a program in a sandbox that this user starts; return outcomes or the refusal."""
+    job = json.dumps([program, list(cases) or [{"input": ""}], {**PATIENT, **limits}, allowed, namespaces])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/", "TMPDIR": "/tmp"}
     result = subprocess.run(
         command(user), input=job, env=environment, capture_output=True, text=True, check=False, cwd="/"

@@ -16,9 +16,9 @@ from typing import Any
 
 from slimectl.sandbox.peer import BrokenChannelError, Peer, exception_class
 from slimectl.sandbox.privileges import confine
+from slimectl.sandbox.program import write_all
 from slimectl.sandbox.program_server import remote_iterator
 from slimectl.sandbox.remote import RemoteClass, RemoteFunction, RemoteObject
-from slimectl.sandbox.supervisor import write_all
 from slimectl.sandbox.wire import CannotCrossError
 
 CHANNEL, VERDICT = 3, 4
@@ -74,6 +74,11 @@ class Judge(Peer):
         except CannotCrossError as error:
             self.failure = self.failure or str(error)
             raise
+        except StopIteration:
+            if operation == "next":
+                raise
+            # In `for got in map(f, inputs)` it would end the loop, and with it the test.
+            raise RuntimeError("the program raised StopIteration") from None
 
     def kind_of(self, value: Any) -> list[Any]:
         kind = type(value)
@@ -96,7 +101,7 @@ class Judge(Peer):
 
     def _reference(self, number: int, kind: str, name: Any, module: str = "") -> Any:
         if kind == "exception":
-            return exception_class([str(one) for one in name], str(module))
+            return exception_class([str(part) for part in name], str(module))
         if kind == "module" and str(name).partition(".")[0] in MODULES:
             return __import__(name, fromlist=["*"])
         remote_types = {"class": RemoteClass, "callable": RemoteFunction}

@@ -82,10 +82,10 @@ class Peer(ABC):
         sys.stdout.write(self._checked(message.get("printed", ""), str))
         decoder = Decoder(self.resolve, encoder.containers)
         try:
-            known = [encoder.containers[number] for number, _ in message.get("changed", ())]
+            targets = [encoder.containers[number] for number, _ in message.get("changed", ())]
             result = decoder.decode(message.get("result"))
             raised = decoder.decode(message.get("raised"))
-            for container, (_, content) in zip(known, message.get("changed", ()), strict=True):
+            for container, (_, content) in zip(targets, message.get("changed", ()), strict=True):
                 decoder.fill(container, content)
             error = _exception(*raised) if raised else None
         except (
@@ -207,19 +207,19 @@ _classes: dict[tuple[str, ...], Any] = {}
 
 def exception_class(names: list[str], module: str) -> Any:
     """Return the class of those names: a builtin, the standard library's, or one made to have them as its bases."""
-    at, known = len(names), None
+    at, base = len(names), None
     for at, name in enumerate(names):  # noqa: B007
-        known = getattr(builtins, name, None) or getattr(sys.modules.get(module), name, None)
+        base = getattr(builtins, name, None) or getattr(sys.modules.get(module), name, None)
         if module == "__main__" and not hasattr(builtins, name):
-            known = None
-        if isinstance(known, type) and issubclass(known, BaseException):
+            base = None
+        if isinstance(base, type) and issubclass(base, BaseException):
             break
     else:
-        at, known = len(names), Exception
+        at, base = len(names), Exception
     for end in range(at, 0, -1):
         key = tuple(names[end - 1 :])
-        known = _classes.setdefault(key, type(str(names[end - 1]), (known,), {}))
-    return known
+        base = _classes.setdefault(key, type(str(names[end - 1]), (base,), {}))
+    return base
 
 
 def _exception(names: list[str], module: str, arguments: list[Any]) -> BaseException:

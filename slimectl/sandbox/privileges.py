@@ -109,6 +109,7 @@ def confine(job: dict[str, Any]) -> None:
     Raises OSError where a step cannot be had:
     without namespaces each of them is what keeps the program off the machine.
     """
+    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     drop_privileges(job["uid"])
     if not job["isolated"]:
         apply_landlock(job["home"], job["readable"])

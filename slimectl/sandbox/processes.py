@@ -48,13 +48,21 @@ class ProcessTree:
                 unseen += children
         return tasks
 
-    def usage(self, limit: int) -> Usage:
-        """Return what the descendants hold; pages in common are told apart only where their sum exceeds `limit`."""
+    def usage(self, limit: int, *, isolated: bool) -> Usage:
+        """Return what the descendants hold; pages in common are told apart only where their sum exceeds `limit`.
+
+        That takes a while: meanwhile they are stopped, and go on if they hold no more.
+        """
         tasks = self.pids()
-        resident = {pid: self._resident(pid) for pid in tasks}
-        memory = sum(resident.values())
+        memory = sum(map(self._resident, tasks))
         if memory > limit:
-            memory = sum(self._proportional(pid, pages) for pid, pages in resident.items())
+            stopped = {-1} if isolated else self._stop_all()
+            for pid in stopped & {-1}:
+                _send_signal(pid, signal.SIGSTOP)
+            tasks = self.pids()
+            memory = sum(self._proportional(pid, self._resident(pid)) for pid in tasks)
+            for pid in stopped if memory <= limit else ():
+                _send_signal(pid, signal.SIGCONT)
         return Usage(sum(tasks.values()), memory)
 
     def add_files(self, usage: Usage, folder: str) -> None:

@@ -87,11 +87,12 @@ def run_program(
     that lead elsewhere are refused (see seccomp). Nothing of ours is in its environment or among its open files. At the
     end, or when we die, the kernel kills all that it started. A hole in the kernel is not covered.
 
-    Memory: the processes of a case hold `memory_mib` together, shared and anonymous mappings included, and its files
-    `disk_mib`. The latter is the kernel's limit. The former is looked at every 5 ms, and the case is killed beyond it;
-    meanwhile it can take what `processes` can touch in that time (measured: up to 60 MiB with 8 on two cores), and
-    never more than `memory_mib` for each, which is the kernel's limit. Pipes and sockets add at most 64 KiB for each of
-    64 descriptors a process. A judge has `memory_mib` of its own.
+    Memory: the processes of a case hold `memory_mib` together, a page that several share counted once, and its files
+    `disk_mib`. The kernel bounds the files, and each process at `memory_mib` of addresses. The sum is looked at every
+    5 ms, and the case is killed beyond it; until then it can take what its processes can touch meanwhile. With 512 MiB
+    granted to 7 processes on two cores with 8 times their work, cases were killed at 540 to 1070 MiB; the bound is
+    `processes` times `memory_mib`. Memory of other kinds is refused, but that of pipes and socket pairs: at most 13 MiB
+    a process. A judge has `memory_mib` of its own.
 
     Where the kernel grants no namespaces, as in most containers, BackendError is raised. `allow_unsandboxed_namespaces`
     then runs the program without them, with everything else: another user and no capabilities, all limits, the filter,

@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.sandbox.namespaces import MAX_FILES
 from slimectl.sandbox.processes import ProcessTree, clear_folder
+from slimectl.sandbox.program import ERROR_BYTES, start, write_all
 
 if TYPE_CHECKING:
     import socket
-
-ERROR_BYTES = 2000
-"""Bytes of a case's stderr that are retained."""
 
 CHECK_S = 0.005
 """Seconds between two looks at the memory of a case."""
 
 DISK_CHECK_S = 0.05
-CHILD_FDS = 4
-"""stdin, stdout, stderr, and the channel that reports."""
 
 
 @dataclass
@@ -52,7 +48,8 @@ class Supervisor:
                 count_files = not self.job["isolated"] and now >= next_disk_check
                 if excess := self._excess(count_files=count_files):
                     return texts, excess
-                next_check = time.monotonic() + CHECK_S
+                # A look that takes long, at pages in common, stops the case: no more than a third of its time.
+                next_check = time.monotonic() + max(CHECK_S, 2 * (time.monotonic() - now))
                 next_disk_check = next_check + DISK_CHECK_S if count_files else next_disk_check
             watched = [*unclosed, stop] if stop >= 0 else list(unclosed)
             ready = select.select(watched, [], [], max(0.0, min(deadline, next_check) - now))[0]
@@ -72,7 +69,7 @@ class Supervisor:
     def _excess(self, *, count_files: bool) -> str:
         """Return which limit the processes of the case exceed; "" if none."""
         memory = self.job["memory_mib"] << 20
-        usage = self.tree.usage(memory)
+        usage = self.tree.usage(memory, isolated=self.job["isolated"])
         if usage.memory > memory:
             return "too much memory"
         if not self.job["isolated"] and usage.tasks > self.job["processes"]:
@@ -151,23 +148,6 @@ def _sealed_file(text: bytes) -> int:
     return file
 
 
-def start(action: Callable[[], None], *fds: int) -> None:
-    """Run an action in this process, a fresh child, with no open file but these, as 0 to 3; never returns."""
-    code = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for at, fd in enumerate(fds):
-            os.dup2(fd, 100 + at)
-        os.closerange(0, 100)
-        for at in range(len(fds)):
-            os.dup2(100 + at, at)
-        os.closerange(len(fds), 1 << 20)
-        action()
-        code = 0
-    finally:
-        os._exit(code)
-
-
 def reap(child: int, seconds: float) -> str:
     """Return how the child ended; one that has closed its pipes and goes on is out of time at the end of it."""
     deadline, pause = time.monotonic() + seconds, 0.0005
@@ -180,9 +160,3 @@ def reap(child: int, seconds: float) -> str:
             return "out of time"
         time.sleep(pause)
         pause = min(2 * pause, CHECK_S)
-
-
-def write_all(file: int, text: bytes) -> None:
-    """Write every byte to a file or a pipe."""
-    while text:
-        text = text[os.write(file, text) :]

@@ -89,7 +89,7 @@ class Encoder:
         if kind is Decimal:
             return ["Decimal", str(value)]
         if kind is type and value in TYPES.values():
-            return ["type", next(type_name for type_name, known in TYPES.items() if known is value)]
+            return ["type", next(type_name for type_name, candidate in TYPES.items() if candidate is value)]
         if kind.__module__ == "numpy" and (array := _array(value)):
             return array
         reference: list[Any] = self._refer(value)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sandboxes import needs_sandbox, run
+from sandboxes import needs_sandbox, run, run_as
 
 from slimectl.sandbox.runner import Outcome
 
@@ -215,3 +215,99 @@ def test_one_hanging_test_does_not_cost_the_others_and_all_together_keep_the_tim
 def test_cases_do_not_see_each_other():
     program = "import os\nprint(os.path.exists('x'), 'X' in os.environ)\nopen('x', 'w').close(); os.environ['X'] = '1'"
     assert [one.stdout for one in run(program, {"input": ""}, {"input": ""})] == ["False False\n"] * 2
+
+
+HOLD = "import os, time\nfor _ in range(6):\n    if os.fork() == 0: break\n{}\ntime.sleep(60)"
+
+
+@needs_sandbox
+@pytest.mark.parametrize("action", [
+    "held = bytearray(100 << 20)",
+    "import mmap; held = mmap.mmap(-1, 100 << 20); held[:] = bytes(1 << 20) * 100",
+    "held = [bytearray(1 << 20) for _ in range(100)]",
+])  # fmt: skip
+def test_memory_of_all_processes_together_is_limited(action: str):
+    assert run(HOLD.format(action), memory_mib=256)[0].status == "too much memory"
+
+
+@needs_sandbox
+def test_pages_that_processes_share_count_once():
+    program = (
+        "import os\nheld = bytearray(150 << 20)\nfor at in range(0, len(held), 4096): held[at] = 1\n"
+        "children = [os.fork() for _ in range(1)] + [0]\n"
+        "if children[0]:\n    print(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "else:\n    import time; time.sleep(0.3)\n"
+    )
+    assert run(program, memory_mib=256)[0] == Outcome("ended", "0\n")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("line", [
+    "os.memfd_create('x')", "os.ftruncate(0, 1 << 30)", "fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
+    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))", "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)",
+])  # fmt: skip
+def test_memory_that_no_limit_counts_cannot_be_had(line: str):
+    outcome = run(f"import fcntl, os, resource, socket\n{line}")[0]
+    assert outcome.status == "exit code 1"
+    assert outcome.error.startswith(("PermissionError", "OSError", "ValueError: not allowed"))
+
+
+@needs_sandbox
+def test_system_v_objects_are_refused():
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "for name in ('shmget', 'msgget', 'semget'):\n"
+        "    print(getattr(libc, name)(0, 1 << 20, 0o1600), ctypes.get_errno())\n"
+    )
+    assert run(program)[0].stdout == "-1 1\n" * 3
+
+
+@needs_sandbox
+def test_multiprocessing_and_numpy_work_within_the_limits():
+    program = (
+        "import multiprocessing, numpy\nfrom multiprocessing import shared_memory\n"
+        "def double(x): return 2 * x\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "lock, queue = context.Lock(), context.Queue()\n"
+        "def send():\n    with lock: queue.put(7)\n"
+        "process = context.Process(target=send); process.start(); print(queue.get()); process.join()\n"
+        "block = shared_memory.SharedMemory(create=True, size=1 << 20)\n"
+        "array = numpy.ndarray((4,), dtype='i8', buffer=block.buf); array[:] = 3\n"
+        "with context.Pool(2) as pool: print(pool.map(double, [1, 2]), array.sum())\n"
+        "del array; block.close(); block.unlink()\n"
+    )
+    assert run(program, processes=16)[0] == Outcome("ended", "7\n[2, 4] 12\n")
+
+
+@needs_sandbox
+def test_files_of_a_case_are_gone_for_the_next_whatever_they_are():
+    program = (
+        "import os\nprint(sorted(os.listdir('/tmp')), os.listdir('/dev/shm'))\n"
+        "open('/tmp/x', 'w').close(); open('/dev/shm/y', 'w').close(); os.symlink('/usr', '/tmp/link')\n"
+        "try:\n    for _ in range(3000): os.mkdir('d'); os.chdir('d')\n"
+        "except OSError: pass\n"
+        "os.makedirs('/tmp/locked/in/side'); os.chmod('/tmp/locked/in', 0); os.chmod('/tmp/locked', 0)\n"
+    )
+    assert [one.stdout for one in run(program, {"input": ""}, {"input": ""})] == ["['0'] []\n", "['1'] []\n"]
+
+
+@needs_sandbox
+def test_an_interpreter_that_ends_late_after_closing_its_pipes_has_ended():
+    program = "import os, time\nos.closerange(0, 10)\ntime.sleep(0.5)\nos._exit(0)"
+    assert run(program)[0].status == "ended"
+
+
+@needs_sandbox
+def test_an_ordinary_user_has_the_same_sandbox():
+    count = (
+        "import os, time\nn = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(60)\n"
+        "except OSError:\n    print(n, os.path.exists('/proc'), 'etc' in os.listdir('/'))\n    os.kill(-1, 9)"
+    )
+    outcomes = run_as(65534, count, {"input": ""}, processes=8)
+    if isinstance(outcomes, str) and "unshare" in outcomes:
+        pytest.skip("ordinary users get no namespaces here")
+    assert outcomes == [Outcome("ended", "7 False True\n")]
+    assert run_as(65534, HOLD.format("held = bytearray(100 << 20)"), memory_mib=256)[0].status == "too much memory"
+    right, wrong = run_as(65534, "def f(x): return x * x", {"code": "assert f(3) == 9"}, {"code": "assert f(3) == 8"})
+    assert (right.report, wrong.error) == ({"passed": True}, "AssertionError")

@@ -142,6 +142,15 @@ def test_no_program_claims_a_verdict():
         assert outcome.status != "ended", (program, outcome)
 
 
+def test_an_exception_that_ends_a_loop_ends_no_test():
+    test = "for got, right in zip(map(f, [2, 3]), [4, 9]): assert got == right"
+    outcome, honest = (
+        run("def f(x): raise StopIteration", {"code": test})[0],
+        run("def f(x): return x * x", {"code": test})[0],
+    )
+    assert (outcome.error, honest.report) == ("RuntimeError: the program raised StopIteration", {"passed": True})
+
+
 def test_a_swallowed_end_of_the_program_is_no_pass():
     program = "import os\ndef f(x): os._exit(0)"
     swallowed = "try: f(1)\nexcept BaseException: pass"

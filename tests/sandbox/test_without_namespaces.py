@@ -153,7 +153,7 @@ def test_what_a_program_leaves_is_removed_without_following_a_link(user: int, tm
 def test_root_whose_interpreter_nobody_can_read_is_refused():
     if not os.path.realpath(sys.base_prefix).startswith("/root/") or os.stat("/root").st_mode & 0o001:
         pytest.skip("the interpreter lies where all may read")
-    job = json.dumps(["", [{"input": ""}], {}, True])
+    job = json.dumps(["", [{"input": ""}], {}, True, False])
     result = subprocess.run([sys.executable, "-c", RUN_JOB], input=job, capture_output=True, text=True, check=True)
     assert "cannot read" in result.stdout
     assert "without namespaces a program cannot be confined" in result.stdout
