@@ -59,18 +59,18 @@ def check_model_files(folder: Path) -> None:
 
 
 def check_file(path: Path) -> os.stat_result:
-    """The facts of a file that may be opened. Raises CheckpointError, or FileNotFoundError if there is none."""
+    """The status of a file that may be opened. Raises CheckpointError, or FileNotFoundError if there is none."""
     try:
         _check_link(path)
-        facts = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(f"{path}: a link to nothing; copy the folder again, with what it links to") from None
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); copy the folder again") from error
-    _check_kind(path, facts)
-    return facts
+    _check_kind(path, status)
+    return status
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -151,16 +151,16 @@ def _is_cached_blob(target: Path) -> bool:
     return blobs.name == "blobs" and blobs.parent.name.startswith("models--") and bool(_BLOB.fullmatch(target.name))
 
 
-def _check_kind(path: Path, facts: os.stat_result) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "something else")
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise CheckpointError(f"{path}: {kind}, not a file; put the model's own file there")
 
 
-def _check_bounds(path: Path, facts: os.stat_result) -> None:
+def _check_bounds(path: Path, status: os.stat_result) -> None:
     """Raises CheckpointError for a file that a library would read into memory whole, and that is too large for it."""
     if path.suffix in (*_WEIGHTS, ".pt") or path.name == ".metadata":
         return
-    most = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
-    if facts.st_size > most:
-        raise CheckpointError(f"{path}: {facts.st_size} bytes, a genuine one has at most {most}; download it again")
+    limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
+    if status.st_size > limit:
+        raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}; download it again")

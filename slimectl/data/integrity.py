@@ -35,7 +35,7 @@ def integrity_error(folder: Path) -> str | None:
     if files is None:
         return f"no readable {MANIFEST} (it lists no files)"
     try:
-        errors = (_file_error(folder, name, facts, whole=True) for name, facts in files.items())
+        errors = (_file_error(folder, name, entry, whole=True) for name, entry in files.items())
         return next((error for error in errors if error), None)
     except CheckpointError as error:
         return str(error)
@@ -51,7 +51,7 @@ def check_integrity(folder: Path, *, whole: bool = False) -> bool:
         manifest = root / MANIFEST
         if not manifest.is_file() or (prefix and folder.name != "policy"):
             continue
-        files = {name: facts for name, facts in (_files(read_json(manifest)) or {}).items() if name.startswith(prefix)}
+        files = {name: entry for name, entry in (_files(read_json(manifest)) or {}).items() if name.startswith(prefix)}
         if files:
             whole = whole or sum(size for size, _ in files.values()) <= HASHED_BYTES
             error = _first_error(root, tuple(files.items()), whole, _stamps(root, files))
@@ -75,8 +75,8 @@ def _files(manifest: dict[str, Any]) -> Files | None:
     if not isinstance(listed, dict):
         return None
     files: Files = {}
-    for name, facts in listed.items():
-        size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+    for name, entry in listed.items():
+        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if not isinstance(size, int) or not isinstance(digest, str):
             return None
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
@@ -90,8 +90,8 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
     stamps = []
     for name in files:
         try:
-            facts = os.stat(root / name)
-            stamps.append((facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino))
+            entry = os.stat(root / name)
+            stamps.append((entry.st_mtime_ns, entry.st_ctime_ns, entry.st_size, entry.st_ino))
         except OSError:
             stamps.append((0, 0, -1, 0))
     return tuple(stamps)
@@ -100,12 +100,12 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
 @lru_cache(maxsize=64)
 def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], whole: bool, _: Any) -> str | None:
     """What is wrong with the first file that does not match."""
-    errors = (_file_error(root, name, facts, whole=whole) for name, facts in files)
+    errors = (_file_error(root, name, entry, whole=whole) for name, entry in files)
     return next((error for error in errors if error), None)
 
 
-def _file_error(root: Path, name: str, facts: tuple[int, str], *, whole: bool) -> str | None:
-    size, digest = facts
+def _file_error(root: Path, name: str, entry: tuple[int, str], *, whole: bool) -> str | None:
+    size, digest = entry
     try:
         found = check_file(root / name).st_size
     except FileNotFoundError:

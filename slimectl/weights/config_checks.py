@@ -67,11 +67,11 @@ def _problems(config: dict[str, Any], weight_bytes: int | None) -> Iterator[str]
             yield f"{key} {_shown(value)}, not {' or '.join(_KINDS[kind] for kind in kinds)}"
         elif isinstance(value, list) and len(value) > MAX_LIST:
             yield f"{key} has {len(value)} entries"
-    for key, most in (REQUIRED_SIZES | OPTIONAL_SIZES | COUNTS).items():
+    for key, maximum in (REQUIRED_SIZES | OPTIONAL_SIZES | COUNTS).items():
         if key in config and not (config[key] is None and key not in REQUIRED_SIZES):
-            least = 0 if key in COUNTS else 1
-            if not _is_number(config[key], least, most):
-                yield f"{key} {_shown(config[key])}, not a number from {least} to {most}"
+            minimum = 0 if key in COUNTS else 1
+            if not _is_number(config[key], minimum, maximum):
+                yield f"{key} {_shown(config[key])}, not a number from {minimum} to {maximum}"
     for key in POSITIVE:
         if config.get(key) is not None and not (_is_real(config[key]) and 0 < config[key] < math.inf):
             yield f"{key} {_shown(config[key])}, not a positive number"
@@ -107,8 +107,8 @@ def _beyond_weights(config: dict[str, Any], weight_bytes: int) -> Iterator[str]:
         yield f"num_hidden_layers {layers} are more than {weight_bytes} bytes of weights hold"
 
 
-def _is_number(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _is_number(value: Any, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def _is_real(value: Any) -> bool:

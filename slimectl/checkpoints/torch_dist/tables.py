@@ -65,15 +65,15 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, description: str) -> str:
     if not isinstance(value, str):
-        raise UnsafePickleError(f"{what} that is no text")
+        raise UnsafePickleError(f"{description} that is no text")
     return value
 
 
-def _number(value: Any, what: str) -> int:
+def _number(value: Any, description: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
-        raise UnsafePickleError(f"{what} that is no number from 0 to {MAX_SIZE}")
+        raise UnsafePickleError(f"{description} that is no number from 0 to {MAX_SIZE}")
     return value
 
 

@@ -6,6 +6,8 @@ every layout. mcore (0.16.1) reshards optimizers over tensor, pipeline and data 
 
 from __future__ import annotations
 
+import io
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +22,14 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.utils import _ReaderView
 
+from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
+from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError
+from slimectl.model_files import check_file, check_model_files, open_file
 from slimectl.policies.megatron.optimizer import drop_gradients, inners
-from slimectl.policies.megatron.safe_loading import plain_data_only
 
 CONTENT = {
     # Every moment in the shape of its parameter: the one form that can be cut anew.
@@ -31,6 +37,8 @@ CONTENT = {
     "chained_optim_avoid_prefix": True,
 }
 """What mcore keeps with a checkpoint, to be handed back on loading."""
+MAX_OBJECT_BYTES = 1024**3
+"""Of an object that is no tensor: schedules, random states, the state of fp8 modules."""
 
 
 def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, *, step: int, updates: int) -> None:
@@ -45,7 +53,7 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
     """Take all of it back at this layout; steps and updates. Raises CheckpointError."""
     _begin(optimizer)
     try:
-        with plain_data_only(path):
+        with _plain_data_only(path):
             content = dist_checkpointing.load_content_metadata(str(path))
             loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
         step, updates = (int(loaded["slimectl"][name]) for name in ("step", "updates"))
@@ -62,6 +70,50 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
         optimizer.load_state_dict(loaded["optimizer"])
     drop_gradients(chunks, optimizer)
     return step, updates
+
+
+@contextmanager
+def _plain_data_only(folder: Path) -> Iterator[None]:
+    """Let mcore load `folder` without running anything in it. Raises CheckpointError for files that lead elsewhere.
+
+    mcore (0.16.1) and torch (2.13) read `.metadata` by pickle.load and objects that are no tensors by torch.load with
+    weights_only=False: either runs what a stranger's file says. Inside, `.metadata` is read by us, and every torch.load
+    takes plain data only, from the same bytes that were looked at. Delete when both read safely.
+    """
+    check_model_files(folder)
+    load, reads = torch.load, FileSystemReader.read_metadata
+
+    def load_plain(source: Any, *args: Any, **options: Any) -> Any:
+        view, length = _view(source)
+        check_stored(view, length)
+        return load(view, *args, **{**options, "weights_only": True, "pickle_module": None})
+
+    def read_plain(reader: FileSystemReader, *_: Any, **__: Any) -> Any:
+        metadata = read_metadata(Path(reader.path))
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            check_file(Path(reader.path) / name)
+        return metadata
+
+    torch.load, FileSystemReader.read_metadata = load_plain, read_plain
+    try:
+        # TransformerEngine keeps a module's state as bytes.
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+    finally:
+        torch.load, FileSystemReader.read_metadata = load, reads
+
+
+def _view(source: Any) -> tuple[FileRange, int]:
+    """What mcore asks torch to load, and its length: a file's name, a part of an open file, or bytes."""
+    if isinstance(source, _ReaderView):
+        return FileRange(source.base_stream, source.offset, source.len), source.len
+    if isinstance(source, str | os.PathLike):
+        with open_file(Path(source)) as file:
+            source = io.BytesIO(file.read(MAX_OBJECT_BYTES + 1))
+    length = source.seek(0, os.SEEK_END)
+    if length > MAX_OBJECT_BYTES:
+        raise ValueError(f"an object of over {MAX_OBJECT_BYTES} bytes")
+    return FileRange(source, 0, length), length
 
 
 def _named(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
