@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])  # for the fork server and all that runs start
 
-import psutil
 from campaign import Campaign
 from conftest import FAMILIES, SHAPE
 from forkserver import ForkedProcess
@@ -226,9 +226,11 @@ class Killer:
 
     def _left(self, before: set[str]) -> list[str]:
         processes = []
-        for process in psutil.process_iter(["cwd", "pid", "cmdline"]):
-            if process.info["cwd"] == str(self.workshop.folder) and process.info["pid"] != os.getpid():
-                processes.append(f"process {process.info['pid']} {' '.join(process.info['cmdline'] or [])[-60:]}")
+        for place in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):  # another user's, gone already, or in a folder of too long a name
+                if os.readlink(place) == str(self.workshop.folder) and status_of(int(place.parent.name)) != "Z":
+                    command = (place.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    processes.append(f"process {place.parent.name} {command[-60:]}")
         return processes + sorted(orphaned(shared_memory() - before))
 
 
