@@ -109,7 +109,10 @@ class _Model:
                 path, num_labels=1, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
             )
             self.model: Any = model.eval().to(device)
-        except Exception as error:
+        except BaseException as error:
+            # The tokenizers library (0.22) panics at some broken files, which is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             words = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {words}") from error
         if found["missing_keys"]:

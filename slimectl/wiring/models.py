@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from slimectl import cards
@@ -12,6 +17,9 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, read_json
 from slimectl.settings import Settings
 from slimectl.weights.complete import raw_config
+
+PANIC = "PanicException"
+"""What the tokenizers library raises at some broken files; it is no Exception."""
 
 
 def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
@@ -58,14 +66,43 @@ def tokenizer(folder: Path) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _without_panics():
+            loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except BaseException as error:
-        # The tokenizers library panics at some files, which is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     check_template(loaded, folder)
     return loaded
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Keep what the tokenizers library (0.22) writes to stderr when it panics at a broken file out of the terminal.
+
+    It writes to the descriptor itself; what else is written there in the meantime is passed on.
+    """
+    try:
+        sys.stderr.flush()
+        before = os.dup(2)
+    except (AttributeError, OSError):
+        yield  # stderr is closed
+        return
+    with ExitStack() as closing, TemporaryFile() as words:
+        closing.callback(os.close, before)
+        os.dup2(words.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == PANIC
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            if not panicked:
+                words.seek(0)
+                os.write(2, words.read())
 
 
 def context_length(settings: Settings, folder: Path) -> int | None:

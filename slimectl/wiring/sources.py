@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.data.plain import plain_number
@@ -13,6 +14,7 @@ from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
+from slimectl.wiring.models import model_folder
 
 if TYPE_CHECKING:
     from slimectl.ports import Agent, Engine, FromBuffer, Keep
@@ -100,6 +102,10 @@ def _has_tokens(path: str) -> bool:
 
 
 def reward(settings: Settings) -> Grader:
+    """What grades samples, a reward model's folder checked as any other. Raises SettingsError or CheckpointError."""
+    path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
+    if isinstance(path, str) and (Path(path) / "config.json").exists():
+        model_folder(path, setting="score.rm_options.path", verify=settings.model.verify)
     return Grader(settings)
 
 

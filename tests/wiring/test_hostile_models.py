@@ -137,3 +137,9 @@ def test_a_template_that_reaches_out_or_is_broken_fails_where_a_chat_is_rendered
         render(Prompt([{"role": "user", "content": "x"}]), text)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "proof").exists()
+
+
+def test_a_panic_of_the_tokenizers_library_is_a_line_and_silent(model: Path, capfd: pytest.CaptureFixture[str]):
+    edit(model / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    assert "the tokenizer cannot be loaded" in refusal(model)
+    assert capfd.readouterr().err == ""
