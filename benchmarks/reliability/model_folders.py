@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import forked
+import warm
 from campaign import Campaign
 from spoiled_configs import of_code, of_configs, of_tokenizers
 from spoiled_files import Attack, of_files, of_manifests, of_weights
@@ -87,7 +87,7 @@ def prepared(home: Path) -> tuple[Path, Path]:
             "scored.jsonl",
         ],
     ):
-        outcome = forked.run(command, home)
+        outcome = warm.run(command, cwd=home)
         assert outcome.code == 0, outcome.stderr
     return genuine, home / "scored.jsonl"
 
@@ -105,7 +105,7 @@ def judge(case: Path, attack: Attack, chosen: list[str]) -> str:
     }  # fmt: skip
     problems = []
     for name in chosen:
-        outcome = forked.run(commands[name], case)
+        outcome = warm.run(commands[name], cwd=case)
         if problem := outcome.problem(refused=name in attack.refused):
             problems.append(f"{name}: {problem}")
     if (case / "proof").exists() or (case.parent / "proof").exists():
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--commands", type=int, default=3, help="Of the five commands, drawn for each attack")
     options = parser.parse_args()
-    forked.warm_up()
+    warm.load()
     draw = random.Random(options.seed)
     campaign = Campaign("hostile model folders", options.seed)
     with tempfile.TemporaryDirectory() as name:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 
-import forked
+import warm
 from campaign import Campaign
 from checkpoints.hostile_pickles import EXTENSION, archive, payloads, tensor_pickle
 
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=150)
     options = parser.parse_args()
-    forked.warm_up()
+    warm.load()
     copyreg.add_extension("os", "system", EXTENSION)
     campaign = Campaign("hostile torch_dist checkpoints", options.seed)
     with tempfile.TemporaryDirectory() as name:
@@ -222,7 +222,7 @@ def main() -> int:
         genuine = home / "genuine"
         make = ["models", "create", "tiny", str(home / "hf")]
         for command in (make, ["convert", str(home / "hf"), str(genuine), "--to", "torch_dist", "--logits", "0"]):
-            outcome = forked.run(command, home)
+            outcome = warm.run(command, cwd=home)
             assert outcome.code == 0, outcome.stderr
         (genuine / "manifest.json").unlink()
         for number, (category, title, attack) in enumerate(attacks(home / "proof", random.Random(options.seed))):
@@ -243,8 +243,8 @@ def main() -> int:
 def judge(case: Path, folder: Path, proof: Path, *, refused: bool) -> str:
     """What went wrong, in a line; empty if nothing did."""
     outcomes = {
-        "convert": (forked.run(["convert", str(folder), "out", "--logits", "0"], case), refused),
-        "inspect": (forked.run(["inspect", str(folder)], case), False),
+        "convert": (warm.run(["convert", str(folder), "out", "--logits", "0"], cwd=case), refused),
+        "inspect": (warm.run(["inspect", str(folder)], cwd=case), False),
     }
     problems = [
         f"{name}: {text}" for name, (outcome, must) in outcomes.items() if (text := outcome.problem(refused=must))

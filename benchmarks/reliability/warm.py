@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -24,17 +25,42 @@ TIMEOUT_CODE = "no end"
 """Stands for the exit code of a child that did not end by itself."""
 
 
+MAX_CPU_S = 60
+MAX_GROWTH_BYTES = 2 * 1024**3
+
+
 @dataclass(frozen=True)
 class Result:
-    """What became of a command: its exit code (negative for a signal), and what it wrote."""
+    """Exit code of a command (negative for a signal), its output, and how far its memory grew."""
 
     code: int | str
     stdout: bytes
     stderr: str
+    growth_bytes: int = 0
+
+    def problem(self, *, refused: bool) -> str:
+        """Return what is wrong with it, in a line; empty if it refused, or where it may did, its work in good order."""
+        lines = self.stderr.splitlines()
+        if isinstance(self.code, str):
+            return "waits for ever"
+        if self.code < 0:
+            return f"ended by signal {-self.code}"
+        if "Traceback" in self.stderr:
+            return f"a traceback: {lines[-1]}"
+        if self.code not in (0, 1, 2, 3, 4):
+            return f"exit code {self.code}"
+        if self.growth_bytes > MAX_GROWTH_BYTES:
+            return f"{self.growth_bytes >> 20} MiB of memory"
+        if self.code and (len(lines) != 1 or not lines[0].startswith("slimectl: ")):
+            return f"{len(lines)} lines for one: {' / '.join(lines)[:300]}"
+        if refused and self.code not in (1, 2, 3):
+            return f"exit code {self.code} where it is to be refused"
+        return ""
 
 
 def load() -> None:
     """Import what commands import, once, before the first child."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "COLUMNS": "200"}
     import numpy  # noqa: F401
     import torch
     import transformers  # noqa: F401
@@ -59,7 +85,11 @@ def run(
     prepare: Callable[[], None] = lambda: None,
     timeout_s: float = 120.0,
 ) -> Result:
-    """Run `slimectl ARGUMENTS` in a child; `prepare` runs there when its descriptors are set, before any of ours."""
+    """Run `slimectl ARGUMENTS` in a child; `prepare` runs there when its descriptors are set, before any of ours.
+
+    A child that computes ends by its limit of CPU time; only one that waits for what never comes takes `timeout_s`.
+    """
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
@@ -68,22 +98,22 @@ def run(
         child = os.fork()
         if not child:
             _become(arguments, (given.fileno(), out.fileno(), err.fileno()), cwd, environment or {}, prepare)
-        code = _wait(child, timeout_s)
+        code, peak = _wait(child, timeout_s)
         out.seek(0)
         err.seek(0)
-        return Result(code, out.read(), err.read().decode(errors="replace"))
+        return Result(code, out.read(), err.read().decode(errors="replace"), max(0, peak - before) * 1024)
 
 
-def _wait(child: int, timeout_s: float) -> int | str:
+def _wait(child: int, timeout_s: float) -> tuple[int | str, int]:
+    """Return the exit code of a child and its peak memory in KiB."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        pid, status, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status), usage.ru_maxrss
         time.sleep(0.002)
     os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return TIMEOUT_CODE
+    return TIMEOUT_CODE, os.wait4(child, 0)[2].ru_maxrss
 
 
 def _become(
@@ -98,6 +128,8 @@ def _become(
     try:
         atexit._clear()  # what the parent would clean up is still its own
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         os.closerange(3, 256)
