@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Two workers share two cores; said before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -85,6 +89,7 @@ SHARED = {
 """Test files that share what is dear to start (a cluster, a server, rank processes), by the name of their group."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares fixtures on one worker (pytest -n 2 --dist loadgroup): the files of a group, else a file."""
     for item in items:

@@ -157,7 +157,8 @@ def test_something_else_than_samples_is_refused_in_one_line(workshop: Workshop, 
     with_hook(workshop, f"async def generate(sample):\n    {body}\n")
     workshop.slimectl("rollout", "-c", "slimectl.toml", *HOOK, code=2)
     assert workshop.stderr == (
-        f"slimectl: rollout.custom_generate_function_path: returned {type_name}; return the Sample or a list of them\n"
+        f"slimectl: rollout.custom_generate_function_path: generate.py:generate returned {type_name}; "
+        "return the Sample or a list of them\n"
     )
 
 
