@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Two workers share two cores; said before anything imports torch.
+# One thread each, for tests and the processes that they start; said before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -78,21 +78,3 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 @pytest.fixture
 def workshop(tmp_path: Path, model_dir: Callable[[str], Path]) -> Workshop:
     return set_up(tmp_path, model_dir("llama"))
-
-
-SHARED = {
-    "ray": ("executors/test_ray", "contracts/test_executor_contract", "stages/test_faults"),
-    "sglang": ("engines/sglang/", "contracts/test_engine_contract", "contracts/test_sync_contract",
-               "contracts/test_teacher_contract", "stages/test_servers"),
-    "ranks": ("policies/megatron/",),
-}  # fmt: skip
-"""Test files that share what is dear to start (a cluster, a server, rank processes), by the name of their group."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares fixtures on one worker (pytest -n 2 --dist loadgroup): the files of a group, else a file."""
-    for item in items:
-        name = item.path.relative_to(Path(__file__).parent).as_posix()
-        group = next((group for group, prefixes in SHARED.items() if name.startswith(prefixes)), name)
-        item.add_marker(pytest.mark.xdist_group(group))
