@@ -18,7 +18,10 @@ def test_there_and_back(workshop: Workshop):
         "torch: tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True"
     )
     workshop.slimectl("convert", "torch", "back", "--logits", "0")
-    assert workshop.stderr == ("back: tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True\n")
+    assert workshop.stderr == (
+        "back: tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True, "
+        "source as its manifest says\n"
+    )
     found, expected = (load_file(path / "model.safetensors") for path in (workshop.folder / "back", workshop.model))
     assert all((found[name] == expected[name]).all() for name in expected)
     workshop.slimectl("convert", "torch", "back")
@@ -32,7 +35,7 @@ def test_quantizing_and_casting_say_how_far_the_logits_moved(workshop: Workshop)
     config = json.loads((workshop.folder / "small" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [32, 32]
     workshop.slimectl("convert", "small", "whole", "--dtype", "bfloat16", "--no-verify")
-    assert ", dtype bfloat16, verified False\n" in workshop.stderr
+    assert ", dtype bfloat16, verified False, source as its manifest says\n" in workshop.stderr
 
 
 def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
