@@ -18,8 +18,10 @@ def test_there_and_back(workshop: Workshop):
         "torch: tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True"
     )
     workshop.slimectl("convert", "torch", "back", "--logits", "0")
-    counts = "tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True"
-    assert workshop.stderr == f"back: {counts}, source as its manifest says\n"
+    assert workshop.stderr == (
+        "back: tensors 20, parameters 90624, bytes 362496, dtype as it was, verified True, "
+        "source as its manifest says\n"
+    )
     found, expected = (load_file(path / "model.safetensors") for path in (workshop.folder / "back", workshop.model))
     assert all((found[name] == expected[name]).all() for name in expected)
     workshop.slimectl("convert", "torch", "back")
