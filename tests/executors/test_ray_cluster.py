@@ -60,7 +60,7 @@ def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
         nodes = assert_planned(executor, placement)
         assert len(nodes) == 2
         group = executor.group(tell_where, nothing, ranks=8)
-        assert next(group.answers()) == [(nodes[0], (str(rank),), str(rank)) for rank in range(8)]
+        assert list(group.answers()) == [[(nodes[0], (str(rank),), str(rank)) for rank in range(8)]]
         engine = executor.host(Engine, name="engine-0", gpus=1)
         assert engine.where() == (nodes[1], ("0",), "0")
         again = [executor.host(Engine, name=name, gpus=1) for name in ("engine-1", "engine-0")]
@@ -76,7 +76,7 @@ def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
         nodes = assert_planned(executor, placement)
         group = executor.group(tell_where, nothing, ranks=10)
         planned = [(nodes[bundle.node], (str(bundle.gpu),), str(bundle.gpu)) for bundle in placement.bundles]
-        assert next(group.answers()) == planned[:10]
+        assert list(group.answers()) == [planned[:10]]  # all ten: what is left unread would count as the next answer
         engines = [executor.host(Engine, name=f"engine-{i}", gpus=4) for i in range(2)]
         assert [engine.where() for engine in engines] == [
             (nodes[0], ("0",), "0,1,2,3"), (nodes[0], ("4",), "4,5,6,7")
@@ -87,11 +87,11 @@ def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
         begun = time.monotonic()
         with pytest.raises(DiedError, match=r"rank \d+ of 10 died \(on .*: its machine has left the cluster"):
             list(group.answers())
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 60  # the others wait for 1000 s
         assert engines[1].where()[0] == nodes[0]
         cluster.add_node(**MACHINE)
         group = executor.group(tell_where, nothing, ranks=9)
-        told = next(group.answers())
+        (told,) = group.answers()
         assert [node for node, _, _ in told[:8]] == [nodes[0]] * 8
         assert told[8][0] not in nodes
         group.end()
