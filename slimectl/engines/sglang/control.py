@@ -27,6 +27,8 @@ Body = Json | Callable[[str], Json]
 
 IDLE_TIMEOUT_S = 10.0
 """How long a paused engine may take to let go of its last answers before its prefix cache is flushed."""
+SETTLE_S = 0.2
+"""How long an engine that goes on in place may take to notice that it is idle."""
 NO_SESSION = "no weight-update session"
 OPEN_ALREADY = "already open"
 
@@ -102,8 +104,9 @@ class HttpWorkers:
             goes_on = await ask(session, url, "/continue_generation", {}, keys=self._keys)
             if answers[0].status in (404, 405) or NO_SESSION in answers[0].words or not answers[0].refused:
                 del answers[0]
-            if self._mode == "in_place":
-                del answers[-1]
+            if self._mode == "in_place" and answers.pop().refused:
+                # SGLang counts an answer that has just ended as running until it goes on: its prefix would stay.
+                await ask(session, url, f"/flush_cache?timeout={SETTLE_S}", {}, keys=self._keys)
             for answer in [*answers, goes_on]:
                 if answer.refused:
                     raise answer.error()
