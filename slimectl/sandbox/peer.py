@@ -17,6 +17,10 @@ MAX_MESSAGE = 16 << 20
 """Bytes; what is longer cannot cross."""
 
 
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError)
+"""What decoding raises for a message that the other side never sent by this code."""
+
+
 class BrokenChannelError(BaseException):
     """The other side has ended, or wrote what is no message; not an Exception: no test catches it in passing."""
 
@@ -88,15 +92,7 @@ class Peer(ABC):
             for container, (_, content) in zip(targets, message.get("changed", ()), strict=True):
                 decoder.fill(container, content)
             error = _exception(*raised) if raised else None
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-        ) as failure:
+        except MALFORMED as failure:
             raise BrokenChannelError(f"sent no message: {type(failure).__name__}") from None
         if error:
             raise error
@@ -108,15 +104,7 @@ class Peer(ABC):
         try:
             arguments = [decoder.decode(form) for form in message["arguments"]]
             keywords = {name: decoder.decode(form) for name, form in message["keywords"]}
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-        ) as failure:
+        except MALFORMED as failure:
             raise BrokenChannelError(f"sent no message: {type(failure).__name__}") from None
         containers = decoder.containers
         before = self._contents(containers)
