@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -111,13 +112,20 @@ def test_large_bodies_share_a_bounded_memory(
     monkeypatch.setattr(bodies, "MOST_TOGETHER", 3 << 20)
     whole = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (2 << 20)
     with serving(model_dir("llama"), load=False) as made:
-        with connect(made) as holder:
-            holder.sendall(whole + b" " * ((2 << 20) - 1))
-            answers = []
+        with ExitStack() as holders:
+
+            def hold() -> socket.socket:
+                holder = holders.enter_context(connect(made))
+                holder.sendall(whole + b" " * ((2 << 20) - 1))
+                return holder
+
+            holder, answers = hold(), []
             while not answers or answers[-1].startswith(b"HTTP/1.1 400"):  # until the first is being read
                 with connect(made) as client:
                     client.sendall(whole + b"x" * (2 << 20))
                     answers.append(received(client))
+                if select.select([holder], [], [], 0)[0]:  # the server refused the first in favor of the other
+                    holder = hold()
         assert answers[-1].startswith(b"HTTP/1.1 503")
         assert b"too many large bodies at once; send it again in a moment" in answers[-1]
         answer = b"HTTP/1.1 503"
