@@ -137,10 +137,10 @@ class OwnPolicyLoss(PolicyLoss):
             name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
         }
 
-    def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
         function = hook(self.settings, REDUCER) if name == "pg_loss" else None
         if function is None:
-            return super()._summed(pack, name, values_T)
+            return super()._weighted_sum(pack, name, values_T)
         by_token = bool(getattr(self.settings.algorithm, "calculate_per_token_loss", False))
         masks = _split_by_row((pack.weights_T != 0).to(values_T.dtype), pack)
         reduce = function(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
@@ -156,7 +156,7 @@ class OwnPolicyLoss(PolicyLoss):
     def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
         if self.settings.train.custom_pg_loss_reducer_function_path is None:
             return super()._total(pack, pg_T, loss_T)
-        return self._summed(pack, "pg_loss", pg_T) + self._summed(pack, "loss", loss_T - pg_T)
+        return self._weighted_sum(pack, "pg_loss", pg_T) + self._weighted_sum(pack, "loss", loss_T - pg_T)
 
     def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
         args = Args(self.settings)
