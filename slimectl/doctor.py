@@ -1,4 +1,4 @@
-"""Is this machine fit for the work, and do engine and trainer agree? Checks, each with what to do about it."""
+"""Self-test: checks the machine and its packages, and that engine and trainer compute equal log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUESTIONS = ("The capital of France is", "One, two, three,", "Water boils at", "
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `fine` None says that it is neither right nor wrong."""
+    """Result of one check; `fine` is None for information that is neither right nor wrong."""
 
     what: str
     fine: bool | None
@@ -49,7 +49,7 @@ class Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """What is installed here, and what there is to compute with."""
+    """Yield the installed packages and the hardware of this machine."""
     import torch
 
     yield Finding("python", sys.version_info >= (3, 11), platform.python_version())
@@ -59,10 +59,10 @@ def machine() -> Iterator[Finding]:
     yield Finding("GPUs", None, names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("cores", None, str(cores))
-    for place in (Path(), Path("/dev/shm")):
-        if place.exists():
-            free = shutil.disk_usage(place).free / 2**30
-            yield Finding(f"free in {place.absolute()}", free > 1, f"{free:.1f} GiB")
+    for folder in (Path(), Path("/dev/shm")):
+        if folder.exists():
+            free = shutil.disk_usage(folder).free / 2**30
+            yield Finding(f"free in {folder.absolute()}", free > 1, f"{free:.1f} GiB")
     for package, (extra, purpose) in OPTIONAL.items():
         if find_spec(MODULES.get(package, package)) is None:
             yield Finding(package, None, f"absent; for {purpose}: pip install 'slimectl[{extra}]'")
@@ -78,16 +78,16 @@ def _version(package: str) -> str:
 
 
 def questions() -> Iterator[Prompt]:
-    """Prompts that any language model can go on from."""
+    """Yield prompts that any language model can continue."""
     for index, text in enumerate(QUESTIONS):
         yield Prompt(text, label="", index=index)
 
 
 def self_test(settings: Settings, *, steps: int) -> Iterator[Finding]:
-    """`steps` rounds of the real loop with learning rate 0: nothing may move, and both sides must agree.
+    """Run `steps` rounds of the real loop with learning rate 0; no weight may change, and log-probabilities must match.
 
-    Engine and trainer compute the probability of the same tokens from the same weights; what differs beyond rounding
-    is a mistake in weights, positions, masks or temperature.
+    Engine and trainer compute the probability of the same tokens from the same weights; a difference beyond rounding
+    is an error in weights, positions, masks or temperature.
     """
     model = wiring.model_folder(settings.model.path)
     with TemporaryDirectory(prefix="slimectl-doctor-") as scratch:
@@ -97,16 +97,20 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[Finding]:
             policy = wiring.policy(settings, model, total_steps=None, lr=0.0, executor=executor)
             side = SamplingSide(settings, model, executor=executor, folder=Path(scratch))
             sync = side.sync(policy)
-            before = _checksums(policy)
+            initial = _checksums(policy)
             reports = run(partial(side.sampler.rounds, SamplingState()), policy, sync, settings, executor=executor)
             for report, _ in zip(reports, range(steps), strict=False):
                 difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
                 allowed = settings.run.max_logprob_abs_diff or float("inf")
                 detail = f"{difference:.2e} a token between engine and trainer, {allowed:g} allowed"
                 yield Finding(f"agreement, step {report.step}", difference <= allowed, detail)
-            moved = [name for name, checksum in _checksums(policy).items() if before[name] != checksum]
-            detail = f"{len(before)} tensors" if not moved else f"{len(moved)} of {len(before)} moved, first {moved[0]}"
-            yield Finding(f"weights after {steps} steps", not moved, detail)
+            changed = [name for name, checksum in _checksums(policy).items() if initial[name] != checksum]
+            detail = (
+                f"{len(initial)} tensors"
+                if not changed
+                else f"{len(changed)} of {len(initial)} moved, first {changed[0]}"
+            )
+            yield Finding(f"weights after {steps} steps", not changed, detail)
         finally:
             for part in (sync, side, policy, executor):
                 if part is not None:

@@ -1,18 +1,18 @@
-"""Everything that slimectl refuses, one class per remedy.
+"""All errors of slimectl, one class per remedy.
 
-    SlimectlError                 exit 1   the work failed
+    SlimectlError                 exit 1   the command failed
     ├── SettingsError             exit 2   change a setting, a flag or an argument
-    │   └── HookError             exit 2   mend your own function: its signature, or what it returned
-    ├── RecordError               exit 3   mend or drop a line of data
+    │   └── HookError             exit 2   fix your own function: its signature, or its return value
+    ├── RecordError               exit 3   fix or drop a line of data
     ├── CheckpointError           exit 1   give another checkpoint, or convert this one
     ├── StorageError              exit 1   free space, or write elsewhere
-    ├── DivergedError             exit 1   go on from the last checkpoint with other settings
-    └── BackendError              exit 4   start, reach or install what the work runs on
-        ├── DiedError             exit 4   begin again from the last checkpoint (`run` does so by itself)
+    ├── DivergedError             exit 1   continue from the last checkpoint with other settings
+    └── BackendError              exit 4   start, reach or install the backend
+        ├── DiedError             exit 4   restart from the last checkpoint (`run` does so by itself)
         └── MissingExtraError     exit 4   run the `pip install` that the message names
 
-A message says what is wrong, where, and what to do next, in one line. Exit codes beside these: 130 interrupted,
-141 the reader of our output went away.
+A message says what is wrong, where, and what to do next, in one line. Other exit codes: 130 interrupted,
+141 the reader of stdout closed the pipe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXIT_READER_GONE = 141
 
 
 class SlimectlError(Exception):
-    """The work failed; the message is one line for a person."""
+    """The command failed; the message is one line for the user."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """The message without secrets: it may quote an address, a setting, or what a server said."""
+        """Return the message without secrets: it may quote an address, a setting or a server's response."""
         return redact_text(super().__str__())
 
 
@@ -40,17 +40,17 @@ class SettingsError(SlimectlError):
 
 
 class HookError(SettingsError):
-    """A user's callable has the wrong shape, raised, or returned what cannot be used."""
+    """A user's callable has a wrong signature, raised, or returned an invalid value."""
 
 
 class RecordError(SlimectlError):
-    """A line of data breaks its contract: `FILE:LINE: field: what`."""
+    """A line of data is invalid: `FILE:LINE: field: reason`."""
 
     exit_code = 3
 
 
 class CheckpointError(SlimectlError):
-    """A checkpoint is missing, damaged, or not of the kind that was asked for."""
+    """A checkpoint is missing, damaged, or not of the expected kind."""
 
 
 class StorageError(SlimectlError):
@@ -58,17 +58,17 @@ class StorageError(SlimectlError):
 
 
 class DivergedError(SlimectlError):
-    """Training came upon numbers that are not finite, and stopped before it learnt from them."""
+    """Training met non-finite numbers and stopped before an update with them."""
 
 
 class BackendError(SlimectlError):
-    """What the work runs on is missing or does not answer."""
+    """A backend (engine, server, cluster, library) is missing or does not answer."""
 
     exit_code = 4
 
 
 class DiedError(BackendError):
-    """A process or machine that the work ran on is gone, and with it what it had in memory."""
+    """A process or machine has died, and its memory is lost."""
 
 
 class MissingExtraError(BackendError):
@@ -80,10 +80,10 @@ class MissingExtraError(BackendError):
 
     def __init__(self, package: str, *, extra: str, wanted_by: str) -> None:
         super().__init__(f"{wanted_by} needs {package}, which is not installed; run: pip install 'slimectl[{extra}]'")
-        self._made_of = (package, extra, wanted_by)
+        self._arguments = (package, extra, wanted_by)
 
     def __reduce__(self) -> tuple[object, tuple[str, str, str]]:
-        return _missing_extra, self._made_of  # worker processes hand their errors back pickled
+        return _missing_extra, self._arguments  # worker processes return their errors pickled
 
 
 def _missing_extra(package: str, extra: str, wanted_by: str) -> MissingExtraError:

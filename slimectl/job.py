@@ -1,4 +1,4 @@
-"""One run from its settings to its result: prepare, warm up, loop, evaluate, save, resume."""
+"""Runs a training run from settings to result: prepare, SFT warm-up, loop, evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from slimectl.stages.train import TrainState, train
 from slimectl.types import Metrics, Prompt, Sample, StepReport
 
 WARMUP_CHECK = 128
-"""Prompts on which the warm-up looks at its accuracy."""
+"""Number of prompts on which the warm-up measures accuracy."""
 
 
 def say(text: str) -> None:
-    """Words for a person; stdout is for data."""
+    """Print a message on stderr; stdout is for data."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Job:
-    """A run in its folder. `interrupted` is asked after every round: true saves and ends it, to be resumed."""
+    """A training run in its folder. `interrupted` is called after every round: true saves and ends the run."""
 
     def __init__(self, settings: Settings, *, interrupted: Callable[[], bool] = lambda: False) -> None:
         check_runnable(settings)
@@ -51,7 +51,7 @@ class Job:
         self.journal = Journal(self.folder, settings)
         self.executor: Any = None
         self.state = TrainState()
-        check_hooks(settings)  # what they name is looked for before a folder is made
+        check_hooks(settings)  # hooks are loaded before the run's folder is created
         for name in settings.eval.data:
             check_hooks(settings_for(settings, name), "rollout.", "score.")
         wiring.reward(settings)
@@ -59,11 +59,11 @@ class Job:
     def execute(
         self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
     ) -> bool:
-        """Run to the end; False if it was interrupted before. `lock` is the folder's, where the caller holds it.
+        """Run to the end; return False if interrupted. `lock` is the folder's lock, if the caller holds it.
 
-        Raises SettingsError if the folder holds a run, if one goes on there, or if it is not a run's.
+        Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
         """
-        self._look_at_sources()
+        self._validate_inputs()
         if not resume:
             self.folder.check_start()
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
@@ -75,36 +75,36 @@ class Job:
                 self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=say)
             self.executor = wiring.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
-                finished = self._explained(self._prepared())
+                finished = self._run_with_advice(self._prepare_model())
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
 
-    def _explained(self, model: Path) -> bool:
-        """Run; where training stopped at numbers that are not finite, say what there is to go on from."""
+    def _run_with_advice(self, model: Path) -> bool:
+        """Run; if training diverged, add to the error the last checkpoint and how to resume from it."""
         try:
-            return self._persistently(model)
+            return self._run_with_restarts(model)
         except DivergedError as error:
-            numbers = self.folder.checkpoints()
-            last = f"the last checkpoint is {self.folder.step(numbers[-1])}" if numbers else "no checkpoint was saved"
-            again = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
-            raise DivergedError(f"{error}; {last}; go on with: {again}") from error
+            rounds = self.folder.checkpoints()
+            advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
+            command = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
+            raise DivergedError(f"{error}; {advice}; go on with: {command}") from error
 
-    def _persistently(self, model: Path) -> bool:
-        """Go on from the last checkpoint when what trains or samples has died, run.max_restarts times."""
-        for left in range(self.settings.run.max_restarts, -1, -1):
+    def _run_with_restarts(self, model: Path) -> bool:
+        """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
+        for restarts_left in range(self.settings.run.max_restarts, -1, -1):
             try:
                 side = SamplingSide(self.settings, model, executor=self.executor, folder=self.folder.path)
                 with closing(side):
-                    return self._loop(self._warmed_up(model, side), side)
+                    return self._loop(self._run_sft_warmup(model, side), side)
             except DiedError as error:
-                if not left:
+                if not restarts_left:
                     raise
-                say(f"{error}; going on from the last checkpoint ({left} restarts left)")
+                say(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
         raise AssertionError("the last try returns or raises")
 
-    def _look_at_sources(self) -> None:
-        """Find model and trainer, read one prompt of every source: what is wrong is said before a folder is made."""
+    def _validate_inputs(self) -> None:
+        """Check model and backends and read one prompt of every source, before the run's folder is created."""
         settings = self.settings
         if settings.model.path is not None:
             wiring.source_of(settings.model.path)
@@ -118,28 +118,28 @@ class Job:
             if sources and not any(map(is_pipe, sources)):
                 next(wiring.prompts(settings, sources, shuffle=False))
 
-    # --- the model to begin with -----------------------------------------------------------------------------------
+    # --- the initial model -----------------------------------------------------------------------------------------
 
-    def _prepared(self) -> Path:
-        """The model directory: as given, converted from a GGUF, or new from a card."""
-        path, card, made = self.settings.model.path, self.settings.model.card, self.folder.path / "model"
+    def _prepare_model(self) -> Path:
+        """Return the model directory: the given one, converted from a GGUF file, or created from a card."""
+        path, card, target = self.settings.model.path, self.settings.model.card, self.folder.path / "model"
         if path is not None and not wiring.is_gguf(path):
             return wiring.model_folder(path, verify=self.settings.model.verify)
-        if not (made / MANIFEST).exists():
+        if not (target / MANIFEST).exists():
             if path is not None:
                 say(f"converting {path}")
-                wiring.convert(path, made)
+                wiring.convert(path, target)
             else:
                 new_model = partial(wiring.new_model, str(card), seed=self.settings.run.seed)
-                write_folder(made, new_model, names=CHECKPOINT_FILES)
-        return made
+                write_folder(target, new_model, names=CHECKPOINT_FILES)
+        return target
 
-    def _warmed_up(self, model: Path, side: SamplingSide) -> Path:
-        """The model after supervised steps on labels, where [warmup] asks for them."""
+    def _run_sft_warmup(self, model: Path, side: SamplingSide) -> Path:
+        """Return the model after the SFT warm-up on labels, if [warmup] is set."""
         warmup, target = self.settings.warmup, self.folder.path / "warmup"
         if (target / MANIFEST).exists() or not warmup.data:
             return target if (target / MANIFEST).exists() else model
-        self.folder.cut_back({})  # of a warm-up that was cut off
+        self.folder.cut_back({})  # records of an interrupted warm-up
         tokenizer = wiring.tokenizer(model)
         policy = wiring.policy(self.settings, model, total_steps=None, lr=warmup.lr, executor=self.executor)
         sync = side.sync(policy)
@@ -158,14 +158,14 @@ class Job:
             if self.interrupted():
                 say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
                 raise KeyboardInterrupt
-            learnt = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
-            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in learnt.items()}
+            train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
+            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
             if too_long:
                 metrics["warmup/prompts_too_long"] = float(len(too_long))
                 too_long.clear()
             if report.step % warmup.check_interval == 0:
                 sync.push()
-                # On the first prompts of the run itself: the held-out ones stay unseen.
+                # On the first training prompts of the run: the held-out ones stay unseen.
                 sources = list(self.settings.rollout.data or warmup.data)
                 metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
                 say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
@@ -209,7 +209,7 @@ class Job:
             if self.state.rollout_id:
                 say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
             if total is not None and self.state.rollout_id >= total:
-                self.folder.prune(settings.run.keep_checkpoints)  # it may have been killed just before
+                self.folder.prune(settings.run.keep_checkpoints)  # the run may have been killed before it pruned
                 say(f"all {total} rounds are done; raise run.num_rollout to go on")
                 return True
             self.journal.trackers = wiring.trackers(
@@ -233,9 +233,9 @@ class Job:
                 state=self.state,
             )
             ending.callback(reports.close)
-            return self._follow(reports, policy, side, sync, moving)
+            return self._consume_reports(reports, policy, side, sync, moving)
 
-    def _follow(
+    def _consume_reports(
         self,
         reports: Iterator[StepReport],
         policy: Policy,
@@ -243,11 +243,11 @@ class Job:
         sync: VersionedSync,
         moving: wiring.MovingReference,
     ) -> bool:
-        """Record every report; evaluate and save when it is time. The last round is evaluated and saved in any case."""
+        """Record every report; evaluate and save at their intervals. The last round is always evaluated and saved."""
         settings, samples = self.settings, []
         for report in reports:
             self.journal.record(report)
-            self._look_at_agreement(report)
+            self._check_logprob_mismatch(report)
             self.journal.sampling = report.sampling or self.journal.sampling
             samples = [*([] if report.samples else samples), *report.samples]
             number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
@@ -269,43 +269,43 @@ class Job:
         self.journal.save(policy, self.state, samples)
         return True
 
-    def _look_at_agreement(self, report: StepReport) -> None:
-        """Say, or stop, where engine and trainer see different probabilities for the same tokens."""
+    def _check_logprob_mismatch(self, report: StepReport) -> None:
+        """Warn, or stop, if engine and trainer compute different log-probabilities for the same tokens."""
         run = self.settings.run
         difference = report.metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
         if run.max_logprob_abs_diff is None or difference <= run.max_logprob_abs_diff:
             return
-        if report.metrics.get("rollout/staleness/max"):  # older weights wrote some of it: they are to differ
+        if report.metrics.get("rollout/staleness/max"):  # tokens of older weights differ by design
             return
-        said = (
+        message = (
             f"round {report.rollout_id}: engine and trainer differ by {difference:.3f} a token on average, more than "
             f"run.max_logprob_abs_diff = {run.max_logprob_abs_diff:g}; `slimectl doctor --engine` looks for the cause"
         )
         if run.on_disagreement == "stop":
-            raise SlimectlError(said)
-        say(said)
+            raise SlimectlError(message)
+        say(message)
 
     def _evaluate(self, side: SamplingSide, sync: VersionedSync, version: str) -> None:
-        """Every dataset of [eval]; metrics recorded, samples kept beside them."""
+        """Evaluate every dataset of [eval], record its metrics and write its samples."""
         if not self.settings.eval.data:
             return
         if sync.version != version:
             sync.push()
         metrics: Metrics = {}
         started = time.perf_counter()
-        seen: dict[str, list[Sample]] = {}
+        samples_by_dataset: dict[str, list[Sample]] = {}
         for name in self.settings.eval.data:
-            samples, found = side.sampler.evaluation(name, self.state.rollout_id)
-            metrics |= found
-            seen[name] = samples
+            samples, dataset_metrics = side.sampler.evaluation(name, self.state.rollout_id)
+            metrics |= dataset_metrics
+            samples_by_dataset[name] = samples
             if self.settings.eval.keep_samples:
                 out = self.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
                 self.journal.keep_samples(out, samples)
-        self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started, seen)
+        self.journal.record_evaluation(self.state, version, metrics, time.perf_counter() - started, samples_by_dataset)
 
 
 def check_runnable(settings: Settings) -> None:
-    """What a run needs beyond what each stage needs. Raises SettingsError before anything is loaded."""
+    """Check the settings that only a whole run needs. Raises SettingsError before anything is loaded."""
     if settings.model.path is None and settings.model.card is None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if not settings.rollout.data and settings.rollout.data_source_path is None:

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics line by line, samples, evaluations, checkpoints; and how it reads itself back."""
+"""Records a run (metrics, samples, evaluations, checkpoints) and restores it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from slimectl.types import Metrics, Row, Sample, StepReport
 
 
 class Journal:
-    """The memory of one run.
+    """Recorder of one run.
 
-    metrics.jsonl holds only what the seed decides, so that a resumed run writes the bytes of an undisturbed one; what
-    the clock decides goes to perf.jsonl.
+    metrics.jsonl has only deterministic values, so that a resumed run writes the same bytes as an uninterrupted one;
+    timings go to perf.jsonl.
     """
 
     def __init__(self, folder: RunDir, settings: Settings) -> None:
@@ -34,7 +34,7 @@ class Journal:
         self.settings = settings
         self.trackers: Sequence[Tracker] = ()
         self.sampling = SamplingState()
-        """Where sampling stood after the last round."""
+        """State of sampling after the last round."""
         self.critic: Critic | None = None
         """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
@@ -50,7 +50,7 @@ class Journal:
             file.write(json.dumps(line) + "\n")
 
     def record(self, report: StepReport) -> None:
-        """One optimizer step."""
+        """Record one optimizer step."""
         self._round = report.samples or self._round
         gpus = self.settings.cluster.rollout_num_gpus or self.settings.num_engines
         report.perf |= round_perf(self._round, report.perf, gpus=gpus)
@@ -69,37 +69,37 @@ class Journal:
         seconds: float,
         samples: Mapping[str, Sequence[Sample]],
     ) -> None:
-        """One evaluation, with the samples of every dataset."""
+        """Record one evaluation, with the samples of every dataset."""
         metrics["eval/step"] = float(state.rollout_id)
-        place = {"step": state.step, "rollout_id": state.rollout_id, "weight_version": version}
-        self.append("metrics.jsonl", {**place, "metrics": metrics})
+        progress = {"step": state.step, "rollout_id": state.rollout_id, "weight_version": version}
+        self.append("metrics.jsonl", {**progress, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
         tracked = own_eval_log(state.rollout_id, samples, metrics, self.settings)
         self._track(tracked, state.step)
-        for name, seen in samples.items() if tracked else ():
-            self._show(name, seen, state)
+        for name, dataset_samples in samples.items() if tracked else ():
+            self._log_table(name, dataset_samples, state)
 
     def _track(self, metrics: Metrics, step: int) -> None:
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
 
-    def _show(self, name: str, samples: Sequence[Sample], state: TrainState) -> None:
-        """A few answers of an evaluation, to be read beside its numbers."""
+    def _log_table(self, name: str, samples: Sequence[Sample], state: TrainState) -> None:
+        """Log a table with a few answers of an evaluation to the trackers."""
         key = settings_for(self.settings, name).score.reward_key
         rows = table_of(samples, self.settings.track.eval_table_rows, reward_key=key)
-        at = state.step if self.settings.track.always_use_train_step else state.rollout_id
+        step = state.step if self.settings.track.always_use_train_step else state.rollout_id
         for tracker in self.trackers if rows else ():
-            tracker.table(f"eval/{name}/samples", rows, step=at)
+            tracker.table(f"eval/{name}/samples", rows, step=step)
 
     def keep_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_samples(path, samples)
 
     def save(self, policy: Policy, state: TrainState, samples: Sequence[Sample]) -> None:
-        """A whole checkpoint under the round's number, or none."""
+        """Write a checkpoint under the round's number, atomically."""
         started = time.perf_counter()
-        facts = {
+        saved_state = {
             "step": state.step,
             "rollout_id": state.rollout_id,
             "weight_version": policy.weight_version,
@@ -118,50 +118,54 @@ class Journal:
                 self.critic.save(staged / "critic")
             if self.settings.run.keep_samples and samples:
                 self.keep_samples(staged / "samples.jsonl", samples)
-            write_text(staged / "state.json", json.dumps(facts) + "\n")
+            write_text(staged / "state.json", json.dumps(saved_state) + "\n")
 
         self.folder.save(state.rollout_id, fill)
         self.folder.prune(self.settings.run.keep_checkpoints)
-        taken = {"perf/save_model_time": time.perf_counter() - started}
-        self.append("perf.jsonl", {"step": state.step, "metrics": taken})
-        self._track(taken, state.step)
+        timings = {"perf/save_model_time": time.perf_counter() - started}
+        self.append("perf.jsonl", {"step": state.step, "metrics": timings})
+        self._track(timings, state.step)
 
     def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
-        """Go back to the newest whole checkpoint; to the end of the warm-up, or the very start, where there is none."""
+        """Restore the newest complete checkpoint; without one, the end of the warm-up or the start."""
         self.sampling, self.scores, self.evaluations = SamplingState(), [], []
         if not self.folder.checkpoints():
             warmup = self.folder.path / "warmup"
-            if lost := self.folder.lost_metrics(warmup):
-                raise CheckpointError(f"{warmup}: {lost}; put it back from a copy, or start the run anew with --force")
+            if damage := self.folder.lost_metrics(warmup):
+                raise CheckpointError(
+                    f"{warmup}: {damage}; put it back from a copy, or start the run anew with --force"
+                )
             state = warmup / "state.json"
             self.folder.cut_back(json.loads(state.read_text())["sizes"] if state.exists() else {})
             return TrainState()
         folder = self.folder.newest(warn)
         self.folder.point_latest(folder)
-        facts = json.loads((folder / "state.json").read_text())
-        if lacking := [key for key in ("pending", "sampling", "sizes", "scores", "evaluations") if key not in facts]:
+        saved_state = json.loads((folder / "state.json").read_text())
+        if missing := [
+            key for key in ("pending", "sampling", "sizes", "scores", "evaluations") if key not in saved_state
+        ]:
             raise CheckpointError(
-                f"{folder}/state.json: no {lacking[0]!r}: another version of slimectl wrote it, and this one cannot go "
+                f"{folder}/state.json: no {missing[0]!r}: another version of slimectl wrote it, and this one cannot go "
                 f"on from there; begin a new run from its weights: --model {folder}"
             )
         policy.load(folder / "policy")
         if self.critic is not None:
             self.critic.load(folder / "critic")
-        self.folder.cut_back(facts["sizes"])
-        self.sampling = SamplingState.from_json(facts["sampling"])
-        self.scores = [(number, score) for number, score in facts["scores"]]
-        self.evaluations = [(number, metrics) for number, metrics in facts["evaluations"]]
+        self.folder.cut_back(saved_state["sizes"])
+        self.sampling = SamplingState.from_json(saved_state["sampling"])
+        self.scores = [(number, score) for number, score in saved_state["scores"]]
+        self.evaluations = [(number, metrics) for number, metrics in saved_state["evaluations"]]
         return load_state(folder, policy)
 
 
 def load_state(folder: Path, policy: Policy) -> TrainState:
-    """Where training stood when the checkpoint in `folder` was written, which `policy` has loaded.
+    """Return the training state of the checkpoint in `folder`, which `policy` has loaded.
 
-    A checkpoint outside a run (`slimectl train --save`) has no state of its own: it goes on at the policy's step.
+    A checkpoint outside a run (`slimectl train --save`) has no such state: training continues at the policy's step.
     """
     file = folder / "state.json"
     if not file.exists():
         return TrainState(step=int(policy.weight_version))
-    facts = json.loads(file.read_text())
-    pending = [(execution, Row(**row)) for execution, row in facts["pending"]]
-    return TrainState(step=facts["step"], rollout_id=facts["rollout_id"], pending=pending)
+    saved_state = json.loads(file.read_text())
+    pending = [(execution, Row(**row)) for execution, row in saved_state["pending"]]
+    return TrainState(step=saved_state["step"], rollout_id=saved_state["rollout_id"], pending=pending)

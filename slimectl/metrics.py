@@ -1,4 +1,4 @@
-"""Every metric that slimectl reports: name, unit, axis, definition, naming.
+"""Catalogue of every metric that slimectl reports: name, unit, axis, definition, naming.
 
 A test fails if a stage emits another name.
 """
@@ -12,21 +12,21 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity; `{…}` in the name stands for a part that varies."""
+    """One metric; `{…}` in the name stands for a variable part."""
 
     name: str
     unit: str
     axis: str
     definition: str
     naming: str = "slime"
-    """Which of track.naming has it: slime or roll."""
+    """The value of track.naming under which it is reported: slime or roll."""
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(self.name)), name) is not None
 
 
 def _train() -> list[Metric]:
-    facts = {
+    definitions = {
         "loss": ("", "What is minimised: sum over tokens of weight times loss"),
         "pg_loss": ("", "The clipped surrogate alone"),
         "pg_clipfrac": ("", "Share of tokens whose clipped branch is the larger"),
@@ -72,11 +72,11 @@ def _train() -> list[Metric]:
         "rollouts_left_over": ("rollouts", "Rollouts kept for the next step"),
         "step": ("steps", "The axis of train metrics"),
     }
-    return [Metric(f"train/{name}", unit, "train/step", text) for name, (unit, text) in facts.items()]
+    return [Metric(f"train/{name}", unit, "train/step", text) for name, (unit, text) in definitions.items()]
 
 
 def _rollout() -> list[Metric]:
-    facts = {
+    definitions = {
         "raw_reward": ("", "Mean reward of the round, before any normalisation"),
         "avg_reward": ("", "The same"),
         "max_reward": ("", "Largest reward"),
@@ -123,18 +123,18 @@ def _rollout() -> list[Metric]:
         "samples_per_second": ("1/s", "Samples a second of generation and grading"),
         "step": ("rounds", "The axis of rollout metrics"),
     }
-    asked = {
+    optional = {
         "passrate/pass@{k}": ("", "Estimate that one of k answers of a round is right (track.log_passrate)"),
         "multi_turn/raw_response_length/{mean,max,min}": ("tokens", "After the prompt (track.log_multi_turn)"),
         "multi_turn/wo_obs_response_length/{mean,max,min}": ("tokens", "Those that the policy wrote itself"),
         "multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
     }
-    named = {f"rollout/{name}": fact for name, fact in facts.items()} | asked
-    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in named.items()]
+    definitions_by_name = {f"rollout/{name}": definition for name, definition in definitions.items()} | optional
+    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions_by_name.items()]
 
 
 def _eval() -> list[Metric]:
-    facts = {
+    definitions = {
         "{name}": ("", "Mean reward on the dataset"),
         "{name}_avg_reward": ("", "The same"),
         "{name}_max_reward": ("", "Largest reward"),
@@ -157,11 +157,11 @@ def _eval() -> list[Metric]:
         "{name}/multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
         "step": ("rounds", "The axis of eval metrics"),
     }
-    return [Metric(f"eval/{name}", unit, "eval/step", text) for name, (unit, text) in facts.items()]
+    return [Metric(f"eval/{name}", unit, "eval/step", text) for name, (unit, text) in definitions.items()]
 
 
 def _perf() -> list[Metric]:
-    facts = {
+    definitions = {
         "perf/train_time": ("s", "Forward, backward and optimizer of one step"),
         "perf/rollout_time": ("s", "Generation and grading of one round"),
         "perf/update_weights_time": ("s", "Carrying new weights to the engines"),
@@ -182,17 +182,17 @@ def _perf() -> list[Metric]:
         "perf/tokens_per_sec": ("tokens/s", "Tokens of a round, prompts included, a second of the whole round"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),
     }
-    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in facts.items()]
+    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]
 
 
 def _warmup() -> list[Metric]:
     same = [Metric(metric.name.replace("train/", "warmup/"), metric.unit, "warmup/step", metric.definition)
             for metric in _train()]  # fmt: skip
-    own = {
+    definitions = {
         "accuracy": ("", "Share of right answers when the warm-up looked"),
         "prompts_too_long": ("demonstrations", "Left out since the step before, for being longer than the context"),
     }
-    return [*(Metric(f"warmup/{name}", unit, "warmup/step", text) for name, (unit, text) in own.items()), *same]
+    return [*(Metric(f"warmup/{name}", unit, "warmup/step", text) for name, (unit, text) in definitions.items()), *same]
 
 
 ROLL_NAMES = {
@@ -248,29 +248,29 @@ ROLL_NAMES = {
     "perf/save_model_time": "time/do_checkpoint/total",
     "perf/tokens_per_sec": "system/tps",
 }
-"""slimectl's names that ROLL has another for; what ROLL computes from several is below."""
+"""slimectl's metric names and ROLL's names for them; metrics that ROLL computes from several are below."""
 
 
 def _roll() -> list[Metric]:
-    """The same quantities under ROLL's names."""
+    """Return the same metrics under ROLL's names."""
     ours = [*_train(), *_rollout(), *_perf()]
-    named = []
+    metrics = []
     for name, theirs in ROLL_NAMES.items():
         same = next(metric for metric in ours if metric.matches(name))
-        named.append(Metric(theirs, same.unit, same.axis, f"{same.definition} ({name})", "roll"))
-    facts = {
+        metrics.append(Metric(theirs, same.unit, same.axis, f"{same.definition} ({name})", "roll"))
+    definitions = {
         "actor/policykl": ("nat", "train/step", "Mean of present minus old log-probability"),
         "actor/ppo_ratio_clipfrac": ("", "train/step", "Share of tokens whose ratio is out of its bounds"),
         "system/samples": ("prompts", "rollout/step", "Rounds times run.rollout_batch_size"),
         "val/score/{mean,max,min}": ("", "eval/step", "Rewards of all held-out answers"),
         "val/{name}/score/{mean,max,min}": ("", "eval/step", "Rewards of one dataset's"),
     }
-    return named + [Metric(name, unit, axis, text, "roll") for name, (unit, axis, text) in facts.items()]
+    return metrics + [Metric(name, unit, axis, text, "roll") for name, (unit, axis, text) in definitions.items()]
 
 
 CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup(), *_roll())
 AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", "warmup": "warmup/step"}
-"""The axes of names that the catalogue has not, by their first part; all others stand on train/step."""
+"""Axes of metrics that are not in the catalogue, by the first part of their name; the default is train/step."""
 
 
 def known(name: str) -> bool:
@@ -279,6 +279,6 @@ def known(name: str) -> bool:
 
 @cache
 def axis_of(name: str) -> str:
-    """The metric along which `name` is drawn."""
-    listed = next((metric.axis for metric in CATALOGUE if metric.matches(name)), None)
-    return listed or AXES.get(name.partition("/")[0], "train/step")
+    """Return the metric that is the x-axis of `name`."""
+    axis = next((metric.axis for metric in CATALOGUE if metric.matches(name)), None)
+    return axis or AXES.get(name.partition("/")[0], "train/step")

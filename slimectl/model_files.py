@@ -1,10 +1,10 @@
-"""The files of a model folder: which of them may be opened, and how their JSON is read.
+"""Safe access to the files of a model folder: file checks, symbolic links, size limits, JSON.
 
-A folder may come from a stranger, so nothing in it is opened before these rules hold:
+A folder may come from an untrusted source, so no file in it is opened before these rules are checked:
 
 - A file is a regular file. Opening a FIFO would wait for a writer that never comes; a device never ends.
 - A symbolic link leads to a file of the same folder, or to a blob of a Hugging Face cache (models--NAME/blobs/HASH, to
-  which the files of its snapshots are links). Any other link could bring a private file of this machine into a copy.
+  which the files of its snapshots are links). Any other link could copy a private file of this machine.
 - JSON is bounded in size before it is parsed.
 """
 
@@ -21,10 +21,10 @@ from typing import Any, BinaryIO
 from slimectl.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 * 1024**2
-"""The largest index of shards that is known has 12 MB."""
+"""The largest known shard index has 12 MB."""
 MAX_CONFIG_BYTES = 4 * 1024**2
 MAX_TEXT_BYTES = 512 * 1024**2
-"""For what libraries read whole: tokenizer.json of a vocabulary of 262 144 tokens has 34 MB."""
+"""For files that libraries read whole: tokenizer.json of a vocabulary of 262 144 tokens has 34 MB."""
 
 _READ = re.compile(
     r"tokenizer.*|vocab.*|merges\.txt|\.metadata|latest_checkpointed_iteration\.txt"
@@ -41,9 +41,9 @@ _KINDS = {
 
 
 def check_model_files(folder: Path) -> None:
-    """Refuse a folder that holds something under a model's file name that may not be opened.
+    """Check all model files of a folder with `check_file` and size limits.
 
-    Raises CheckpointError. A folder that is itself a link (runs/NAME/latest) is fine.
+    Raises CheckpointError. The folder itself may be a link (runs/NAME/latest).
     """
     try:
         names = sorted(os.listdir(folder))
@@ -59,7 +59,7 @@ def check_model_files(folder: Path) -> None:
 
 
 def check_file(path: Path) -> os.stat_result:
-    """The status of a file that may be opened. Raises CheckpointError, or FileNotFoundError if there is none."""
+    """Return the status of a file that may be opened. Raises CheckpointError, or FileNotFoundError if there is none."""
     try:
         _check_link(path)
         status = path.stat()
@@ -74,10 +74,10 @@ def check_file(path: Path) -> os.stat_result:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file that `check_file` accepts; never waits. Raises CheckpointError or FileNotFoundError."""
+    """Open a file that `check_file` accepts; never blocks. Raises CheckpointError or FileNotFoundError."""
     check_file(path)
     try:
-        # Not blocking, and looked at again: it may have become something else since.
+        # Non-blocking, and checked again below: the file may have been replaced since.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
@@ -92,7 +92,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, or FileNotFoundError if there is none."""
+    """Read the object in a JSON file. Raises CheckpointError, or FileNotFoundError if there is none."""
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -109,13 +109,13 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy what `check_file` accepts. Raises CheckpointError."""
+    """Copy a file that `check_file` accepts. Raises CheckpointError."""
     with open_file(source) as file, target.open("wb") as copy:
         shutil.copyfileobj(file, copy)
 
 
 def plain_name(name: object) -> bool:
-    """Return whether `name` is that of a file right inside a folder, and no path out of it.
+    """Return whether `name` is a plain file name without path separators.
 
     >>> [plain_name(name) for name in ("__0_0.distcp", "../secret", "/etc/passwd", "..", "", 7)]
     [True, False, False, False, False, False]
@@ -124,9 +124,9 @@ def plain_name(name: object) -> bool:
 
 
 def leads_out(path: Path) -> bool:
-    """Return whether a file is a link out of its folder that is not one into a Hugging Face cache.
+    """Return whether a file is a link out of its folder; links into a Hugging Face cache do not count.
 
-    Raises OSError or RuntimeError for a link that leads nowhere.
+    Raises OSError or RuntimeError for a broken link.
     """
     if not path.is_symlink():
         return False
@@ -158,7 +158,7 @@ def _check_kind(path: Path, status: os.stat_result) -> None:
 
 
 def _check_bounds(path: Path, status: os.stat_result) -> None:
-    """Raises CheckpointError for a file that a library would read into memory whole, and that is too large for it."""
+    """Raises CheckpointError for an oversized file of a kind that libraries read into memory whole."""
     if path.suffix in (*_WEIGHTS, ".pt") or path.name == ".metadata":
         return
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES

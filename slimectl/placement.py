@@ -1,4 +1,4 @@
-"""Who works on which GPU of which machine, before anything starts; plain integers, no library."""
+"""Placement of training ranks and engines on GPUs and machines; plain integers, no library."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SHARED = 0.5
-"""The part of a GPU that a rank and an engine each count for where they share it."""
+"""Fraction of a GPU that a rank and an engine each reserve if they share it."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """One GPU, or on a CPU one process's place: machine, GPU of that machine, and who is there."""
+    """One GPU, or on a CPU one process slot: machine, GPU of that machine, and the rank and engine on it."""
 
     node: int
     gpu: int
@@ -21,17 +21,16 @@ class Bundle:
 
     @property
     def share(self) -> float:
-        """The part of the GPU that each of those who are there counts for."""
+        """Fraction of the GPU that each of its rank and engine reserves."""
         return 1.0 if self.rank is None or self.engine is None else SHARED
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Training ranks first, then engines, over machines of `gpus_per_node` GPUs, without holes.
+    """Placement of training ranks, then engines, on machines of `gpus_per_node` GPUs, without gaps.
 
-    `actor_gpus_per_node` ranks on each of `actor_nodes` machines; `engines` of `gpus_per_engine` GPUs each, on GPUs of
-    their own or, colocated, on those of the ranks from the first on. On a CPU only ranks have places; engines live
-    where there is room.
+    `actor_gpus_per_node` ranks on each of `actor_nodes` machines; `engines` of `gpus_per_engine` GPUs each, on separate
+    GPUs or, colocated, on those of the ranks from the first on. On a CPU only ranks have bundles; engines run anywhere.
 
     >>> placement = Placement(actor_nodes=1, actor_gpus_per_node=2, engines=1, gpus_per_engine=2)
     >>> [(bundle.gpu, bundle.rank, bundle.engine) for bundle in placement.bundles]
@@ -52,84 +51,88 @@ class Placement:
 
     @cached_property
     def bundles(self) -> list[Bundle]:
-        """Every place that is taken, in the order of machines and GPUs."""
+        """All used GPUs, in the order of machines and GPUs."""
         if not self.on_gpu:
-            each = self.actor_gpus_per_node
-            return [Bundle(rank // each, rank % each, rank=rank) for rank in range(self.ranks)]
-        begin, sampling = self._first_engine, self.engines * self.gpus_per_engine
+            ranks_per_node = self.actor_gpus_per_node
+            return [Bundle(rank // ranks_per_node, rank % ranks_per_node, rank=rank) for rank in range(self.ranks)]
+        first_gpu, engine_gpus = self._first_engine, self.engines * self.gpus_per_engine
         return [
             Bundle(
-                *divmod(place, self.gpus_per_node),
-                rank=place if place < self.ranks else None,
-                engine=(place - begin) // self.gpus_per_engine if 0 <= place - begin < sampling else None,
+                *divmod(gpu, self.gpus_per_node),
+                rank=gpu if gpu < self.ranks else None,
+                engine=(gpu - first_gpu) // self.gpus_per_engine if 0 <= gpu - first_gpu < engine_gpus else None,
             )
-            for place in range(max(self.ranks, begin + sampling))
+            for gpu in range(max(self.ranks, first_gpu + engine_gpus))
         ]
 
     @property
     def nodes(self) -> int:
-        """Machines that it takes."""
+        """Number of machines in use."""
         return 1 + max((bundle.node for bundle in self.bundles), default=0)
 
     def of_engine(self, engine: int) -> list[int]:
-        """The bundles of an engine."""
-        return [place for place, bundle in enumerate(self.bundles) if bundle.engine == engine]
+        """Return the bundle indices of an engine."""
+        return [index for index, bundle in enumerate(self.bundles) if bundle.engine == engine]
 
     def problems(self) -> Iterator[str]:
-        """Why it cannot be, a line each with the setting to change and the nearest sizes that can."""
+        """Yield why the placement is invalid, a line each, with the setting to change and the nearest valid sizes."""
         if not self.on_gpu:
             return
-        actor, machine, each = self.actor_gpus_per_node, self.gpus_per_node, self.gpus_per_engine
+        actor, machine, engine_gpus = self.actor_gpus_per_node, self.gpus_per_node, self.gpus_per_engine
         if actor > machine or (self.actor_nodes > 1 and actor != machine):
             yield (
                 f"cluster.actor_num_gpus_per_node: {actor} x cluster.actor_num_nodes: {self.actor_nodes} do not fill"
-                f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other; {self._legal_actors()}"
+                f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other; {self._suggest_actors()}"
             )
-        if self.engines and each > machine:
+        if self.engines and engine_gpus > machine:
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {each}, but a machine has {machine} GPUs, and an engine lives on"
-                f" one; give {machine} or raise cluster.num_gpus_per_node"
+                f"cluster.rollout_num_gpus_per_engine: {engine_gpus}, but a machine has {machine} GPUs, and an"
+                f" engine lives on one; give {machine} or raise cluster.num_gpus_per_node"
             )
-        elif spanning := self._spanning(self.ranks, each):
-            legal = nearest(each, range(1, machine + 1), lambda size: not self._spanning(self.ranks, size))
+        elif spanning := self._first_spanning_engine(self.ranks, engine_gpus):
+            legal = nearest(
+                engine_gpus, range(1, machine + 1), lambda size: not self._first_spanning_engine(self.ranks, size)
+            )
             yield (
-                f"cluster.rollout_num_gpus_per_engine: {each} cuts engine {spanning - 1} in two machines of {machine}"
-                f" GPUs; give {' or '.join(map(str, legal))}{self._legal_ranks()}"
+                f"cluster.rollout_num_gpus_per_engine: {engine_gpus} cuts engine {spanning - 1} in two machines of"
+                f" {machine} GPUs; give {' or '.join(map(str, legal))}{self._suggest_ranks()}"
             )
 
     @property
     def _first_engine(self) -> int:
         return 0 if self.colocate else self.ranks
 
-    def _spanning(self, ranks: int, each: int) -> int:
-        """The first engine that would lie on two machines, counted from 1; 0 if none would."""
-        begin, machine = 0 if self.colocate else ranks, self.gpus_per_node
+    def _first_spanning_engine(self, ranks: int, engine_gpus: int) -> int:
+        """Return the first engine that would span two machines, counted from 1; 0 if none would."""
+        offset, machine = 0 if self.colocate else ranks, self.gpus_per_node
         for engine in range(self.engines):
-            first = begin + engine * each
-            if first // machine != (first + each - 1) // machine:
+            first_gpu = offset + engine * engine_gpus
+            if first_gpu // machine != (first_gpu + engine_gpus - 1) // machine:
                 return engine + 1
         return 0
 
-    def _legal_actors(self) -> str:
+    def _suggest_actors(self) -> str:
         machine, ranks = self.gpus_per_node, self.ranks
         sizes = nearest(ranks, range(1, ranks + 2 * machine), lambda n: n <= machine or n % machine == 0)
         pairs = [(1, n) if n <= machine else (n // machine, machine) for n in sizes]
-        return "give " + " or ".join(f"{each} on {nodes}" for nodes, each in pairs)
+        return "give " + " or ".join(f"{ranks_per_node} on {nodes}" for nodes, ranks_per_node in pairs)
 
-    def _legal_ranks(self) -> str:
-        """Numbers of ranks, on one machine, that leave engines of this size whole."""
+    def _suggest_ranks(self) -> str:
+        """Suggest numbers of ranks, on one machine, for which no engine of this size spans machines."""
         if self.colocate or self.actor_nodes > 1:
             return ""
         sizes = nearest(
-            self.ranks, range(1, self.gpus_per_node + 1), lambda n: not self._spanning(n, self.gpus_per_engine)
+            self.ranks,
+            range(1, self.gpus_per_node + 1),
+            lambda n: not self._first_spanning_engine(n, self.gpus_per_engine),
         )
         return f", or train on {' or '.join(map(str, sizes))}" if sizes else ""
 
 
 def uneven(rollouts_per_round: int, rollouts_per_step: int, data: int) -> Iterator[str]:
-    """Where a batch does not divide, though it works: what then happens, and the nearest sizes that do.
+    """Yield a warning for each batch size that does not divide evenly: its effect, and the nearest sizes that do.
 
-    `data` is the data-parallel size: how many copies of the model share a step.
+    `data` is the data-parallel size: the number of model copies that share a step.
     """
     if rollouts_per_round % rollouts_per_step:
         sizes = nearest(
@@ -148,6 +151,6 @@ def uneven(rollouts_per_round: int, rollouts_per_step: int, data: int) -> Iterat
 
 
 def nearest(size: int, among: range, legal: Callable[[int], bool]) -> list[int]:
-    """The nearest legal size on either side of one that is not."""
+    """Return the nearest legal sizes below and above an illegal one."""
     below = [n for n in among if n < size and legal(n)][-1:]
     return below + [n for n in among if n > size and legal(n)][:1]

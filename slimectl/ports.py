@@ -1,4 +1,4 @@
-"""The seams: what a stage asks of its parts. One contract suite per port runs against every adapter."""
+"""Protocols of the parts that stages use. One contract suite per protocol runs against every implementation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Engine(Protocol):
         ...
 
     async def abort(self) -> None:
-        """End every request in flight; each returns what it has, with finish "abort"."""
+        """Abort every request in flight; each returns its tokens so far, with finish "abort"."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
-    """An engine that takes new weights while it lives."""
+    """An engine whose weights can be updated in place."""
 
     def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor."""
@@ -54,10 +54,10 @@ class Loss(Protocol):
 class TokenPack(Protocol):
     """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
 
-    `logprobs_T` (and `entropy_T`, where the loss asked for it, `predicted_T`, the values of a policy that is its own
-    critic, and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the
-    tokens; all else is constant. `row_T` [T] int64 says which row of the pack a token belongs to, `rows` how many there
-    are, `total_lengths` how many tokens each has, its prompt included.
+    `logprobs_T` (and `entropy_T`, if the loss needs it, `predicted_T`, the values of a policy that is its own critic,
+    and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the tokens;
+    the other tensors are constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows,
+    `total_lengths` the number of tokens of each, its prompt included.
     """
 
     logprobs_T: Tensor
@@ -78,7 +78,7 @@ class TokenPack(Protocol):
 
 
 class Policy(Protocol):
-    """Weights and their optimizer: one object whether it is one process or 512."""
+    """Weights and their optimizer; one object for one process or 512."""
 
     @property
     def weight_version(self) -> str:
@@ -86,23 +86,23 @@ class Policy(Protocol):
         ...
 
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """log p(token) of every response token at the rollout temperature, without gradients; R floats a row."""
+        """Return log p(token) of every response token at the rollout temperature, without gradients; R floats a row."""
         ...
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
-        """Accumulate the gradient of `loss` over all rows (the whole global batch); the summed metrics, with "loss"."""
+        """Accumulate the gradient of `loss` over all rows (the global batch); return summed metrics, with "loss"."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Clip, step, advance the schedule, zero the gradients; "grad_norm" (before clipping) and "lr"."""
+        """Clip, step, advance the schedule, zero the gradients; return "grad_norm" (before clipping) and "lr"."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
+        """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """`to(weights)` where the weights are: on rank 0 of many, without a copy in between. `to` must be picklable."""
+        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
         ...
 
     def save(self, path: Path) -> None:
@@ -110,42 +110,42 @@ class Policy(Protocol):
         ...
 
     def load(self, path: Path) -> None:
-        """Take all of it back, bit for bit, whatever number of ranks wrote it. Raises CheckpointError."""
+        """Restore the state of `save` bit for bit, from any number of ranks. Raises CheckpointError."""
         ...
 
     def close(self) -> None: ...
 
 
 class LogProbs(Protocol):
-    """What is only asked how likely given tokens are: a frozen policy, or a server that has one."""
+    """Computes log-probabilities only: a frozen policy, or a server that has one."""
 
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """As a policy's."""
+        """Return log-probabilities like `Policy.log_probs`."""
         ...
 
     def close(self) -> None: ...
 
 
 class Stepped(Protocol):
-    """A policy that is told which optimizer step comes, for what its ranks do before it."""
+    """A policy with a call before every optimizer step, for hooks on its ranks."""
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """The `step_id`-th step (from 0) of round `rollout_id` comes next."""
+        """Announce the `step_id`-th step (from 0) of round `rollout_id`."""
         ...
 
 
 class Critic(Protocol):
-    """A model with one value per response token, and its optimizer; what it shares with Policy means the same."""
+    """A model with one value per response token, and its optimizer; methods shared with Policy mean the same."""
 
     @property
     def weight_version(self) -> str: ...
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
-        """The value of the state before every response token, without gradients; R floats a row."""
+        """Return the value of the state before every response token, without gradients; R floats a row."""
         ...
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
-        """As a policy's; the loss finds values, with their gradient, where a policy's finds log-probabilities."""
+        """Accumulate gradients like a policy; the pack has values, with gradients, in place of log-probabilities."""
         ...
 
     def optim_step(self) -> Metrics: ...
@@ -158,40 +158,41 @@ class Critic(Protocol):
 
 
 class WeightWorkers(Protocol):
-    """The engines' end of a weight push over HTTP: a call goes to all workers, and returns when all have answered.
+    """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
 
-    Picklable, so that the push can begin where the weights are. Every method raises BackendError if a worker does not
-    answer in time or refuses, with the worker's own words. Between `begin` and `end` nothing is sampled.
+    Picklable, so that the update can start in the process that holds the weights. Every method raises BackendError,
+    with the worker's message, if a worker does not answer in time or refuses. Nothing is sampled between `begin` and
+    `end`.
     """
 
     @property
     def urls(self) -> Sequence[str]:
-        """Where they are."""
+        """Addresses of the workers."""
         ...
 
     @property
     def ranks(self) -> list[int]:
-        """Processes that hold the model, by worker: its tensor-parallel size."""
+        """Number of model processes of each worker: its tensor-parallel size."""
         ...
 
     def begin(self, *, mode: str) -> None:
-        """Pause generation: answers in flight go on afterwards (in_place, retract) or end (abort)."""
+        """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
         ...
 
     def end(self, *, within_s: float | None = None) -> None:
-        """Forget the prefix caches and go on; `within_s` where some may not answer any more."""
+        """Flush the prefix caches and continue generation; `within_s` is a timeout if workers may be dead."""
         ...
 
     def load_disk(self, folder: Path, *, version: str) -> None:
-        """Take every tensor from a Hugging Face directory that the workers see."""
+        """Load every tensor from a Hugging Face directory that the workers can read."""
         ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
-        """Take these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
+        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
         ...
 
     def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:
-        """Enter a process group: the trainer is rank 0, the workers follow in order. Blocks until all are in."""
+        """Join a process group: the trainer is rank 0, the workers follow in order. Blocks until all have joined."""
         ...
 
     def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
@@ -202,77 +203,77 @@ class WeightWorkers(Protocol):
 
     @property
     def checksums_by_hf_name(self) -> bool:
-        """Whether they are `data.hashing.tensor_checksum` of the tensors that were sent; else the workers' own kind."""
+        """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
         ...
 
     def checksums(self) -> list[dict[str, str]]:
-        """A checksum of every tensor, by worker."""
+        """Return a checksum of every tensor, by worker."""
         ...
 
     def scramble(self) -> None:
-        """Noise into every tensor, so that one which is not loaded anew shows."""
+        """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
         ...
 
 
 class Ranks(Protocol):
-    """Processes joined in one torch.distributed group, driven together."""
+    """Processes of one torch.distributed group, driven together."""
 
     def send(self, *request: Any) -> None:
         """Send one request to every rank. Raises BackendError if the group has ended."""
         ...
 
     def answers(self) -> Iterator[Any]:
-        """The parts that rank 0 sends, then its result; raises what a rank raised, traceback and log tail as notes."""
+        """Yield the parts that rank 0 sends, then its result; raises a rank's error with traceback and log as notes."""
         ...
 
     def end(self, *, polite: bool = True) -> None:
-        """Let every rank leave, or make it."""
+        """End every rank: by request if `polite`, else by force."""
         ...
 
 
 class Executor(Protocol):
-    """Where work runs."""
+    """Runs work in local processes or on a cluster."""
 
     def group(self, serve: Callable[..., None], build: Callable[[], Any], *, ranks: int) -> Ranks:
-        """N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        """Start N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
         ...
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """An object that lives where the executor puts it; its methods can be called, its generators streamed."""
+        """Build an object in a process of the executor's choice; its methods can be called, its generators streamed."""
         ...
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
-        """Carry an iterator, at most `ahead` items made before they are asked for (0: none)."""
+        """Stream an iterator; at most `ahead` items are produced before they are requested (0: none)."""
         ...
 
     def map(
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
     ) -> Iterator[Result | BaseException]:
-        """Apply `fn` in parallel, results in order; an exception or an overrun time limit comes back as the result."""
+        """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
         ...
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Logs metrics and tables to a service or file."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Texts with what belongs to them; all rows have the same keys. The step is that of the table's axis."""
+        """Log a table of texts; all rows have the same keys. The step is that of the table's axis."""
         ...
 
     def close(self) -> None: ...
 
 
 class Weights(Protocol):
-    """The tensors of a model by Hugging Face name, each read when it is asked for."""
+    """The tensors of a model by Hugging Face name, each read on demand."""
 
     def forms(self) -> Mapping[str, tuple[tuple[int, ...], dtype]]:
-        """Shape and dtype of every tensor, in the order in which reading is cheapest."""
+        """Return shape and dtype of every tensor, in the order in which reading is cheapest."""
         ...
 
     def get(self, name: str) -> Tensor:
-        """One tensor, the caller's own. Raises CheckpointError if it cannot be read."""
+        """Return one tensor, owned by the caller. Raises CheckpointError if it cannot be read."""
         ...
 
 
@@ -287,18 +288,18 @@ class CheckpointFormat(Protocol):
 
 
 RewardFn = Callable[[Sample], "float | dict[str, Any]"]
-"""Grades one sample; never raises on what a model wrote."""
+"""Grades one sample; never raises on model output."""
 
 Agent = Callable[..., Any]
-"""`async (prompt, sample, generate, …) -> Sample`: how one attempt unfolds; called by parameter name."""
+"""`async (prompt, sample, generate, …) -> Sample`: generates one sample; called by parameter name."""
 
 OnSample = Callable[[Sample, int | None, bool], Awaitable[Sample]]
-"""Sees a sample that has been generated, and may give another: (sample, round where it is known, evaluation)."""
+"""Called with (sample, round if known, evaluation) after generation; returns the sample or a replacement."""
 
 Keep = Callable[[list[Sample]], "bool | tuple[bool, str]"]
-"""Whether a finished group goes on to training, and why not."""
+"""Returns whether a finished group is trained on, and a reason if not."""
 
 FromBuffer = Callable[[list[list[Sample]], int, int], list[list[Sample]]]
-"""Groups for a round, out of the buffer: (buffer, how many at most, which round); it removes what it takes."""
+"""Called with (buffer, maximum count, round); removes groups from the buffer and returns them."""
 
 PromptSource = Callable[[], Iterator[Prompt]]

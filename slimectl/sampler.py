@@ -1,4 +1,4 @@
-"""The side of a run that samples: engine, tokenizer, reward and agent in one place, here or in a process of its own."""
+"""Sampling side of a run: engine, tokenizer, reward and agent, in this process or in one of their own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Makes rounds and evaluations with the weights that the engine has.
+    """Samples rounds and evaluations with the engine's current weights.
 
-    `addresses` is where requests go (a router, or the servers, which are `workers`); without any, an engine lives here
-    and takes its weights by `load_weights`.
+    `addresses` get the requests (a router, or the servers, which are `workers`); without any, the engine is embedded
+    and gets its weights by `load_weights`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Sampler:
             self.engine = wiring.engine(settings, model, self.tokenizer, load=False)
 
     def rounds(self, state: SamplingState) -> Iterator[Round]:
-        """Scored rounds, from where sampling stood on."""
+        """Yield scored rounds, continuing from `state`."""
         return sampled_rounds(
             self._prompts(state.position) if self.source is None else iter(()),
             self.engine,
@@ -73,29 +73,29 @@ class Sampler:
         return wiring.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
 
     def _count(self) -> int:
-        """Prompts of one epoch."""
+        """Return the number of prompts per epoch."""
         return sum(1 for _ in wiring.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
 
     def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
-        """Every prompt of a held-out dataset, sampled and graded after so many rounds, and the summary."""
+        """Sample and grade a held-out dataset after round `rollout_id`; return its samples and metrics."""
         if name not in self._datasets:
-            own = settings_for(self.settings, name)
-            self._datasets[name] = own, wiring.reward(own), wiring.agent(own)
-        own, reward, agent = self._datasets[name]
-        prompts = wiring.prompts(own, [own.eval.sources[name]], shuffle=False)
-        return self._evaluated(name, prompts, own, reward, agent, rollout_id)
+            dataset_settings = settings_for(self.settings, name)
+            self._datasets[name] = dataset_settings, wiring.reward(dataset_settings), wiring.agent(dataset_settings)
+        dataset_settings, reward, agent = self._datasets[name]
+        prompts = wiring.prompts(dataset_settings, [dataset_settings.eval.sources[name]], shuffle=False)
+        return self._evaluate(name, prompts, dataset_settings, reward, agent, rollout_id)
 
     def accuracy(self, sources: Sequence[str], count: int) -> float:
-        """The share of right answers to the first `count` prompts, one answer each."""
-        once = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
+        """Return the share of correct answers to the first `count` prompts, one answer each."""
+        eval_settings = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
         prompts = islice(wiring.prompts(self.settings, list(sources)), count)
-        # The answers themselves are asked for, whoever makes the rounds.
-        plain = self.settings.rollout.model_copy(update={"function_path": None})
-        own = self.settings.model_copy(update={"eval": once, "rollout": plain})
-        _, metrics = self._evaluated("warmup", prompts, own, self.reward, self.agent)
+        # Single answers are needed here, also if a user's function samples the rounds.
+        rollout_settings = self.settings.rollout.model_copy(update={"function_path": None})
+        settings = self.settings.model_copy(update={"eval": eval_settings, "rollout": rollout_settings})
+        _, metrics = self._evaluate("warmup", prompts, settings, self.reward, self.agent)
         return metrics["eval/warmup_accuracy"]
 
-    def _evaluated(
+    def _evaluate(
         self,
         name: str,
         prompts: Iterator[Prompt],
@@ -106,33 +106,33 @@ class Sampler:
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
         too_long: list[Prompt] = []
-        found = evaluate(
+        samples = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
             rollout_id=rollout_id, left_out=too_long.append,
         )  # fmt: skip
         answer = answer_of(reward)
-        return list(summarized(name, found, metrics, settings, answer=answer, too_long=too_long)), metrics
+        return list(summarized(name, samples, metrics, settings, answer=answer, too_long=too_long)), metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
-        """New weights for an engine that lives here."""
+        """Load new weights into the embedded engine."""
         self.engine.load_weights(tensors, version=version)
 
     def set_urls(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
-        """Where the servers are now: one of them has died, or was restarted."""
+        """Set the addresses of the servers after one of them died or was restarted."""
         self.engine.set_urls(addresses, workers)
 
     def fail(self, error: BaseException) -> None:
-        """No server will come back: whoever waits for an answer gets this error."""
+        """Fail all pending requests with this error: no server will be restarted."""
         self.engine.fail(error)
 
     def close(self) -> None:
-        """End the grading processes and the connections to servers."""
+        """Stop the grading processes and close the connections to servers."""
         self.graders.close()
         asyncio.run(self.engine.close())
 
 
 class VersionedSync:
-    """Pushes a policy's weights to the engines, restarted ones included, and knows which version they have."""
+    """Pushes a policy's weights to the engines, restarted ones included, and tracks the version that they have."""
 
     def __init__(
         self,
@@ -148,71 +148,71 @@ class VersionedSync:
         self._workers, self._fleet = workers, fleet
 
     def push(self) -> Metrics:
-        """Every engine has the policy's weights when this returns; one that died over it is restarted first.
+        """Push the policy's weights to every engine; an engine that dies meanwhile is restarted first.
 
-        Raises BackendError if engines refuse the weights, or no restart is left.
+        Raises BackendError if engines refuse the weights, or the restart limit is reached.
         """
         while True:
             restarts = self._fleet.restarts if self._fleet else 0
             try:
                 with self._fleet.pause_watch() if self._fleet else nullcontext():
-                    told = self._transport.push()
+                    metrics = self._transport.push()
                     self.version = self._policy.weight_version
-                    return told
+                    return metrics
             except BackendError:
                 if self._fleet is None:
                     raise
                 self._fleet.settle()
                 if self._fleet.restarts == restarts:
-                    raise  # they all live: it was not that
+                    raise  # all engines are alive: a restart would not help
 
     def sleep(self) -> None:
-        """Servers give back their memory; an engine beside the sampler keeps its own."""
+        """Release the GPU memory of the servers; an embedded engine keeps its memory."""
         if self._workers is not None:
             self._workers.sleep()
 
     def wake(self) -> None:
-        """They take it again, without weights of any use."""
+        """Allocate the servers' memory again; their weights are invalid until the next push."""
         if self._workers is not None:
             self._workers.wake()
             self.version = None
 
     def close(self) -> None:
-        with suppress(BackendError):  # a policy that has died took its end of the transport along
+        with suppress(BackendError):  # the transport fails if its policy has died
             self._transport.close()
 
 
 class SamplingSide:
-    """Where a run samples: the servers, if there are any, and the Sampler in front of them, wherever they live."""
+    """Starts and owns the sampling side of a run: the servers, if any, and the Sampler, in any process."""
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
         settings = wiring.keyed(settings)
         self._settings, self._model, self._folder = settings, model, folder
-        self._companions, told = wiring.companions(settings, model, executor=executor, folder=folder)
+        self._companions, sampler_settings = wiring.companions(settings, model, executor=executor, folder=folder)
         self._fleet: Fleet | None = None
         try:
             self._fleet = wiring.fleet(settings, model, executor=executor, folder=folder)
             urls = wiring.urls(settings)
             addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
             self._workers = wiring.workers(settings, workers) if workers else None
-            build = partial(Sampler, told, model, addresses=addresses, workers=workers)
+            build = partial(Sampler, sampler_settings, model, addresses=addresses, workers=workers)
             self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else wiring.engine_gpus(settings))
         except BaseException:
             self.close()
             raise
 
     def sync(self, policy: Policy) -> VersionedSync:
-        """How this policy's weights get to the engines from now on."""
+        """Return the synchronizer that pushes this policy's weights to the engines."""
         if self._workers is None:
             return VersionedSync(wiring.in_process(policy, self.sampler), policy)
         transport = wiring.to_servers(
             self._settings, policy, self._workers, model=self._model, folder=self._folder
         )  # fmt: skip
         if self._fleet is not None:
-            # A restarted server gets what the others have, or newer weights, before anything is asked of it.
+            # A restarted server gets the weights of the others, or newer ones, before any request.
             self._fleet.restore = lambda url: transport.push_to(wiring.workers(self._settings, [url]))
             self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
-            if isinstance(self.sampler, Sampler):  # it lives here, and can say at once that a server failed it
+            if isinstance(self.sampler, Sampler):  # in this process: it can report a failed server at once
                 self.sampler.engine.troubled = self._fleet.look
         return VersionedSync(transport, policy, workers=self._workers, fleet=self._fleet)
 
@@ -222,6 +222,6 @@ class SamplingSide:
         self.sampler.set_urls(addresses, workers)
 
     def close(self) -> None:
-        """End the servers that were started here."""
+        """Stop the servers that were started here."""
         for fleet in [*self._companions, *([self._fleet] if self._fleet is not None else [])]:
             fleet.close()

@@ -1,4 +1,4 @@
-"""Standard streams of this process: records on a descriptor of their own, words on stderr, closed ones kept shut."""
+"""Standard streams of this process: records on a private descriptor, messages on stderr, closed ones replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any, TextIO
 from slimectl.errors import StorageError
 
 PRIVATE = 64
-"""Lowest number of our private descriptors: those that a program closes or reuses by habit are below."""
+"""Lowest number of private descriptors: programs habitually close or reuse those below."""
 STDOUT = "<stdout>"
 
 _protected = False
@@ -21,9 +21,9 @@ _input: IO[bytes] | None = None
 
 
 class _Output(io.FileIO):
-    """Stdout as bytes: the first failure is raised in one line, and nothing is tried after it.
+    """Stdout as bytes: the first failure is raised as an error of one line, later writes are discarded.
 
-    Python flushes what is left in a buffer when it exits: a stream that has failed must not fail again then.
+    Python flushes remaining buffers when it exits: a stream that has failed must not fail again then.
     """
 
     _failed = False
@@ -41,8 +41,8 @@ class _Output(io.FileIO):
             raise output_error(error) from error
 
 
-class _Words(io.FileIO):
-    """Stderr as bytes: words that nobody takes are lost, and the work goes on."""
+class _MessageOutput(io.FileIO):
+    """Stderr as bytes: messages that cannot be written are lost, without an error."""
 
     def write(self, data: Any) -> int | None:
         try:
@@ -52,7 +52,7 @@ class _Words(io.FileIO):
 
 
 def output_error(error: OSError) -> StorageError:
-    """Return the error for a stdout that takes nothing more."""
+    """Return the error for a stdout that cannot be written."""
     if error.errno == errno.EBADF:
         return StorageError(f"{STDOUT}: is closed; give --out FILE, or open it")
     return StorageError(f"{STDOUT}: cannot be written: {error.strerror or error}; free space or write elsewhere")
@@ -61,19 +61,19 @@ def output_error(error: OSError) -> StorageError:
 def protect() -> None:
     """Take over the standard streams of this process; called once, before any other file is opened.
 
-    A closed descriptor 0, 1 or 2 would be given to the next file that is opened, and words or records would go there.
-    Each is opened on /dev/null the wrong way round, so that whoever uses it gets the error of a closed one; closed
-    stderr swallows words.
+    A closed descriptor 0, 1 or 2 would be reused by the next file that is opened, and messages or records would be
+    written there. Each is opened on /dev/null in the opposite mode, so that its use raises the error of a closed one;
+    a closed stderr discards messages.
     """
     global _protected
     for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         if _is_closed(number):
-            _point(number, os.open(os.devnull, flags))
+            _redirect(number, os.open(os.devnull, flags))
     _protected = True
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = _text(_Output(1, "w", closefd=False), line_buffering=os.isatty(1))
     sys.stderr = words_to(2)
-    # For whoever writes to the first ones, which are None where a descriptor was closed.
+    # For code that writes to the original streams, which are None if a descriptor was closed.
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc, assignment]
 
 
@@ -85,17 +85,17 @@ def _is_closed(number: int) -> bool:
     return False
 
 
-def _point(number: int, opened: int) -> None:
-    """Make a standard descriptor what has been opened, which often has its number already."""
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
+def _redirect(number: int, descriptor: int) -> None:
+    """Move an opened descriptor to a standard number, unless it has that number already."""
+    if descriptor != number:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.set_inheritable(number, True)
 
 
 def words_to(number: int) -> TextIO:
-    """Return a text stream for words on a descriptor: a line at a time, never an error."""
-    return _text(_Words(number, "w", closefd=False), line_buffering=True)
+    """Return a line-buffered text stream for messages on a descriptor, which never raises."""
+    return _text(_MessageOutput(number, "w", closefd=False), line_buffering=True)
 
 
 def _text(raw: io.FileIO, *, line_buffering: bool) -> TextIO:
@@ -104,10 +104,10 @@ def _text(raw: io.FileIO, *, line_buffering: bool) -> TextIO:
 
 
 def reserve_stdout() -> None:
-    """Keep stdout for records: from now on descriptor 1 is stderr for everybody else.
+    """Reserve stdout for records: from now on descriptor 1 is stderr for all other code.
 
-    What a user's function, a library in C, a thread, a child process or a worker prints cannot land among records
-    then. Does nothing in a process that is not ours (`protect`): there stdout is the caller's.
+    Output of a user's function, a C library, a thread, a child process or a worker cannot mix with records then. Does
+    nothing in a process that has not called `protect`: there stdout belongs to the caller.
     """
     global _records
     if not _protected or _records is not None:
@@ -120,20 +120,20 @@ def reserve_stdout() -> None:
 
 
 def _private(number: int) -> int:
-    """Return a duplicate of a descriptor that no child process inherits, out of the way of low numbers."""
+    """Return a duplicate of a descriptor, at a high number, that child processes do not inherit."""
     try:
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
-    except OSError:  # a limit below that
+    except OSError:  # the limit of open files is below PRIVATE
         return os.dup(number)
 
 
 def output() -> Any:
-    """Return the binary stream of records: the private stdout, or that of the caller."""
+    """Return the binary stream for records: the private stdout, or the caller's."""
     return sys.stdout.buffer if _records is None else _records
 
 
 def emit(text: str) -> None:
-    """Write a line to stdout. Raises StorageError where it takes no more, BrokenPipeError where its reader has gone."""
+    """Write a line to stdout. Raises StorageError if writing fails, BrokenPipeError if its reader has closed it."""
     if _records is None:
         print(text, flush=True)
         return
@@ -142,7 +142,7 @@ def emit(text: str) -> None:
 
 
 def flush() -> None:
-    """Write out what is left. Raises as `emit`."""
+    """Flush stdout. Raises the errors of `emit`."""
     stream = sys.stdout if _records is None else _records
     stream.flush()
 
@@ -153,7 +153,7 @@ def is_terminal() -> bool:
 
 
 def input_bytes() -> Any:
-    """Return the binary stream of stdin; descriptor 0 is empty for everybody else from then on."""
+    """Return the binary stream of stdin; from then on descriptor 0 is empty for all other code."""
     global _input
     if not _protected:
         return sys.stdin.buffer
@@ -166,16 +166,16 @@ def input_bytes() -> Any:
 
 
 def mend() -> None:
-    """Put back a sys.stdout or sys.stderr, and their descriptors, that somebody closed or deleted."""
+    """Restore sys.stdout and sys.stderr, and their descriptors, if other code closed or deleted them."""
     for name, number in (("stderr", 2), ("stdout", 1)):
         if _protected and _is_closed(number):
-            _point(number, os.dup(2) if number == 1 else os.open(os.devnull, os.O_WRONLY))
+            _redirect(number, os.dup(2) if number == 1 else os.open(os.devnull, os.O_WRONLY))
         stream = getattr(sys, name, None)
         if stream is None or getattr(stream, "closed", False):
             setattr(sys, name, words_to(number))
 
 
 def say(text: str) -> None:
-    """Write a line of words to stderr, come what may."""
+    """Write a message to stderr, restoring it first if needed."""
     mend()
     print(text, file=sys.stderr, flush=True)

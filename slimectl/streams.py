@@ -1,4 +1,4 @@
-"""Adaptors over iterators: batches, groups, a tap, and working ahead."""
+"""Iterator adaptors: batching, tee and prefetching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Lists of `size`, the last one shorter; nothing is pulled beyond a full list."""
+    """Yield lists of `size` items, the last one shorter; nothing is read beyond a full list."""
     batch: list[Item] = []
     for item in items:
         batch.append(item)
@@ -23,22 +23,22 @@ def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def tee(items: Iterable[Item], sink: Callable[[Item], Any]) -> Iterator[Item]:
-    """Every item passes through unchanged, after `sink` has seen it."""
+    """Yield every item unchanged, after calling `sink` with it."""
     for item in items:
         sink(item)
         yield item
 
 
 def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
-    """Carry an iterator on a thread that works at most `ahead` items before they are asked for.
+    """Run an iterator in a thread that produces at most `ahead` items before they are requested.
 
-    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the item in hand; an
-    exception of the producer is raised where its item would have been.
+    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item; an
+    exception of the producer is raised in place of its item.
     """
     if ahead == 0:
         yield from make()
         return
-    # The slot is taken before producing: a bounded queue alone lets one more item be made than was allowed.
+    # The slot is taken before producing: a bounded queue alone would let one more item be produced.
     slots = threading.Semaphore(ahead)
     ready: Queue[tuple[str, Any]] = Queue()
     closing = threading.Event()
@@ -68,7 +68,7 @@ def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item
                 return
             if kind == "error":
                 raise value
-            # Freed on delivery: while the consumer works on this item, the producer may make `ahead` more.
+            # Freed on delivery: while the consumer works on this item, the producer may produce `ahead` more.
             slots.release()
             yield value
     finally:

@@ -1,7 +1,7 @@
-"""What travels between stages: prompts, completions, samples, rows and reports. Standard library only.
+"""Records passed between stages: prompts, completions, samples, rows and reports. Standard library only.
 
 A record is a plain dataclass. `Sample` and `Prompt` have a JSON form (data/records.py validates it at the boundary);
-the others live inside a process.
+the others are used inside a process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Chat = list[dict[str, Any]]
 Metrics = dict[str, float]
 Reward = float | dict[str, Any] | None
 TableRow = dict[str, str | float]
-"""A row of a table of texts: what stands in each column."""
+"""A row of a table of texts: values by column."""
 
 
 class Status(StrEnum):
-    """How a sample ended."""
+    """Status of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class Prompt:
-    """One question to sample answers for.
+    """A prompt for which answers are sampled.
 
     >>> Prompt(text="1+1=", label="2", index=0).text
     '1+1='
@@ -51,15 +51,15 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     where: str = field(default="", compare=False)
-    """Where it was read, FILE:LINE, for errors."""
+    """Source location FILE:LINE, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is drawn.
+    """Sampling parameters of one answer.
 
-    `seed` makes the draw reproducible whatever else is in the batch. `temperature` 0 is greedy (evaluation only: the
-    settings refuse it for training). `stop` strings end the answer and are cut from its text, not from its tokens.
+    `seed` makes the answer reproducible in any batch. `temperature` 0 is greedy (evaluation only: the settings refuse
+    it for training). `stop` strings end the answer and are cut from its text, not from its tokens.
     """
 
     temperature: float = 1.0
@@ -76,7 +76,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Completion:
-    """What an engine wrote: R new tokens and the log-probability of each.
+    """An engine's completion: R new tokens and the log-probability of each.
 
     `log_probs` are log_softmax(logits / temperature) at the sampled token, not renormalised after top-k, top-p or
     min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits. `finish` is "stop"
@@ -90,7 +90,7 @@ class Completion:
     weight_versions: list[str] = field(default_factory=list)
     cached_tokens: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
-    """What else an engine tells of the answer under its own names: routed experts, speculative statistics."""
+    """Further engine-specific values: routed experts, speculative decoding statistics."""
 
 
 @dataclass(slots=True)
@@ -130,11 +130,11 @@ class Sample:
     spec_info: dict[str, int] | None = None
     prefix_cache_info: dict[str, int] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    """Keys that the schema does not know, written back untouched."""
+    """Keys outside the schema, written back unchanged."""
 
     @property
     def execution(self) -> int:
-        """The execution that produced this sample: `rollout_id`, or `index` where none was given."""
+        """The execution that produced this sample: `rollout_id`, or `index` if that is None."""
         return self.index if self.rollout_id is None else self.rollout_id
 
     @property
@@ -142,7 +142,7 @@ class Sample:
         return len(self.tokens) - self.response_length
 
     def mask(self) -> list[int]:
-        """The loss mask of length R, zeros for a removed sample, ones where none was given."""
+        """Return the loss mask of length R: zeros for a removed sample, ones if no mask is set."""
         if self.remove_sample:
             return [0] * self.response_length
         return [1] * self.response_length if self.loss_mask is None else self.loss_mask
@@ -154,13 +154,13 @@ class Sample:
         trainable: bool = True,
         text: str | None = None,
     ) -> None:
-        """Grow the response by what the policy (trainable) or a tool (not trainable) wrote.
+        """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        Raises ValueError if trainable tokens come without as many log-probabilities.
+        Raises ValueError if trainable tokens lack log-probabilities of the same number.
         """
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            given = "none" if log_probs is None else str(len(log_probs))
-            raise ValueError(f"{len(tokens)} trainable tokens need as many log_probs, got {given}")
+            count = "none" if log_probs is None else str(len(log_probs))
+            raise ValueError(f"{len(tokens)} trainable tokens need as many log_probs, got {count}")
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         if self.rollout_log_probs is None:
@@ -168,33 +168,33 @@ class Sample:
         self.tokens = [*self.tokens, *tokens]
         self.response_length += len(tokens)
         self.loss_mask = [*self.loss_mask, *([1 if trainable else 0] * len(tokens))]
-        written = list(log_probs) if trainable and log_probs is not None else [0.0] * len(tokens)
-        self.rollout_log_probs = [*self.rollout_log_probs, *written]
+        new_log_probs = list(log_probs) if trainable and log_probs is not None else [0.0] * len(tokens)
+        self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:
             self.response += text
 
 
 def detached_copy(sample: Sample) -> Sample:
-    """Return a copy that shares nothing which can be changed; long lists of numbers are copied as a whole."""
+    """Return a deep copy; long lists of numbers are copied as a whole, for speed."""
     values: dict[str, Any] = {}
-    for name in (each.name for each in fields(sample)):
+    for name in (sample_field.name for sample_field in fields(sample)):
         value = getattr(sample, name)
         values[name] = list(value) if name in _LISTS and value is not None else copy.deepcopy(value)
     return Sample(**values)
 
 
 _LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs"})
-"""Fields of a sample that hold a number a token."""
+"""Fields of a sample with a number per token."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One sequence as a policy trains on it: P prompt tokens, then R response tokens.
+    """One training sequence: P prompt tokens, then R response tokens.
 
     All lists but `tokens` have length R. `weights` are the whole reduction: the loss of a step is the sum over its
-    rows and tokens of weight times loss, so no policy ever needs to know a denominator, and the gradient cannot
-    depend on ranks, packs or micro-batches. `group` names the prompt: rows of one group whose prompts are equal may
-    share its computation. `values` are a critic's at the beginning of the round, `returns` what it learns.
+    rows and tokens of weight times loss, so no policy needs a denominator, and the gradient cannot depend on ranks,
+    packs or micro-batches. `group` identifies the prompt: rows of one group with equal prompts may share its
+    computation. `values` are a critic's values before the round, `returns` its training targets.
     """
 
     tokens: list[int]
@@ -215,15 +215,15 @@ class Row:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of prompts became: scored samples, siblings together, and the seconds that they took."""
+    """One round of rollouts: scored samples, siblings together, and the seconds to generate and score them."""
 
     samples: list[Sample]
     seconds: float
     metrics: Metrics = field(default_factory=dict)
-    """What was left out of it, by reason."""
+    """Metrics of dropped groups and prompts, by reason."""
 
     state: SamplingState | None = None
-    """Where sampling stands after it."""
+    """State of sampling after the round."""
 
 
 @dataclass(slots=True)
@@ -235,22 +235,22 @@ class StepReport:
     weight_version: str
     metrics: Metrics
     samples: list[Sample] = field(default_factory=list, repr=False)
-    """What the round was made of, for records and statistics; not part of the JSON form."""
+    """Samples of the round, for records and statistics; not part of the JSON form."""
 
     perf: Metrics = field(default_factory=dict)
-    """What depends on the clock; goes to perf.jsonl."""
+    """Timings; written to perf.jsonl."""
 
     ends_round: bool = True
-    """Whether the round has no further step: new samples will be drawn from these weights."""
+    """True for the last step of a round: new samples are drawn from its weights."""
 
     sampling: SamplingState | None = field(default=None, repr=False)
-    """Where sampling stood after the round, for the checkpoint; not part of the JSON form."""
+    """State of sampling after the round, for the checkpoint; not part of the JSON form."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "rollout_id": self.rollout_id,
             "weight_version": self.weight_version,
-            # JSON has no NaN: what is not finite is null. Loss and gradient norm are finite, or training has stopped.
+            # JSON has no NaN: non-finite values are null. Loss and gradient norm are finite, or training has stopped.
             "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
         }

@@ -273,7 +273,7 @@ def test_the_language_model_inside_a_larger_configuration_is_compared():
 def test_a_contradiction_is_refused_in_one_line_with_both_values():
     config = completed({**cards.load("qwen3-0.6B")["config"], "rope_theta": 10000.0, "hidden_size": 2048})
     with pytest.raises(CheckpointError) as caught:
-        cards.check("qwen3-0.6B", config, where="models/mine")
+        cards.check("qwen3-0.6B", config, location="models/mine")
     assert str(caught.value) == (
         "models/mine: contradicts the card qwen3-0.6B: rope_theta is 10000.0, the card says 1000000.0; hidden_size is"
         " 2048, the card says 1024; give the card of this checkpoint, or none: config.json is the truth about it"

@@ -1,4 +1,4 @@
-"""Rewards in, advantages out: how much better an attempt was than its siblings.
+"""Group-relative advantages: rewards of the samples of a prompt, relative to a baseline over the group.
 
 G group
 """
@@ -83,14 +83,14 @@ def group_advantages(
     std_normalization: bool = True,
     lengths: Sequence[int] = (),
 ) -> list[float]:
-    """The advantage of every sample among those of its group, in the order given; sequences of one length.
+    """Return the advantage of every sample within its group, in the order of the input; sequences of one length.
 
     >>> group_advantages([1.0, 7.0, 3.0], groups=[0, 9, 0], executions=[0, 1, 2], std_normalization=False)
     [-1.0, 0.0, 1.0]
 
-    A group is all samples of one id, wherever they stand and however many they are. Samples of one execution (fan-out)
-    are one attempt: it counts once, with the mean of their rewards and the sum of their lengths, and they share its
-    advantage. `std_normalization` is for group_mean; only length_weighted reads `lengths`, in trained tokens.
+    A group is all samples of one id, in any order and number. Samples of one execution (fan-out) are one attempt: it
+    counts once, with the mean of their rewards and the sum of their lengths, and they share its advantage.
+    `std_normalization` applies to group_mean; only length_weighted reads `lengths`, in trained tokens.
 
     Raises ValueError on unequal lengths and on a reward that is not finite.
     """
@@ -105,11 +105,11 @@ def group_advantages(
         attempts[group][execution].append(position)
     advantages: dict[tuple[int, int], float] = {}
     for group, by_execution in attempts.items():
-        rewards_G = _per_attempt([fmean(float(rewards[i]) for i in shared) for shared in by_execution.values()])
+        rewards_G = _per_attempt([fmean(float(rewards[i]) for i in members) for members in by_execution.values()])
         if baseline == "leave_one_out":
             advantages_G = leave_one_out(rewards_G)
         elif baseline == "length_weighted":
-            lengths_G = _per_attempt([sum(lengths[i] for i in shared) for shared in by_execution.values()])
+            lengths_G = _per_attempt([sum(lengths[i] for i in members) for members in by_execution.values()])
             advantages_G = length_weighted(rewards_G, lengths_G)
         elif baseline == "mean_normalized":
             advantages_G = mean_normalized(rewards_G)

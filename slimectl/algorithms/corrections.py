@@ -1,6 +1,6 @@
-"""Engine and trainer give one token two probabilities; here the difference is measured and made up for.
+"""Measures and corrects the mismatch between engine and trainer log-probabilities (importance sampling, rejection).
 
-T tokens. `old` is what the trainer computes for the policy that sampled, `rollout` what the engine reported.
+T tokens. `old`: log-probabilities of the sampling policy, computed by the trainer; `rollout`: those of the engine.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def importance_weights(
     high: float = 2.0,
     veto: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights to multiply a token's loss by, and 1.0 where the bounds or the veto changed them; each [T], constant.
+    """Return importance weights of the token losses, and 1.0 where bounds or veto changed them; each [T], constant.
 
     Truncated importance sampling: Ionides 2008, doi:10.1198/106186008X320456; for engine mismatch Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl. `level`: a token's own ratio exp(old - rollout), the product over its row, or
-    the product's geometric mean, over tokens that `mask_T` keeps; log-weights are held within ±20. `mode`: clip holds
-    weights within [low, high], truncate below high only, mask makes those outside 0, which by token is IcePop (Ling
-    team 2025, arXiv:2510.18855). `veto` makes a whole sequence 0 where a token's own ratio is below it.
+    fengyao.notion.site/off-policy-rl. `level`: the ratio exp(old - rollout) of a token, its product over the row, or
+    the geometric mean over the row, over tokens that `mask_T` keeps; log-weights are clamped to ±20. `mode`: clip
+    clamps weights to [low, high], truncate to at most high, mask sets those outside to 0, which at token level is
+    IcePop (Ling team 2025, arXiv:2510.18855). `veto` zeroes a whole sequence with a token ratio below it.
 
     Raises ValueError unless 0 <= low < high, and on another level or mode.
     """
@@ -56,10 +56,10 @@ def importance_weights(
 def kept_in_bounds(
     old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str, low: float, high: float
 ) -> Tensor:
-    """1.0 where the weight of `level` lies within [low, high], else 0.0; [T], constant.
+    """Return 1.0 where the weight of `level` lies within [low, high], else 0.0; [T], constant.
 
-    Rejection of masked importance sampling: Liu, Li et al. 2025, "When Speed Kills Stability". By "token" each token is
-    kept or not; by "sequence" and "geometric" its whole row.
+    Rejection of masked importance sampling: Liu, Li et al. 2025, "When Speed Kills Stability". Level "token" rejects
+    single tokens; "sequence" and "geometric" reject whole rows.
 
     Raises ValueError unless 0 <= low < high, and on another level.
     """
@@ -69,22 +69,24 @@ def kept_in_bounds(
 
 
 def batch_mean(weights_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str) -> float:
-    """What the weights of a whole step are divided by, to have mean 1: over tokens, or over rows for another level.
+    """Return the mean weight of a whole step, by which the weights are divided: over tokens, or rows at other levels.
 
     The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2), over tokens and
     rows that `mask_T` keeps. 1 if the mean is 0.
     """
-    kept = weights_T[mask_T]
+    masked_weights = weights_T[mask_T]
     if level != "token":
-        # All tokens of a row have its weight: one of each row is left.
-        kept = torch.full((rows,), torch.nan, dtype=kept.dtype).index_put((row_T[mask_T],), kept)
-        kept = kept[~kept.isnan()]
-    mean = float(kept.mean()) if len(kept) else 0.0
+        # All tokens of a row have the same weight: keep one per row.
+        masked_weights = torch.full((rows,), torch.nan, dtype=masked_weights.dtype).index_put(
+            (row_T[mask_T],), masked_weights
+        )
+        masked_weights = masked_weights[~masked_weights.isnan()]
+    mean = float(masked_weights.mean()) if len(masked_weights) else 0.0
     return mean or 1.0
 
 
 def _ratios(old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, level: str) -> Tensor:
-    """exp(old - rollout) of each token, or of its row; [T]."""
+    """Return exp(old - rollout) of each token, or of its row; [T]."""
     if level not in LEVELS:
         raise ValueError(f"no level {level!r}; there are {', '.join(LEVELS)}")
     raw_T = ratio(old_T, rollout_T)
@@ -96,9 +98,9 @@ def _ratios(old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, row
 
 
 def mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
-    """What is always reported of the mismatch, by metric name; each [T], constant, to be reduced by the token weights.
+    """Return mismatch metrics by name; each [T], constant, to be reduced with the token weights.
 
-    With w = exp(old - rollout), its logarithm held within ±20: |old - rollout|, w before truncation, and two estimates
+    With w = exp(old - rollout), its logarithm clamped to ±20: |old - rollout|, w before truncation, and two estimates
     of KL(engine || trainer), whose tokens the engine sampled: k1 = -log w and k3 = w - 1 - log w (Schulman 2020,
     joschu.net/blog/kl-approx.html).
     """

@@ -1,4 +1,4 @@
-"""How far the policy has moved from another, estimated from the tokens that were sampled.
+"""Estimates the KL divergence of the policy from another, over sampled tokens.
 
 T tokens
 """
@@ -15,11 +15,11 @@ KINDS = ("k1", "k2", "k3", "low_var_kl")
 
 
 def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, [T]; with r = logp - ref:
+    """Estimate KL(policy || reference) at each token, [T]; with r = logp - ref:
 
-    k1 = r, k2 = r² / 2, k3 = exp(-r) - 1 + r, low_var_kl = k3 held within ±10.
+    k1 = r, k2 = r² / 2, k3 = exp(-r) - 1 + r, low_var_kl = k3 clamped to ±10.
     Schulman 2020, joschu.net/blog/kl-approx.html; k3 is GRPO's, arXiv:2402.03300, eq. 4. As a loss, the gradient of k1
-    has mean zero over the policy's own tokens: it measures, it does not pull. k2 and k3 pull towards the reference.
+    has mean zero over the policy's own tokens: it is a metric, not a penalty. k2 and k3 pull towards the reference.
 
     Raises ValueError on another kind.
     """
@@ -30,22 +30,22 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
         return r_T.square() / 2
     if kind not in KINDS:
         raise ValueError(f"no KL estimator {kind!r}; there are {', '.join(KINDS)}")
-    # The exponent is held before it overflows: the gradient of a clamp around infinity is NaN, not zero.
+    # The exponent is clamped before it overflows: the gradient of a clamp of infinity is NaN, not zero.
     k3_T = torch.exp((-r_T).clamp(max=LOG_RATIO_LIMIT)) - 1 + r_T
     return k3_T if kind == "k3" else k3_T.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
 
 
 def unbiased_kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprobs_T: Tensor, kind: str) -> Tensor:
-    """`kl_estimate` times exp(logp - old), [T]: right for tokens that an older policy sampled.
+    """Return `kl_estimate` times exp(logp - old), [T]: unbiased for tokens that an older policy sampled.
 
-    DeepSeek-V3.2, arXiv:2512.02556, "Unbiased KL Estimate". Gradients flow through the ratio too, which is what makes
-    the gradient of k3 that of the divergence itself.
+    DeepSeek-V3.2, arXiv:2512.02556, "Unbiased KL Estimate". Gradients flow through the ratio too, so that the gradient
+    of k3 is that of the divergence itself.
     """
     return ratio(logprobs_T, old_logprobs_T.detach()) * kl_estimate(logprobs_T, ref_logprobs_T, kind)
 
 
 def movement(logprobs_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
-    """What is always reported of the distance from the policy that sampled, by metric name; each [T], constant.
+    """Return metrics of the distance from the policy that sampled, by name; each [T], constant.
 
     With the ratio exp(logp - old): two estimates of KL(old || policy), whose tokens `old` sampled, ppo_kl = old - logp
     and approxkl = (logp - old)² / 2 (Schulman 2020, joschu.net/blog/kl-approx.html), and the ratio itself as ois.

@@ -1,10 +1,10 @@
-"""Losses of whole packs: surrogate, divergence, entropy and correction put together and reduced.
+"""Losses of whole packs: combines surrogate, KL divergence, entropy and importance sampling, and reduces them.
 
-T tokens. A loss is a frozen picklable value, so that it travels to every rank. All that it returns is a sum over the
-pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum to 1 (a
-mean) unless samples were masked whole or the reduction is by a fixed length (see reductions.py): pg_loss, kl_loss and
-entropy_loss then carry that factor, as the loss does that they make up; all other metrics are means. A metric whose
-name ends in _max or _min is an extreme, and packs' are combined so.
+T tokens. A loss is a frozen picklable value, so that it can be sent to every rank. Everything that it returns is a sum
+over the pack's tokens with `weights_T` applied, so packs, micro-batches and ranks add up. Over a step the weights sum
+to 1 (a mean) unless whole samples were masked or the reduction is by a fixed length (see reductions.py): pg_loss,
+kl_loss and entropy_loss then carry that factor, like the loss that they add up to; all other metrics are means. A
+metric whose name ends in _max or _min is an extreme, and is combined over packs as one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, outsid
 from slimectl.errors import SettingsError
 
 PARTS = ("pg_loss", "kl_loss", "entropy_loss")
-"""What the loss is the sum of, reduced as it is."""
+"""Metrics that are terms of the loss, reduced like the loss."""
 
 
 class Pack(Protocol):
-    """What a loss reads of ports.TokenPack: response tokens, flat, each tensor [T]; absent ones None."""
+    """The part of ports.TokenPack that a loss reads: response tokens, flat, each tensor [T]; absent ones None."""
 
     @property
     def logprobs_T(self) -> Tensor: ...
@@ -54,21 +54,22 @@ class Pack(Protocol):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss; pg_loss is the clipped one of PPO and GRPO,
+    """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss.
 
-    or that of another `surrogate`: gspo, cispo, sapo, gmpo (see surrogates.py, sequence_surrogates.py).
+    pg_loss is the clipped loss of PPO and GRPO, or that of another `surrogate`: gspo, cispo, sapo, gmpo (see
+    surrogates.py, sequence_surrogates.py).
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. Where the pack has no
-    `old_logprobs_T`, the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. If the pack has no `old_logprobs_T`,
+    the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
 
     Metrics: pg_loss (after the correction), pg_clipfrac, those of `movement` and `outside` and the extremes ratio_max
     and ratio_min, where gspo's ratio is the sequence's; with a reference kl_loss; with entropy entropy_loss; with
-    rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked (what TIS and rejection
-    zeroed), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the step's mean weight where weights are
-    normalised (corrections.batch_mean), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself is the
-    first of the pair and not repeated among them.
+    rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked (tokens zeroed by TIS
+    and rejection), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the step's mean weight if weights
+    are normalised (corrections.batch_mean), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself is
+    the first of the returned pair and not repeated among the metrics.
 
-    Raises SettingsError if the pack lacks what a coefficient asks for.
+    Raises SettingsError if the pack lacks a column that a coefficient needs.
     """
 
     surrogate: str = "ppo_clip"
@@ -113,7 +114,7 @@ class PolicyLoss:
             values_T["entropy_loss"] = entropy_T
             if self.entropy_coef:
                 loss_T = loss_T - self.entropy_coef * entropy_T
-        metrics = {name: self._summed(pack, name, value_T.detach()) for name, value_T in values_T.items()}
+        metrics = {name: self._weighted_sum(pack, name, value_T.detach()) for name, value_T in values_T.items()}
         metrics = {name: value * (1.0 if name in PARTS else self.report_scale) for name, value in metrics.items()}
         if (weights_T != 0).any():
             ratio_T = values_T["ois"][weights_T != 0]
@@ -122,23 +123,23 @@ class PolicyLoss:
                 metrics["tis_max"] = values_T["tis"][weights_T != 0].max()
         return self._total(pack, pg_T, loss_T), metrics
 
-    def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
-        """A quantity of each token over the pack: a sum that adds up over packs."""
+    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+        """Return the weighted sum of `values_T` over the pack; the sums of packs add up."""
         return (pack.weights_T * values_T).sum()
 
     def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
-        """What is minimised, of the policy's part `pg_T` and the whole `loss_T` of each token."""
-        return self._summed(pack, "loss", loss_T)
+        """Return the loss to minimise, from the policy term `pg_T` and the total `loss_T` of each token."""
+        return self._weighted_sum(pack, "loss", loss_T)
 
     def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        """The corrected surrogate of each token, and what to report of it."""
+        """Return the corrected surrogate of each token, and its metrics."""
         if pack.advantages_T is None:
             raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
-        old_T = _old(pack)
+        old_T = _old_logprobs(pack)
         logprobs_T, advantages_T, mask_T = pack.logprobs_T, pack.advantages_T, pack.weights_T != 0
         if self.surrogate == "gspo":
             logprobs_T = sequence_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
-        loss_T, clipped_T = self._of_kind(pack, logprobs_T, old_T, advantages_T)
+        loss_T, clipped_T = self._surrogate_loss(pack, logprobs_T, old_T, advantages_T)
         values_T = {"pg_clipfrac": clipped_T} | movement(logprobs_T, old_T)
         if self.surrogate != "sapo":
             values_T |= outside(values_T["ois"], **self._ratio_bounds)
@@ -158,10 +159,10 @@ class PolicyLoss:
         return loss_T, values_T
 
     def _correction(self, pack: Pack, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The factor of each token's loss (1 where nothing is asked for), and where TIS would change a weight."""
-        where = (old_T, rollout_T, pack.weights_T != 0, pack.row_T, pack.rows)
+        """Return the factor of each token's loss (1 without TIS and rejection), and where TIS would change a weight."""
+        inputs = (old_T, rollout_T, pack.weights_T != 0, pack.row_T, pack.rows)
         weights_T, changed_T = importance_weights(
-            *where,
+            *inputs,
             level=self.tis_level,
             mode=self.tis_mode,
             low=self.tis_clip_low,
@@ -170,7 +171,7 @@ class PolicyLoss:
         )
         factor_T = weights_T * self.tis_scale if self.use_tis else torch.ones_like(weights_T)
         if self.use_rs:
-            kept_T = kept_in_bounds(*where, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
+            kept_T = kept_in_bounds(*inputs, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
             factor_T = factor_T * kept_T
         return factor_T, changed_T
 
@@ -180,14 +181,16 @@ class PolicyLoss:
 
     @property
     def _ratio_bounds(self) -> dict[str, float]:
-        """The bounds as those of a ratio; gmpo's are of its logarithm."""
+        """Clip bounds of the ratio; those of gmpo are converted from bounds of its logarithm."""
         bounds = self._bounds
         if self.surrogate != "gmpo":
             return bounds
         return {"low": -math.expm1(-bounds["low"]), "high": math.expm1(bounds["high"])}
 
-    def _of_kind(self, pack: Pack, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The surrogate of each token before any correction, and where it was clipped."""
+    def _surrogate_loss(
+        self, pack: Pack, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the surrogate of each token before any correction, and where it was clipped."""
         mask_T, bounds = pack.weights_T != 0, self._bounds
         if self.surrogate == "cispo":
             return clipped_weight(logprobs_T, old_T, advantages_T, **bounds)
@@ -202,14 +205,16 @@ class PolicyLoss:
         return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **bounds)
 
     def _divergence(self, pack: Pack) -> Tensor | None:
-        """The estimate of each token where there is a reference; its graph is built only where it is trained on."""
+        """Return the KL estimate of each token if there is a reference; with gradients only if it is in the loss."""
         if pack.ref_logprobs_T is None:
             if self.kl_loss_coef:
                 raise SettingsError("algorithm.kl_loss_coef needs ref_log_probs, which these samples lack; set it to 0")
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.kl_loss_coef != 0):
             if self.use_unbiased_kl:
-                return unbiased_kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, _old(pack), self.kl_loss_type)
+                return unbiased_kl_estimate(
+                    pack.logprobs_T, pack.ref_logprobs_T, _old_logprobs(pack), self.kl_loss_type
+                )
             return kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, self.kl_loss_type)
 
     def _entropy(self, pack: Pack) -> Tensor | None:
@@ -220,7 +225,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Mean negative log-probability of the tokens that the mask keeps; the metric sft_loss is the same.
+    """Mean negative log-probability of the unmasked tokens; the metric sft_loss has the same value.
 
     Supervised fine-tuning: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
@@ -234,6 +239,6 @@ class SftLoss:
         return loss, {"sft_loss": loss.detach()}
 
 
-def _old(pack: Pack) -> Tensor:
-    """Log-probabilities of the policy that sampled, constant: this very policy where none were recorded."""
+def _old_logprobs(pack: Pack) -> Tensor:
+    """Return log-probabilities of the policy that sampled, constant; of the current policy if none were recorded."""
     return (pack.logprobs_T if pack.old_logprobs_T is None else pack.old_logprobs_T).detach()

@@ -1,7 +1,7 @@
-"""How rows become packs: which rows share a prompt, which travel together, which rank takes which pack.
+"""Packs rows into forward passes and assigns packs to ranks; rows of one prompt may share its tokens.
 
 Plain lists, no tensors. Everything is deterministic: equal rows give equal packs on every rank.
-P prompt tokens · R response tokens · a bundle is one prompt with the answers to it · a pack is one forward pass.
+P prompt tokens · R response tokens · a bundle is one prompt with its answers · a pack is one forward pass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from slimectl.errors import RecordError
 from slimectl.types import Row
 
 LONG_ANSWER = 4
-"""Answers longer than this many times their prompt travel alone: sharing would save less than its masks cost."""
+"""Answers longer than this multiple of their prompt do not share it: sharing would save less than its masks cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Rows, by their position in the batch, that travel with one copy of their prompt.
+    """Rows, by their position in the batch, that share one copy of their prompt.
 
     >>> Bundle(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
     15
@@ -38,12 +38,12 @@ class Bundle:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it attends to, itself included."""
+        """Number of attention pairs: a token and one that it attends to, itself included."""
         P, answers = self.prompt_length, [max(length - 1, 0) for length in self.response_lengths]
         return P * (P + 1) // 2 + sum(P * R + R * (R + 1) // 2 for R in answers)
 
     def part(self, members: Sequence[int]) -> Bundle:
-        """The bundle of some of the rows, given by their place in `rows`."""
+        """Return the bundle of some of the rows, by their position in `rows`."""
         return Bundle(
             tuple(self.rows[i] for i in members), self.prompt_length, tuple(self.response_lengths[i] for i in members)
         )
@@ -54,19 +54,19 @@ Pack = list[Bundle]
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How rows become packs, and packs the shares of ranks."""
+    """Options of packing rows and balancing packs over ranks."""
 
     micro_batch_size: int | None = None
-    """Rows of a pack, in the order given, however long; None fills packs up to a number of tokens."""
+    """Rows per pack, in input order and of any length; None fills packs up to a number of tokens."""
 
     balance: Literal["tokens", "flops", "none"] = "tokens"
-    """What is made equal over ranks; "none" deals packs in turns."""
+    """Quantity that is balanced over ranks; "none" assigns packs in turn."""
 
     pair_cost: float = 0.0
-    """What a pair of tokens costs in attention where a token costs 1 in everything else; for balance "flops"."""
+    """Cost of an attention pair relative to the other cost of a token, which is 1; for balance "flops"."""
 
     def cost(self, pack: Pack) -> float:
-        """What computing a pack costs, in tokens."""
+        """Return the compute cost of a pack, in tokens."""
         pairs = self.pair_cost * sum(bundle.pairs for bundle in pack) if self.balance == "flops" else 0.0
         return tokens_of(pack) + pairs
 
@@ -75,12 +75,12 @@ DYNAMIC = Batching()
 
 
 def tokens_of(pack: Pack) -> int:
-    """Tokens that a forward pass over the pack computes."""
+    """Return the number of tokens that a forward pass over the pack computes."""
     return sum(bundle.tokens for bundle in pack)
 
 
 def bundled(rows: Sequence[Row], *, max_tokens: int, share: bool = True) -> list[Bundle]:
-    """Every row once; rows of one group with equal prompts together, as far as `max_tokens` allows.
+    """Bundle rows of one group with equal prompts, as far as `max_tokens` allows; each row is in one bundle.
 
     Raises RecordError for a row without a prompt token: nothing predicts its first response token.
     """
@@ -101,7 +101,7 @@ def bundled(rows: Sequence[Row], *, max_tokens: int, share: bool = True) -> list
 
 
 def _split_to_fit(family: Bundle, max_tokens: int) -> list[Bundle]:
-    """First-fit the answers into bundles under `max_tokens`, each with its copy of the prompt."""
+    """First-fit the answers into bundles of at most `max_tokens`, each with its copy of the prompt."""
     if sum(family.response_lengths) > LONG_ANSWER * family.prompt_length * len(family.rows):
         return [family.part([i]) for i in range(len(family.rows))]
     room = max_tokens - family.prompt_length
@@ -110,41 +110,41 @@ def _split_to_fit(family: Bundle, max_tokens: int) -> list[Bundle]:
 
 
 def _first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
-    """Positions by bin; each goes to the first bin with room, an oversize one alone."""
+    """Return positions by bin; each is put into the first bin with room, an oversize one into its own."""
     bins: list[list[int]] = []
-    left: list[int] = []
+    free_space: list[int] = []
     for i, cost in enumerate(costs):
-        for j, free in enumerate(left):
-            if cost <= free:
+        for j, space in enumerate(free_space):
+            if cost <= space:
                 bins[j].append(i)
-                left[j] -= cost
+                free_space[j] -= cost
                 break
         else:
             bins.append([i])
-            left.append(room - cost)
+            free_space.append(room - cost)
     return bins
 
 
 def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
-    """First-fit by decreasing size; a bundle larger than `max_tokens` travels alone.
+    """Pack bundles first-fit by decreasing size; a bundle larger than `max_tokens` gets its own pack.
 
-    At most 11/9 times as many packs as the fewest that are possible, and 4: Johnson et al. 1974, doi:10.1137/0203025.
+    At most 11/9 times the minimum number of packs, plus 4: Johnson et al. 1974, doi:10.1137/0203025.
     """
     by_size = sorted(bundles, key=lambda bundle: -bundle.tokens)
     return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
 
 
 def dealt(packs: Sequence[Pack], *, ranks: int, batching: Batching = DYNAMIC) -> list[list[Pack]]:
-    """As many packs for every rank, heaviest first, what they cost balanced over ranks.
+    """Assign the same number of packs to every rank, heaviest first, with costs balanced over ranks.
 
-    The heaviest pack is split until the number is a multiple of `ranks`; where nothing is left to split, the rest are
-    empty packs, so that every rank makes the same number of collective calls.
+    The heaviest pack is split until the number is a multiple of `ranks`; if nothing can be split any more, empty packs
+    are added, so that every rank makes the same number of collective calls.
     """
     packs = list(packs)
     while len(packs) % ranks:
         heaviest = max(range(len(packs)), key=lambda i: (_can_split(packs[i]), batching.cost(packs[i]), -i))
         packs[heaviest : heaviest + 1] = (
-            _halves(packs[heaviest]) if _can_split(packs[heaviest]) else [packs[heaviest], []]
+            _split_pack(packs[heaviest]) if _can_split(packs[heaviest]) else [packs[heaviest], []]
         )
     costs = [batching.cost(pack) for pack in packs]
     shares = round_robin(len(packs), ranks) if batching.balance == "none" else karmarkar_karp(costs, ranks)
@@ -155,15 +155,15 @@ def _can_split(pack: Pack) -> bool:
     return len(pack) > 1 or (len(pack) == 1 and len(pack[0].rows) > 1)
 
 
-def _halves(pack: Pack) -> list[Pack]:
-    """Two packs of nearly equal size; a lone bundle is cut between its answers and its prompt copied."""
+def _split_pack(pack: Pack) -> list[Pack]:
+    """Split a pack into two of nearly equal size; a single bundle is split between answers and its prompt copied."""
     if len(pack) > 1:
-        return [[pack[i] for i in half] for half in _balanced([bundle.tokens for bundle in pack])]
-    return [[pack[0].part(half)] for half in _balanced(pack[0].response_lengths)]
+        return [[pack[i] for i in half] for half in _split_evenly([bundle.tokens for bundle in pack])]
+    return [[pack[0].part(half)] for half in _split_evenly(pack[0].response_lengths)]
 
 
-def _balanced(costs: Sequence[int]) -> list[list[int]]:
-    """Positions in two halves: each in turn, heaviest first, to the lighter half; order within a half is kept."""
+def _split_evenly(costs: Sequence[int]) -> list[list[int]]:
+    """Split positions into two halves: each, heaviest first, joins the lighter half; order within a half is kept."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -176,9 +176,9 @@ def _balanced(costs: Sequence[int]) -> list[list[int]]:
 def planned(
     rows: Sequence[Row], *, max_tokens: int, ranks: int = 1, share: bool = True, batching: Batching = DYNAMIC
 ) -> list[list[Pack]]:
-    """The packs of every rank; each row is in exactly one of them. Raises RecordError.
+    """Return the packs of every rank; each row is in exactly one pack. Raises RecordError.
 
-    `share`: answers to a prompt travel with one copy of it; not in packs of a fixed number of rows.
+    `share`: answers to a prompt share one copy of it; not in packs of a fixed number of rows.
     """
     size = batching.micro_batch_size
     if size is None:

@@ -1,4 +1,4 @@
-"""Of n attempts at one prompt, what they say about k."""
+"""Pass rates of n attempts at one prompt: pass@k, avg@n, maj@n."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k attempts drawn from n, of which c succeeded, hold a success: 1 - C(n - c, k) / C(n, k).
+    """Estimate the probability that k of n attempts, of which c succeeded, include a success: 1 - C(n-c, k) / C(n, k).
 
     Chen et al. 2021, arXiv:2107.03374, eq. 1; unbiased, exact in integers.
 
@@ -21,7 +21,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def powers_of_two(n: int) -> list[int]:
-    """The k of pass@k: 1, 2, 4, ... up to n.
+    """Return the k of pass@k: 1, 2, 4, ... up to n.
 
     >>> powers_of_two(6)
     [1, 2, 4]
@@ -30,7 +30,7 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def average_at_n(rewards: Sequence[float]) -> float:
-    """Mean reward of the n attempts: pass@1 where rewards are 0 and 1 (Chen et al. 2021, arXiv:2107.03374).
+    """Return the mean reward of the n attempts: pass@1 if rewards are 0 and 1 (Chen et al. 2021, arXiv:2107.03374).
 
     Raises ValueError if there are none.
     """
@@ -40,14 +40,13 @@ def average_at_n(rewards: Sequence[float]) -> float:
 
 
 def majority_at_n(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
-    """Success of the answer that most attempts gave (Wang et al. 2022, arXiv:2203.11171); one success an attempt.
+    """Return the success of the most frequent answer (Wang et al. 2022, arXiv:2203.11171); one success per attempt.
 
     >>> majority_at_n(["7", "7", "3", None], [True, True, False, False])
     1.0
 
-    Attempts without an answer (None) do not vote; if none has one the result is 0. Answers that tie share the vote: the
-    mean of their successes, so the order of attempts does not matter. Answers are compared as strings: normalise
-    them first.
+    Attempts without an answer (None) do not vote; if none has one the result is 0. Tied answers give the mean of their
+    successes, so the order of attempts does not matter. Answers are compared as strings: normalise them first.
 
     Raises ValueError if there are not as many answers as successes.
     """
@@ -59,5 +58,5 @@ def majority_at_n(answers: Sequence[str | None], successes: Sequence[bool]) -> f
             votes[answer].append(success)
     if not votes:
         return 0.0
-    most = max(map(len, votes.values()))
-    return fmean(fmean(voters) for voters in votes.values() if len(voters) == most)
+    max_votes = max(map(len, votes.values()))
+    return fmean(fmean(results) for results in votes.values() if len(results) == max_votes)

@@ -1,8 +1,8 @@
-"""Which of two answers is better: pairs, their losses, and the slopes by which a policy learns them.
+"""Preference pairs, their Bradley-Terry and DPO losses, and the linearized loss by which a policy is trained on them.
 
-P pairs · T tokens. A loss of a pair depends on its two answers' sums alone, so its gradient is the loss's slope times
-the gradient of a sum: with the slopes known beforehand (one pass without gradients at the same weights) the answers of
-a pair may lie in different packs, micro-batches and ranks.
+P pairs · T tokens. The loss of a pair depends only on the sums over its two answers, so its gradient is the loss's
+slope times the gradient of a sum: with slopes from an earlier pass (without gradients, at the same weights) the answers
+of a pair may be in different packs, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimectl.errors import SettingsError
 
 
 class SlopePack(Protocol):
-    """What `SlopeLoss` reads of ports.TokenPack."""
+    """The part of ports.TokenPack that `SlopeLoss` reads."""
 
     @property
     def logprobs_T(self) -> Tensor: ...
@@ -30,7 +30,7 @@ class SlopePack(Protocol):
 
 
 def preference_pairs(rewards: Sequence[float], kind: Literal["extremes", "all"] = "extremes") -> list[tuple[int, int]]:
-    """(position of the better, of the worse) among the answers to one prompt; none where all rewards are equal.
+    """Return pairs (position of the better, of the worse answer) of one prompt; none if all rewards are equal.
 
     >>> preference_pairs([0.0, 1.0, 0.5]), preference_pairs([0.0, 1.0, 0.5], "all")
     ([(1, 0)], [(1, 0), (2, 0), (1, 2)])
@@ -44,17 +44,17 @@ def preference_pairs(rewards: Sequence[float], kind: Literal["extremes", "all"] 
 
 
 def preference_loss(margins_P: Tensor, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """-(1 - e) log sigmoid(m) - e log sigmoid(-m), and its slope in m; each [P].
+    """Return -(1 - e) log sigmoid(m) - e log sigmoid(-m), and its slope in m; each [P].
 
-    Bradley-Terry, as a reward model learns it (Ouyang et al. 2022, arXiv:2203.02155, eq. 1), with e of the pairs taken
-    to be the wrong way round (cDPO, Mitchell 2023, ericmitchell.ai/cdpo.pdf).
+    Bradley-Terry loss of a reward model (Ouyang et al. 2022, arXiv:2203.02155, eq. 1), where a fraction e of the pairs
+    is assumed to be mislabelled (cDPO, Mitchell 2023, ericmitchell.ai/cdpo.pdf).
     """
     losses_P = -(1 - label_smoothing) * logsigmoid(margins_P) - label_smoothing * logsigmoid(-margins_P)
     return losses_P, margins_P.sigmoid() - (1 - label_smoothing)
 
 
 def dpo_rewards(logprob_sums_P: Tensor, ref_sums_P: Tensor, *, beta: float) -> Tensor:
-    """beta (log pi(y|x) - log pi_ref(y|x)): the reward that a policy implies for each answer; [P].
+    """Return beta (log pi(y|x) - log pi_ref(y|x)), the implicit reward of each answer; [P].
 
     Rafailov et al. 2023, arXiv:2305.18290, section 4; its loss (eq. 7) is `preference_loss` of chosen less rejected.
     """
@@ -63,9 +63,9 @@ def dpo_rewards(logprob_sums_P: Tensor, ref_sums_P: Tensor, *, beta: float) -> T
 
 @dataclass(frozen=True)
 class SlopeLoss:
-    """-sum(weight advantage value): its gradient is that of any loss whose negative slopes the advantages are.
+    """Linearized loss -sum(weight advantage value), with the gradient of any loss whose negative slopes are advantages.
 
-    No metrics: the value that a person wants to see is the loss whose slopes these are.
+    It has no metrics: the value to report is the loss from which the slopes come.
     """
 
     @property

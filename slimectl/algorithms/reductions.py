@@ -1,6 +1,6 @@
-"""How much every token counts: the whole reduction of a step, as one weight per token.
+"""Loss weights per token, which hold the whole reduction of a step.
 
-With these as `Row.weights` the loss of a step is sum(weights * loss), so nobody downstream knows a denominator and the
+With these as `Row.weights` the loss of a step is sum(weights * loss), so no later stage needs a denominator and the
 gradient cannot depend on ranks, packs or micro-batches.
 """
 
@@ -16,7 +16,7 @@ Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 def token_weights(
     masks: Sequence[Sequence[int]], executions: Sequence[int], *, kind: Reduction, fixed_length: int | None = None
 ) -> list[list[float]]:
-    """One weight per response token, shaped as `masks`: one mask (0 or 1 a token) and one execution a sample.
+    """Return a weight per response token, shaped like `masks`: a mask (0 or 1 per token) and an execution per sample.
 
     >>> token_weights([[1, 1], [1, 0]], executions=[0, 1], kind="rollout_mean")
     [[0.25, 0.25], [0.5, 0.0]]
@@ -24,12 +24,12 @@ def token_weights(
     With N executions in the step and M unmasked tokens in this one (all its samples together):
     rollout_mean  1 / (N M)              mean over executions of each one's token mean (GRPO, arXiv:2402.03300, eq. 3)
     per_token     1 / (sum of all M)     mean over tokens (DAPO, arXiv:2503.14476, eq. 12)
-    fixed_length  1 / (N fixed_length)   blind to lengths (Dr. GRPO, arXiv:2503.20783)
-    The first two sum to 1 over a step unless something is masked whole, the third to (sum of all M) / (N fixed_length).
-    A wholly masked execution has zero weights and still counts in N: removing samples makes a step smaller and leaves
-    the weight of the others alone.
+    fixed_length  1 / (N fixed_length)   independent of lengths (Dr. GRPO, arXiv:2503.20783)
+    The first two sum to 1 over a step unless a whole sample is masked, the third to (sum of all M) / (N fixed_length).
+    A wholly masked execution has zero weights and still counts in N: removing samples makes a step smaller and does
+    not change the weights of the others.
 
-    Raises ValueError on unequal lengths, an unknown kind, or a `fixed_length` missing where it is needed.
+    Raises ValueError on unequal lengths, an unknown kind, or a missing `fixed_length`.
     """
     if len(masks) != len(executions):
         raise ValueError(f"{len(masks)} masks for {len(executions)} executions")
@@ -47,6 +47,6 @@ def token_weights(
     else:
         raise ValueError(f"no reduction {kind!r}; there are rollout_mean, per_token, fixed_length")
     return [
-        [kept / denominators[execution] if kept else 0.0 for kept in mask]
+        [bit / denominators[execution] if bit else 0.0 for bit in mask]
         for mask, execution in zip(masks, executions, strict=True)
     ]

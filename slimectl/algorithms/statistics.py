@@ -1,4 +1,4 @@
-"""What a round of samples looks like, in numbers."""
+"""Metrics of a round of samples: rewards, lengths, failures, speculative decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimectl.types import Metrics, Sample, Status
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
-    """Rewards, lengths, truncation, failures and prefix reuse of one round; `rewards` of the samples that have one."""
+    """Return reward, length, truncation and failure metrics of a round; `rewards` are of samples that have one."""
     lengths = [sample.response_length for sample in samples]
     metrics = {
         "rollout/response_len/mean": statistics.fmean(lengths),
@@ -23,11 +23,11 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
         metrics["rollout/max_reward"] = max(rewards)
         metrics["rollout/min_reward"] = min(rewards)
-    written = [
+    log_probs = [
         p for s in samples if s.rollout_log_probs for p, m in zip(s.rollout_log_probs, s.mask(), strict=True) if m
     ]
-    if written:
-        metrics["rollout/rollout_log_probs"] = statistics.fmean(written)
+    if log_probs:
+        metrics["rollout/rollout_log_probs"] = statistics.fmean(log_probs)
     metrics |= count_failures("rollout/", samples)
     prompts = sum(info["total_prompt_tokens"] for s in samples if (info := s.prefix_cache_info))
     if prompts:
@@ -38,13 +38,13 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
 
 
 def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
-    """How many attempts failed, by exception; nothing where none did."""
+    """Count failed attempts by exception; no metrics if none failed."""
     failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
     return {f"{prefix}error/{name}": float(count) for name, count in sorted(failures.items())}
 
 
 def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:
-    """Of speculative decoding: tokens that one pass of the model wrote, and the share of drafts that it took."""
+    """Return metrics of speculative decoding: tokens per forward pass, and the share of accepted draft tokens."""
     passes = sum(info.get("spec_verify_ct", 0) for info in infos)
     drafted = sum(info.get("spec_draft_token_num", 0) for info in infos)
     metrics: Metrics = {}
@@ -56,9 +56,9 @@ def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:
 
 
 def count_groups(rewards: Sequence[Sequence[float]]) -> Metrics:
-    """How many groups of answers are all alike, by the reward that they share."""
-    alike = Counter(group[0] for group in rewards if len(group) > 1 and min(group) == max(group))
-    return {f"rollout/zero_std/count_{value:g}": float(count) for value, count in sorted(alike.items())}
+    """Count groups with zero reward spread, by their common reward."""
+    counts = Counter(group[0] for group in rewards if len(group) > 1 and min(group) == max(group))
+    return {f"rollout/zero_std/count_{value:g}": float(count) for value, count in sorted(counts.items())}
 
 
 def _category(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""What is minimised so that good tokens grow likelier: one value per token, before any reduction.
+"""Surrogate objectives of policy gradients: one value per token, before any reduction.
 
 T tokens
 """
@@ -12,9 +12,9 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """exp(logp - old), the probability ratio of each token; [T].
+    """Return exp(logp - old), the probability ratio of each token; [T].
 
-    Schulman et al. 2017, arXiv:1707.06347, section 3. The log-ratio is held within ±20: an infinite ratio times a zero
+    Schulman et al. 2017, arXiv:1707.06347, section 3. The log-ratio is clamped to ±20: an infinite ratio times a zero
     weight would be NaN for the whole step.
     """
     return torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
@@ -50,9 +50,9 @@ def ppo_clip(
 def clip_fraction(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """1.0 for tokens where `ppo_clip` clips (its clipped branch strictly the larger), else 0.0; [T], no gradient.
+    """Return 1.0 for tokens where `ppo_clip` clips (its clipped branch is strictly larger), else 0.0; [T], no gradient.
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7. The dual clip does not count: it bounds a loss, it is not the trust
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7. The dual clip does not count: it bounds the loss and is not the trust
     region.
     """
     with torch.no_grad():
@@ -61,9 +61,9 @@ def clip_fraction(
 
 
 def outside(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
-    """1.0 for tokens whose ratio lies above 1 + high, and below 1 - low, by metric name; each [T], no gradient.
+    """Return 1.0 for tokens whose ratio is above 1 + high, or below 1 - low, by metric name; each [T], no gradient.
 
-    Whatever their advantages: `clip_fraction` counts those alone whose gradient the bound stops (arXiv:1707.06347).
+    For any advantage: `clip_fraction` counts only tokens whose gradient the bound stops (arXiv:1707.06347).
     """
     ratio_T = ratio_T.detach()
     return {
@@ -75,7 +75,7 @@ def outside(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
 def clipped_weight(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """-stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to minimise, and 1.0 where the ratio is clipped; each [T].
+    """Return -stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to minimise, and 1.0 where clipped; each [T].
 
     CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4: only the weight is clipped, so every token keeps its gradient.
     """
@@ -89,7 +89,7 @@ def clipped_weight(
 def soft_gate(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, tau_pos: float, tau_neg: float
 ) -> Tensor:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, to minimise; [T].
+    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, to minimise; [T].
 
     SAPO, Qwen 2025, arXiv:2511.20347: a gate that closes softly on either side of 1, where its slope is 1. `tau` is
     `tau_pos` for A > 0, else `tau_neg`: a larger one closes faster.

@@ -1,4 +1,4 @@
-"""What a critic learns, and how well it knows.
+"""Value loss, generalized advantages and explained variance of a critic.
 
 T tokens
 """
@@ -16,7 +16,7 @@ from slimectl.errors import SettingsError
 
 
 class ValuePack(Protocol):
-    """What the value loss reads of ports.TokenPack; the critic's values stand where log-probabilities do."""
+    """The part of ports.TokenPack that the value loss reads; `logprobs_T` holds the critic's values."""
 
     @property
     def logprobs_T(self) -> Tensor: ...
@@ -29,10 +29,10 @@ class ValuePack(Protocol):
 
 
 def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambd: float) -> Tensor:
-    """GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; [T], [T] to [T].
+    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; [T], [T] to [T].
 
-    Schulman et al. 2015, arXiv:1506.02438, eq. 16. After the last token value and advantage are 0: an answer ends.
-    The returns that a critic learns are A + V.
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Value and advantage after the last token are 0: it is terminal.
+    The returns on which a critic is trained are A + V.
     """
     advantages_T = torch.empty_like(rewards_T)
     advantage = value_after = rewards_T.new_zeros(())
@@ -43,36 +43,36 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger; each [T].
+    """Return max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger; each [T].
 
     PPO's value clipping, as in the authors' code (Schulman et al. 2017, arXiv:1707.06347; github.com/openai/baselines).
     """
-    free_T = (values_T - returns_T).square()
-    held_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
-    return torch.maximum(free_T, held_T), (held_T > free_T).to(values_T.dtype)
+    unclipped_T = (values_T - returns_T).square()
+    clipped_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+    return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).to(values_T.dtype)
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
-    """1 - var(R - V) / var(R) over all tokens that the masks keep: 1 knows all, 0 no more than the mean; 0 if R is one.
+    """Return 1 - var(R - V) / var(R) over all unmasked tokens: 1 is perfect, 0 as good as the mean; 0 if R is constant.
 
-    Each of the sequences is of [T], a tensor for every answer. The coefficient of determination, less what a constant
-    error takes off it, as the authors of PPO report it (Schulman et al. 2017; github.com/openai/baselines).
+    Each sequence has a tensor [T] per answer. It is the coefficient of determination without the penalty for a constant
+    error, as the authors of PPO report it (Schulman et al. 2017; github.com/openai/baselines).
     """
-    kept = [mask_T != 0 for mask_T in masks]
-    returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, kept, strict=True)])
-    values_K = torch.cat([value_T[mask_T] for value_T, mask_T in zip(values, kept, strict=True)])
+    bool_masks = [mask_T != 0 for mask_T in masks]
+    returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, bool_masks, strict=True)])
+    values_K = torch.cat([value_T[mask_T] for value_T, mask_T in zip(values, bool_masks, strict=True)])
     variance = float(returns_K.var(correction=0)) if len(returns_K) else 0.0
     return 1.0 - float((returns_K - values_K).var(correction=0)) / variance if variance else 0.0
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
+    """Weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
 
-    Metrics, weighted too: value_loss, value_clipfrac, the values that the round began with (value) and present ones
-    (vpred), and the squared error of these without any clipping (error).
+    Metrics, weighted too: value_loss, value_clipfrac, the values before the round (value) and the current ones
+    (vpred), and the squared error of the latter without clipping (error).
 
-    Raises SettingsError if the pack has no values and returns to learn from.
+    Raises SettingsError if the pack has no values and returns.
     """
 
     value_clip: float = 0.2
@@ -85,23 +85,25 @@ class ValueLoss:
         return self.of(pack.logprobs_T, pack)
 
     def of(self, values_T: Tensor, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the values [T], which carry the gradient."""
+        """Return loss and metrics of the values [T], which carry the gradient."""
         if pack.values_T is None or pack.returns_T is None:
             raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
         loss_T, clipped_T = clipped_value_loss(values_T, pack.values_T, pack.returns_T, clip=self.value_clip)
         loss = (pack.weights_T * loss_T).sum()
-        present_T = values_T.detach()
-        told = {
+        current_T = values_T.detach()
+        metrics = {
             "value_clipfrac": clipped_T,
             "value": pack.values_T,
-            "vpred": present_T,
-            "error": (present_T - pack.returns_T).square(),
+            "vpred": current_T,
+            "error": (current_T - pack.returns_T).square(),
         }
-        return loss, {"value_loss": loss.detach()} | {name: (pack.weights_T * x_T).sum() for name, x_T in told.items()}
+        return loss, {"value_loss": loss.detach()} | {
+            name: (pack.weights_T * x_T).sum() for name, x_T in metrics.items()
+        }
 
 
 class SharedPack(ValuePack, Protocol):
-    """What the loss of a policy that is its own critic reads besides: its values now."""
+    """ValuePack of a policy with a value head: `predicted_T` has its current values."""
 
     @property
     def predicted_T(self) -> Tensor | None: ...
@@ -109,10 +111,10 @@ class SharedPack(ValuePack, Protocol):
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """The loss of a policy plus `coef` times the value loss of the critic on its backbone; metrics of that: critic-….
+    """Policy loss plus `coef` times the value loss of the critic on the policy's backbone; its metrics are critic-….
 
-    Schulman et al. 2017, arXiv:1707.06347, eq. 9; the entropy bonus is the policy loss's own. Raises SettingsError if
-    the pack has no values of now.
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9; the entropy bonus is part of the policy loss. Raises SettingsError if
+    the pack has no current values.
     """
 
     policy: Any
@@ -127,6 +129,6 @@ class SharedLoss:
         if pack.predicted_T is None:
             raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "own"')
         loss, metrics = self.policy(pack)
-        value, told = self.value.of(pack.predicted_T, pack)
-        told = {f"critic-{name}": part for name, part in {"loss": value.detach(), **told}.items()}
-        return loss + self.coef * value, metrics | told
+        value, value_metrics = self.value.of(pack.predicted_T, pack)
+        value_metrics = {f"critic-{name}": part for name, part in {"loss": value.detach(), **value_metrics}.items()}
+        return loss + self.coef * value, metrics | value_metrics

@@ -137,7 +137,7 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
         return cards.language_model(completed(cards.load(card or "")["config"]))
     found = read_config(wiring.model_folder(str(Path(model))))
     if card is not None:
-        cards.check(card, found, where=model)
+        cards.check(card, found, location=model)
     return cards.language_model(found)
 
 

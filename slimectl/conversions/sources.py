@@ -57,7 +57,7 @@ def open_source(
     else:
         source = _hf(path, numbers=numbers, dtype=dtype or torch.bfloat16)
     if card:
-        cards.check(card, source.needed_model().config, where=str(path))
+        cards.check(card, source.needed_model().config, location=str(path))
     if config:
         check_model_files(config)
         _agree(config, raw_config(config), path, source.config)
@@ -112,7 +112,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
     raw = raw_config(folder) if folder else dict(cards.load(str(card))["config"])
     model = Model(completed(raw))
     if folder and card:
-        cards.check(card, model.config, where=str(folder))
+        cards.check(card, model.config, location=str(folder))
     if config and inside:
         _agree(config, raw, inside, raw_config(inside))
 

@@ -1,4 +1,4 @@
-"""User callables by path, called by parameter name."""
+"""Loads user callables by path and calls them by parameter name."""
 
 from slimectl.hooks.args import Args
 from slimectl.hooks.calling import Hook, load_callable

@@ -1,4 +1,4 @@
-"""The settings as older scripts read them: attributes of one flat object."""
+"""Exposes the settings to hooks as attributes of one flat object, as older scripts expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimectl.settings import Settings
 
 
 class Args:
-    """The resolved settings readable as flat attributes, by the names that people know.
+    """The resolved settings as flat attributes, by the names that slime's scripts use.
 
     >>> Args(Settings()).rollout_temperature, Args(Settings()).lr
     (1.0, 1e-06)
@@ -32,8 +32,8 @@ class Args:
                 return getattr(values, key)
         # The warm-up repeats names of [train], evaluations those of [rollout]; a bare name means the main loop's.
         main = [values for section, values in sections.items() if section not in ("warmup", "eval")]
-        having = [values for values in main if name in type(values).model_fields]
-        if len(having) == 1:
-            return getattr(having[0], name)
-        what = "stands in several sections" if having else "is no setting"
-        raise AttributeError(f"args.{name}: {name} {what}; use args.SECTION.KEY")
+        matches = [values for values in main if name in type(values).model_fields]
+        if len(matches) == 1:
+            return getattr(matches[0], name)
+        fault = "stands in several sections" if matches else "is no setting"
+        raise AttributeError(f"args.{name}: {name} {fault}; use args.SECTION.KEY")

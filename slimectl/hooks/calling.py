@@ -1,4 +1,4 @@
-"""A user's callable: found by its path, checked against what it is offered, called by parameter name."""
+"""Loads a user's callable from its path, checks its parameters and calls it by parameter name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slimectl.hooks.containment import (
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
-    """The object at `package.module:name`, `package.module.name` or `path/to/file.py:name`. Raises HookError."""
+    """Import the object at `package.module:name`, `package.module.name` or `path/to/file.py:name`. Raises HookError."""
     module_path, colon, name = path.rpartition(":")
     if not colon:
         module_path, _, name = path.rpartition(".")
@@ -44,13 +44,13 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
             raise
         raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}") from error
     if not callable(value):
-        what = "is not callable" if value is not None else "has no such name"
-        raise HookError(f"{setting}: {path}: {module_path} {what}: {name}")
+        fault = "is not callable" if value is not None else "has no such name"
+        raise HookError(f"{setting}: {path}: {module_path} {fault}: {name}")
     return value  # type: ignore[no-any-return]
 
 
 def _load_file(path: Path) -> Any:
-    # The name is that of the resolved file: a hook loaded twice is one module, and worker processes can pickle by it.
+    # Named after the resolved file: a hook loaded twice is one module, and worker processes can unpickle its objects.
     name = MODULE_PREFIX + "".join(c if c.isalnum() else "_" for c in str(path.resolve().with_suffix("")))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -67,10 +67,10 @@ def _load_file(path: Path) -> Any:
 
 
 class Hook:
-    """A user's callable with the names that it is offered; checked once, before any model is loaded.
+    """A user's callable and the argument names available to it; checked once, before any model is loaded.
 
-    Calling it passes only what its parameters ask for. What it raises comes back as HookError with its own words, its
-    file and line; so does what the coroutine of an async callable raises when it is awaited.
+    A call passes only the arguments that its parameters name. Its exceptions are raised as HookError with their
+    message, file and line; so are those that the coroutine of an async callable raises when it is awaited.
     """
 
     def __init__(self, path: str, *, setting: str, offers: tuple[str, ...]) -> None:
@@ -86,50 +86,52 @@ class Hook:
         if unknown:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
 
-    def __call__(self, offered: Mapping[str, Any]) -> Any:
-        with converted(self.name, self._place):
-            result = self.bare(offered)
-        return self._awaited(result) if inspect.isawaitable(result) else result
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        with converted(self.name, self._error_location):
+            result = self.bare(arguments)
+        return self._await_converted(result) if inspect.isawaitable(result) else result
 
     @property
     def name(self) -> str:
         """The setting and the path, as errors name the callable."""
         return f"{self.setting}: {self.path}"
 
-    def bare(self, offered: Mapping[str, Any]) -> Any:
-        """The same call, with whatever it raises left as it is."""
-        chosen = offered if self._takes_all else {name: offered[name] for name in self.wanted if name in offered}
-        return self.function(**chosen)
+    def bare(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function and let its exceptions pass unchanged."""
+        accepted = (
+            arguments if self._takes_all else {name: arguments[name] for name in self.wanted if name in arguments}
+        )
+        return self.function(**accepted)
 
-    def attempt(self, offered: Mapping[str, Any]) -> Any:
-        """The same call, with its exceptions left as they are; what is no Exception is raised as HookError."""
+    def attempt(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function; subclasses of Exception pass unchanged, others (SystemExit) are raised as HookError."""
         try:
             with contained(self.name):
-                result = self.bare(offered)
+                result = self.bare(arguments)
         except BaseException as error:
             self._refuse_exit(error, suspended=False)
             raise
-        return self._attempted(result) if inspect.isawaitable(result) else result
+        return self._await_attempt(result) if inspect.isawaitable(result) else result
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that the callable returned, called under the same rules."""
+        """Wrap a function that the callable returned, so that its errors are converted too."""
 
-        def call(*values: Any, **named: Any) -> Any:
-            with converted(self.name, self._place):
-                return function(*values, **named)
+        def call(*values: Any, **keywords: Any) -> Any:
+            with converted(self.name, self._error_location):
+                return function(*values, **keywords)
 
         return call
 
-    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+    async def _await_converted(self, awaitable: Awaitable[Any]) -> Any:
         try:
             with contained(self.name):
                 return await awaitable
         except BaseException as error:
             if not is_users(error, suspended=True):
                 raise
-            raise user_error(self.name, error, self._place(error)) from error
+            raise user_error(self.name, error, self._error_location(error)) from error
 
-    async def _attempted(self, awaitable: Awaitable[Any]) -> Any:
+    async def _await_attempt(self, awaitable: Awaitable[Any]) -> Any:
         try:
             with contained(self.name):
                 return await awaitable
@@ -138,43 +140,47 @@ class Hook:
             raise
 
     def _refuse_exit(self, error: BaseException, *, suspended: bool) -> None:
-        """Raise the error for an exception of the user's that would end more than the attempt."""
+        """Raise HookError for a user exception that would end more than the attempt, such as SystemExit."""
         if isinstance(error, Exception) or not is_users(error, suspended=suspended):
             return
-        if isinstance(error, asyncio.CancelledError):  # of a task or a connection of its own
+        if isinstance(error, asyncio.CancelledError):  # raised by a task or connection that the user's code created
             raise RuntimeError(in_one_line(error)) from error
-        raise user_error(self.name, error, self._place(error)) from error
+        raise user_error(self.name, error, self._error_location(error)) from error
 
-    def returned(self, made: Any, wanted: str) -> HookError:
-        """The error for a result that cannot be used; `wanted` says what can."""
-        shown = f"{type(made).__name__} {_shown(made)}" if isinstance(made, int | float | str | None) else _form(made)
-        return HookError(f"{self.setting}: {self.path} returned {shown}; return {wanted}")
+    def returned(self, result: Any, expected: str) -> HookError:
+        """Return the error for an invalid result; `expected` describes a valid one."""
+        description = (
+            f"{type(result).__name__} {_short_repr(result)}"
+            if isinstance(result, int | float | str | None)
+            else _describe_type(result)
+        )
+        return HookError(f"{self.setting}: {self.path} returned {description}; return {expected}")
 
-    def _place(self, error: BaseException) -> str:
-        """FILE:LINE: the last line of the hook's own file that was being run, else of any."""
+    def _error_location(self, error: BaseException) -> str:
+        """Return FILE:LINE of the innermost frame in the hook's own file, else of the innermost frame."""
         frames = traceback.extract_tb(error.__traceback__)
         file = getattr(sys.modules.get(self.function.__module__), "__file__", None)
-        own = [frame for frame in frames if frame.filename == file]
-        frame = (own or list(frames))[-1]
+        own_frames = [frame for frame in frames if frame.filename == file]
+        frame = (own_frames or list(frames))[-1]
         return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
-def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise HookError(
-            f"{where}: its parameters cannot be read ({error}); wrap it in a function of your own"
+            f"{location}: its parameters cannot be read ({error}); wrap it in a function of your own"
         ) from None
 
 
-def _form(made: Any) -> str:
-    """A value in a few words: its type, and how many it holds."""
-    return f"{type(made).__name__} of {len(made)}" if isinstance(made, list | tuple | dict) else type(made).__name__
+def _describe_type(value: Any) -> str:
+    """Describe a value by its type and, for a container, its length."""
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple | dict) else type(value).__name__
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     try:
         return f"{value!r:.60}"
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return "of very many digits"

@@ -1,4 +1,4 @@
-"""What a user's function does to the process that calls it: its exits, its exceptions, its working directory."""
+"""Contains side effects of user functions on the calling process: exits, exceptions, working directory, streams."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from slimectl import stdio
 from slimectl.errors import HookError, SlimectlError
 
 LONGEST = 400
-"""Characters of an exception's words that an error shows."""
+"""Maximum number of characters of an exception's message that an error shows."""
 EXIT_CODE = HookError.exit_code
 MODULE_PREFIX = "slimectl_hook_"
-"""How the modules begin that are loaded from a user's file."""
+"""Prefix of the names of modules that are loaded from a user's file."""
 
 _running: ContextVar[str] = ContextVar("running", default="")
 _user_modules: set[str] = set()
 
 
 class _Exit(BaseException):
-    """Raised in place of an exit; no `except Exception` of the user's takes it for something else."""
+    """Raised instead of an exit; a BaseException, so that the user's `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
 def contained(name: str) -> Iterator[None]:
-    """Run user code in the block: nothing of it ends this process, moves it elsewhere or takes its streams away.
+    """Run user code in the block without letting it exit this process, change its folder or close its streams.
 
-    `name` is what errors call the code, such as `score.custom_rm_path: own.py:reward`. What it raises is left as it is.
+    `name` identifies the code in errors, such as `score.custom_rm_path: own.py:reward`. Its exceptions pass unchanged.
     """
     _prevent_exits()
     process, folder = os.getpid(), _working_directory()
@@ -53,7 +53,10 @@ def contained(name: str) -> Iterator[None]:
 
 
 def is_users(error: BaseException, *, suspended: bool = False) -> bool:
-    """Return whether user code raised this, and no Ctrl-C or cancellation of ours; `suspended` says of a coroutine."""
+    """Return whether user code raised this error; false for a Ctrl-C, or a cancellation by slimectl.
+
+    `suspended`: the error came out of a coroutine.
+    """
     if isinstance(error, Exception):
         return True
     if isinstance(error, asyncio.CancelledError):
@@ -65,26 +68,26 @@ def is_users(error: BaseException, *, suspended: bool = False) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return type and words of an exception, short, without a line break; also of one that cannot say itself."""
+    """Return type and message of an exception in one short line, even if its `__str__` raises."""
     try:
-        words = " ".join(str(error).split())
+        message = " ".join(str(error).split())
     except Exception:
-        words = "(its words cannot be read)"
-    words = words if len(words) <= LONGEST else f"{words[:LONGEST]}…"
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+        message = "(its words cannot be read)"
+    message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def user_error(name: str, error: BaseException, place: str = "") -> SlimectlError:
-    """Return the error for what user code raised; one of ours, of something that it called, says enough by itself."""
+    """Return the error for an exception of user code; a SlimectlError of something it called is returned unchanged."""
     if isinstance(error, SlimectlError):
         return error
-    act = f"called {error}" if isinstance(error, _Exit) else f"raised {in_one_line(error)}"
-    return HookError(f"{name} {act}{f' ({place})' if place else ''}; mend it there")
+    action = f"called {error}" if isinstance(error, _Exit) else f"raised {in_one_line(error)}"
+    return HookError(f"{name} {action}{f' ({place})' if place else ''}; mend it there")
 
 
 @contextlib.contextmanager
 def converted(name: str, place: Callable[[BaseException], str] = lambda error: "") -> Iterator[None]:
-    """As `contained`, with whatever the code raises as a HookError of one line."""
+    """Run user code as `contained` does and raise its exceptions as HookError of one line."""
     with contextlib.ExitStack() as ending:
         ending.enter_context(contained(name))
         try:
@@ -96,7 +99,7 @@ def converted(name: str, place: Callable[[BaseException], str] = lambda error: "
 
 
 def _is_raised_by_statement(trace: TracebackType | None) -> bool:
-    """Return whether a `raise` of the user's is where it began: a signal interrupts any other instruction."""
+    """Return whether a `raise` statement of user code raised it: a signal interrupts any other instruction."""
     if trace is None:
         return False
     while trace.tb_next is not None:
@@ -111,7 +114,7 @@ def _is_raised_by_statement(trace: TracebackType | None) -> bool:
 def _working_directory() -> str | None:
     try:
         return os.getcwd()
-    except OSError:  # deleted under us
+    except OSError:  # the folder was deleted
         return None
 
 
@@ -119,27 +122,27 @@ def _working_directory() -> str | None:
 
 
 def _prevent_exits() -> None:
-    """Replace os._exit and os.exec…, once: nothing can be said after one of them, so it is refused when it is called.
+    """Replace os._exit and os.exec…, once, by functions that refuse calls of user code: no error could follow them.
 
-    Those of our own and of libraries, and in child processes, do what they did.
+    Calls by slimectl, by libraries and in child processes still work.
     """
     for name in ("_exit", "execv", "execve"):
         function = getattr(os, name)
         if not hasattr(function, "prevented"):
-            setattr(os, name, _preventing(name, function))
+            setattr(os, name, _make_preventer(name, function))
 
 
-def _preventing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     owner = os.getpid()
 
     def prevented(*arguments: Any) -> Any:
         if os.getpid() != owner:
             return function(*arguments)
         if _running.get():
-            shown = arguments[0] if name == "_exit" and arguments else "…"
-            raise _Exit(f"os.{name}({shown})")
+            code = arguments[0] if name == "_exit" and arguments else "…"
+            raise _Exit(f"os.{name}({code})")
         frame = sys._getframe(1)
-        if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread of its own
+        if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread that user code started
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             stdio.say(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
             return original_exit(EXIT_CODE)
@@ -151,7 +154,7 @@ def _preventing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_module(name: str) -> None:
-    """Note that a module, which is about to be imported, holds user code."""
+    """Register a module that is about to be imported as user code."""
     _user_modules.add(name)
 
 

@@ -1,4 +1,4 @@
-"""The one table of hooks: under which setting, of which shape, and what comes back."""
+"""Table of all hooks: their setting, accepted signatures and return value."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slimectl.settings import Settings
 
 @dataclass(frozen=True)
 class Point:
-    """One place where a user's callable goes.
+    """One hook: its setting, accepted signatures and return value.
 
-    `shapes` are what it may look like: the second is taken where a callable asks for a name that only that offers.
+    `shapes` are the accepted signatures: the second applies if a callable has a parameter that only the second offers.
     """
 
     setting: str
@@ -26,46 +26,49 @@ class Point:
 
     @property
     def offers(self) -> tuple[str, ...]:
-        """Every name of the first shape; `settings` is another name for `args`."""
+        """Parameter names of the first signature; `settings` is an alias of `args`."""
         return _names(self.shapes[0])
 
     def shape(self) -> str:
-        """As a person reads it: called with …; returns …"""
-        other = "".join(f"; or {', '.join(self._instead(one))} instead" for one in self.shapes[1:])
-        return f"called with {', '.join(self.offers)}{other}; returns {self.returns}"
+        """Describe the signature: "called with …; returns …"."""
+        alternatives = "".join(f"; or {', '.join(self._additional_names(shape))} instead" for shape in self.shapes[1:])
+        return f"called with {', '.join(self.offers)}{alternatives}; returns {self.returns}"
 
     def load(self, path: str) -> Hook:
-        """The callable at `path`. Raises HookError if it does not fit."""
+        """Load the callable at `path`. Raises HookError if its parameters do not fit."""
         first = self.shapes[0]
         if first is shapes.DataSource:
-            return self._class(path)
+            return self._load_class(path)
         for shape in self.shapes[1:]:
-            made = Hook(path, setting=self.setting, offers=_names(first) + self._instead(shape))
-            if set(made.wanted) & set(self._instead(shape)):
+            candidate = Hook(path, setting=self.setting, offers=_names(first) + self._additional_names(shape))
+            if set(candidate.wanted) & set(self._additional_names(shape)):
                 return Hook(path, setting=self.setting, offers=_names(shape))
         return Hook(path, setting=self.setting, offers=self.offers)
 
-    def _instead(self, shape: type) -> tuple[str, ...]:
+    def _additional_names(self, shape: type) -> tuple[str, ...]:
         return tuple(name for name in _names(shape) if name not in self.offers)
 
-    def _class(self, path: str) -> Hook:
-        """A class whose instances have the methods of the protocol."""
-        made = Hook(path, setting=self.setting, offers=("args", "settings"))
+    def _load_class(self, path: str) -> Hook:
+        """Load a class whose instances have the methods of the protocol."""
+        data_source = Hook(path, setting=self.setting, offers=("args", "settings"))
         methods = [name for name, value in vars(self.shapes[0]).items() if inspect.isfunction(value)]
-        wanted = [name for name in methods if not name.startswith("_") or name == "__len__"]
-        lacking = [name for name in wanted if not callable(getattr(made.function, name, None))]
-        if lacking:
+        required = [name for name in methods if not name.startswith("_") or name == "__len__"]
+        missing = [name for name in required if not callable(getattr(data_source.function, name, None))]
+        if missing:
             raise HookError(
-                f"{self.setting}: {path} has no {', '.join(lacking)}; a data source is a class with {', '.join(wanted)}"
+                f"{self.setting}: {path} has no {', '.join(missing)}; "
+                f"a data source is a class with {', '.join(required)}"
             )
-        return made
+        return data_source
 
 
 def _names(shape: type) -> tuple[str, ...]:
     call = shape.__init__ if shape is shapes.DataSource else shape.__call__
     names = [name for name in inspect.signature(call).parameters if name != "self"]
-    both = [name for given in names for name in ((given, "settings") if given == "args" else (given,))]
-    return tuple(both)
+    aliased = [
+        name for parameter in names for name in ((parameter, "settings") if parameter == "args" else (parameter,))
+    ]
+    return tuple(aliased)
 
 
 NOTHING = "None"
@@ -117,37 +120,37 @@ POINTS: dict[str, Point] = {
         ("track.custom_eval_rollout_log_function_path", [shapes.EvalLog], "True to skip the default log, else False"),
     )
 }
-"""Every hook, by its setting."""
+"""All hooks by setting."""
 
 
 def hooks(settings: Settings, setting: str) -> list[Hook]:
-    """The callables that a setting names, checked. Raises HookError."""
+    """Load and check the callables that a setting names. Raises HookError."""
     section, _, key = setting.partition(".")
-    given = getattr(getattr(settings, section), key)
-    paths = given if isinstance(given, list) else [] if given is None else [given]
-    return [_loaded(setting, path, os.getcwd()) for path in paths]
+    value = getattr(getattr(settings, section), key)
+    paths = value if isinstance(value, list) else [] if value is None else [value]
+    return [_load_cached(setting, path, os.getcwd()) for path in paths]
 
 
 @cache
-def _loaded(setting: str, path: str, folder: str) -> Hook:
+def _load_cached(setting: str, path: str, folder: str) -> Hook:
     return POINTS[setting].load(path)
 
 
 def hook(settings: Settings, setting: str) -> Hook | None:
-    """The one callable of a setting that has at most one."""
-    found = hooks(settings, setting)
-    return found[0] if found else None
+    """Return the callable of a setting that has at most one; None if it is not set."""
+    callables = hooks(settings, setting)
+    return callables[0] if callables else None
 
 
-def check_hooks(settings: Settings, *of: str) -> None:
-    """Load every callable of the settings that begin so (of all, where none is given), before any model is loaded.
+def check_hooks(settings: Settings, *prefixes: str) -> None:
+    """Load every callable of the settings with these prefixes (all if none is given), before any model is loaded.
 
-    Raises HookError for what is not there or does not fit.
+    Raises HookError for a callable that does not exist or does not fit.
     """
     for setting in POINTS:
-        if not of or setting.startswith(of):
+        if not prefixes or setting.startswith(prefixes):
             hooks(settings, setting)
 
 
 TRAINING = ("train.", "megatron.", "rollout.sample_filter", "rollout.data_post", "score.custom_reward_post")
-"""The hooks that are called where samples are trained on."""
+"""Prefixes of the settings whose hooks are called on training samples."""

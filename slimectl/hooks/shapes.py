@@ -1,4 +1,4 @@
-"""The exact shape of every hook: what it is called with, by name, and what it returns.
+"""Signatures of all hooks: parameters by name and return value.
 
 T tokens of a pack · R response tokens of one sample
 """
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from slimectl.ports import TokenPack, WeightWorkers
 
 Group = list[Sample]
-"""The attempts at one prompt."""
+"""The samples of one prompt."""
 
 Generate = Callable[..., Awaitable[Completion]]
-"""`await generate(tokens, sampling_params)`: what the engine wrote after these tokens."""
+"""`await generate(tokens, sampling_params)`: returns the engine's completion of these tokens."""
 
 Attempt = Callable[[Group], Awaitable[Group]]
-"""`await attempt(group)`: the group with every answer sampled as [rollout] says, its own generate function included."""
+"""`await attempt(group)`: samples every answer of the group as [rollout] says, with its generate function."""
 
 
 class DataSource(Protocol):
-    """Where groups come from: the samples of one prompt together, each with its prompt and nothing written yet."""
+    """Source of groups: the samples of one prompt together, each with its prompt and an empty response."""
 
     def __init__(self, args: Args) -> None: ...
 
     def get_samples(self, n: int) -> list[Group]:
-        """The next `n` groups; fewer where they end."""
+        """Return the next `n` groups; fewer at the end."""
         ...
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Take groups back: `get_samples` gives them again before new ones."""
+        """Take groups back: `get_samples` returns them again before new ones."""
         ...
 
     def save(self, rollout_id: int) -> Any:
-        """Where it stands after this round, as JSON, which is kept with the run; or None, having written it itself."""
+        """Return the state after this round as JSON, which is saved with the run; or None if the source saved it."""
         ...
 
     def load(self, rollout_id: int, state: Any) -> None:
-        """Go back to where it stood after this round; `state` is what `save` returned then."""
+        """Restore the state after this round; `state` is what `save` returned then."""
         ...
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Return the number of prompts per epoch."""
         ...
 
 
 class RolloutFunction(Protocol):
-    """A whole round. Samples without a reward are graded as [score] says."""
+    """Samples a whole round. Samples without a reward are graded as [score] says."""
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class RolloutFunction(Protocol):
 
 
 class GenerateFunction(Protocol):
-    """One attempt: turns, tools; a list is a fan-out."""
+    """Generates one sample, with turns and tools; a returned list is a fan-out."""
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class GenerateFunction(Protocol):
 
 
 class GroupGenerateFunction(Protocol):
-    """All attempts at a prompt in one call."""
+    """Generates all samples of a prompt in one call."""
 
     def __call__(
         self,
@@ -98,61 +98,61 @@ class GroupGenerateFunction(Protocol):
 
 
 class RewardFunction(Protocol):
-    """The reward of one sample."""
+    """Returns the reward of one sample."""
 
     def __call__(self, args: Args, sample: Sample) -> float | dict[str, Any]: ...
 
 
 class BatchRewardFunction(Protocol):
-    """Many samples in one call: siblings with score.group_rm, else up to score.batch_size."""
+    """Returns the rewards of many samples: siblings with score.group_rm, else up to score.batch_size."""
 
     def __call__(self, args: Args, samples: list[Sample]) -> list[Any]: ...
 
 
 class RewardPostProcess(Protocol):
-    """A round's rewards as they are logged, and as they become advantages without being compared with siblings."""
+    """Returns a round's rewards to log, and rewards that become advantages without comparison with siblings."""
 
     def __call__(self, args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
 
 
 class DynamicFilter(Protocol):
-    """Whether a finished group is trained on; for each that is not, another is drawn."""
+    """Returns whether a finished group is trained on; a dropped group is replaced by another prompt."""
 
     def __call__(self, args: Args, samples: Group) -> bool | tuple[bool, str]: ...
 
 
 class BufferFilter(Protocol):
-    """Which waiting groups a round begins with: it takes them out of `buffer`."""
+    """Removes the groups with which a round starts from `buffer` and returns them."""
 
     def __call__(self, args: Args, rollout_id: int, buffer: list[Group], num_samples: int) -> list[Group]: ...
 
 
 class SampleFilter(Protocol):
-    """Sets `remove_sample` of those that are not to be trained on; `data` is a round's groups."""
+    """Sets `remove_sample` of samples that are not to be trained on; `data` is a round's groups."""
 
     def __call__(self, args: Args, data: list[Group]) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
-    """Sees the groups of a round and those that the dynamic filter dropped, in the order in which they finished."""
+    """Gets the groups of a round and those that the dynamic filter dropped, in the order in which they finished."""
 
     def __call__(self, args: Args, all_samples: list[Group], data_source: DataSource) -> None: ...
 
 
 class SampleHook(Protocol):
-    """Every sample when it has been generated, before it is graded; None leaves it (changed in place or not)."""
+    """Called with every sample after generation, before grading; returning None keeps it (changed in place or not)."""
 
     def __call__(self, args: Args, sample: Sample, rollout_id: int, evaluation: bool) -> Sample | None: ...
 
 
 class DataPostprocess(Protocol):
-    """What of a round is trained on, a list an entry, one of each a sample: it may change them in place."""
+    """May change a round's training data in place: a dict of lists with an entry per sample."""
 
     def __call__(self, args: Args, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
 
 
 class LossFunction(Protocol):
-    """The loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], over the temperature,
+    """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
     `log_probs` [T] and `entropy` [T] carry gradients."""
 
     def __call__(
@@ -167,13 +167,13 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-    """Writes rollout_data["advantages"], R numbers a sample, and "returns" where a critic learns them."""
+    """Writes rollout_data["advantages"], R numbers per sample, and "returns" if a critic is trained on them."""
 
     def __call__(self, args: Args, rollout_data: dict[str, Any]) -> None: ...
 
 
 class ImportanceSampling(Protocol):
-    """Corrects the loss of each token [T] for the engine's other probabilities; all lists have a tensor [R] a sample.
+    """Corrects the loss of each token [T] for the engine's probabilities; all lists have a tensor [R] per sample.
 
     Tokens that the returned masks drop lose their gradient, and still count in the denominator.
     """
@@ -191,8 +191,8 @@ class ImportanceSampling(Protocol):
 
 
 class LossReducer(Protocol):
-    """What reduces the policy loss [T] of a pack: a sum over its samples, which is then divided by the rollouts of the
-    step (with calculate_per_token_loss: over its tokens, divided by the tokens of the step)."""
+    """Returns a function that reduces the policy loss [T] of a pack to a sum over its samples, which is then divided
+    by the rollouts of the step (with calculate_per_token_loss: over its tokens, divided by the tokens of the step)."""
 
     def __call__(
         self,
@@ -205,14 +205,14 @@ class LossReducer(Protocol):
 
 
 class ConvertSamples(Protocol):
-    """What of a round's samples is trained on: "tokens", "response_lengths" and "rewards", a list each, and what else a
-    sample has, of any number of rows."""
+    """Converts a round's samples to training data: lists "tokens", "response_lengths", "rewards" and other columns of
+    a sample, with any number of rows."""
 
     def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Any]: ...
 
 
 class RolloutLog(Protocol):
-    """True: trackers get nothing else of this round's samples. What it writes into the extra metrics they get."""
+    """Returns True to keep a round's sample metrics from the trackers. Its changes to the extra metrics are logged."""
 
     def __call__(
         self,
@@ -225,7 +225,7 @@ class RolloutLog(Protocol):
 
 
 class EvalLog(Protocol):
-    """The same for an evaluation; data[NAME] has "rewards", "truncated" and "samples" of that dataset."""
+    """Like RolloutLog for an evaluation; data[NAME] has "rewards", "truncated" and "samples" of that dataset."""
 
     def __call__(
         self, rollout_id: int, args: Args, data: dict[str, dict[str, Any]], extra_metrics: Metrics
@@ -233,7 +233,7 @@ class EvalLog(Protocol):
 
 
 class ModelProvider(Protocol):
-    """A pipeline stage's part of the model; `build()` makes ours, to be changed or taken as an example."""
+    """Returns a pipeline stage's part of the model; `build()` builds the default one, which may be modified."""
 
     def __call__(
         self, args: Args, pre_process: bool, post_process: bool, vp_stage: int | None, build: Callable[[], Any]
@@ -241,19 +241,19 @@ class ModelProvider(Protocol):
 
 
 class MegatronInit(Protocol):
-    """Called on every rank when Megatron's groups exist and no model does."""
+    """Called on every rank after Megatron's groups are initialized, before any model is built."""
 
     def __call__(self, args: Args) -> None: ...
 
 
 class BeforeLogProb(Protocol):
-    """Before every pass for log-probabilities; `store_prefix` is "" for the policy, "ref_" or "teacher_"."""
+    """Called before every pass for log-probabilities; `store_prefix` is "" for the policy, "ref_" or "teacher_"."""
 
     def __call__(self, args: Args, model: Sequence[Any], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
-    """Before every optimizer step; `scheduler(step)` is the learning rate of an optimizer step."""
+    """Called before every optimizer step; `scheduler(step)` returns the learning rate of an optimizer step."""
 
     def __call__(
         self,
@@ -267,6 +267,6 @@ class BeforeTrainStep(Protocol):
 
 
 class PostWrite(Protocol):
-    """When the files of a push are written (disk, delta), before the engines read them."""
+    """Called after the files of a push are written (disk, delta), before the engines read them."""
 
     def __call__(self, args: Args, version_dir: Path, rollout_engines: WeightWorkers) -> None: ...

@@ -1,4 +1,4 @@
-"""Prompts that ask which of two numbers is larger, for a small model that is not sure."""
+"""Prompts that ask for the larger of two numbers; a small model answers some of them correctly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 def prompts(
     seed: int = 0, size: int = 1000, shots: int = 4, min_digits: int = 2, max_digits: int = 3
 ) -> Iterator[Prompt]:
-    """`size` few-shot prompts; the label is the larger number as text. Stop the answer at a newline.
+    """Yield `size` few-shot prompts; the label is the larger number as text. Stop the answer at a newline.
 
     >>> print(next(prompts(shots=2)).text)
     Which number is larger, 548 or 377? 548
@@ -31,18 +31,20 @@ def prompts(
         rng = random.Random(f"larger_number:{seed}:{i}")
         numbers = range(10 ** (min_digits - 1), 10**max_digits)
         while True:
-            drawn = rng.sample(numbers, 2 * (shots + 1))
-            asked, *examples = (_placed((a, b), False) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
-            if crc32(repr(asked).encode()) % 2 == seed % 2:
+            sampled_numbers = rng.sample(numbers, 2 * (shots + 1))
+            question_pair, *examples = (
+                _order((a, b), False) for a, b in zip(sampled_numbers[::2], sampled_numbers[1::2], strict=True)
+            )
+            if crc32(repr(question_pair).encode()) % 2 == seed % 2:
                 break
-        places = [bool(k % 2) for k in range(shots)]
-        rng.shuffle(places)
-        shown = [_placed(pair, place) for pair, place in zip(examples, places, strict=True)]
-        text = "".join(f"{_question(pair)} {max(pair)}\n" for pair in shown)
-        yield Prompt(text=text + _question(_placed(asked, larger_first)), label=str(max(asked)))
+        larger_first_flags = [bool(k % 2) for k in range(shots)]
+        rng.shuffle(larger_first_flags)
+        example_pairs = [_order(pair, place) for pair, place in zip(examples, larger_first_flags, strict=True)]
+        text = "".join(f"{_question(pair)} {max(pair)}\n" for pair in example_pairs)
+        yield Prompt(text=text + _question(_order(question_pair, larger_first)), label=str(max(question_pair)))
 
 
-def _placed(pair: Pair, larger_first: bool) -> Pair:
+def _order(pair: Pair, larger_first: bool) -> Pair:
     return (max(pair), min(pair)) if larger_first else (min(pair), max(pair))
 
 

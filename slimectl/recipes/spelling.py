@@ -1,4 +1,4 @@
-"""Words spelled backward: reasoning-gym's task as a short prompt, with words that training never sees held out."""
+"""Prompts for spelling words backward: reasoning-gym's task in a short form, with held-out words for evaluation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from slimectl.errors import MissingExtraError, SettingsError
 
 TASK = "spell_backward"
 HELD_OUT_OF = 5
-"""One word in so many is held out, by a hash of the word: no seed can bring it into training."""
+"""One word in this many is held out, by a hash of the word: no seed can bring it into training."""
 
 
 def prompts(
     split: str = "train", seed: int = 0, size: int = 1000, min_word_len: int = 3, max_word_len: int = 5
 ) -> Iterator[dict[str, Any]]:
-    """`size` prompts `word>`, labelled with the word backward; graded by reasoning-gym's own scorer.
+    """Yield `size` prompts `word>`, labelled with the word backward; graded by reasoning-gym's scorer.
 
     Raises SettingsError for a split other than train and held_out.
     """
@@ -26,19 +26,19 @@ def prompts(
         import reasoning_gym
     except ImportError:
         raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="the spelling task") from None
-    words = {"min_word_len": min_word_len, "max_word_len": max_word_len}
-    entries = reasoning_gym.create_dataset(TASK, seed=seed, size=20 * size, **words)
-    made = 0
+    word_lengths = {"min_word_len": min_word_len, "max_word_len": max_word_len}
+    entries = reasoning_gym.create_dataset(TASK, seed=seed, size=20 * size, **word_lengths)
+    count = 0
     for i in range(len(entries)):
         entry = entries[i]
         word = entry["metadata"]["word"]
         if is_held_out(word) != (split == "held_out"):
             continue
         metadata = {"source_dataset": TASK, "rm_type": "reasoning_gym"}
-        slim = {"question": entry["question"], "answer": entry["answer"], "metadata": {"word": word}}
-        yield {"prompt": f"{word}>", "label": entry["answer"], "metadata": {**metadata, "entry": slim}}
-        made += 1
-        if made == size:
+        short_entry = {"question": entry["question"], "answer": entry["answer"], "metadata": {"word": word}}
+        yield {"prompt": f"{word}>", "label": entry["answer"], "metadata": {**metadata, "entry": short_entry}}
+        count += 1
+        if count == size:
             return
 
 

@@ -1,4 +1,4 @@
-"""Rewards of a round to the advantages of its rows, as an algorithm asks for.
+"""Computes the advantages of a round's rows from rewards, with the estimator of the algorithm.
 
 T tokens
 """
@@ -34,25 +34,27 @@ def set_advantages(
     *,
     compare: bool = True,
 ) -> None:
-    """Write `Row.advantages` (and `Row.returns` with a critic); the distance from a teacher goes to `metrics`.
+    """Write `Row.advantages` (and `Row.returns` with a critic); the reverse KL to a teacher goes to `metrics`.
 
-    Rows have the log-probabilities, and the values, that the algorithm needs. Without `compare` rewards are not set
-    against those of siblings: somebody has done so.
+    Rows have the log-probabilities, and the values, that the algorithm needs. `compare=False` skips the comparison
+    of siblings: the rewards have been compared already.
     """
     masks = [_tensor(row.weights) for row in rows]
-    by_token = _estimated(rows, samples, rewards, masks, algorithm, compare)
+    token_advantages = _estimate_advantages(rows, samples, rewards, masks, algorithm, compare)
     if algorithm.opd_kl_coef and rows:
-        distances = [_from_teacher(row, sample) for row, sample in zip(rows, samples, strict=True)]
-        by_token = [a_T - algorithm.opd_kl_coef * d_T for a_T, d_T in zip(by_token, distances, strict=True)]
-        kept = torch.cat([d_T[mask_T != 0] for d_T, mask_T in zip(distances, masks, strict=True)])
-        metrics["train/opd_reverse_kl"] = float(kept.mean()) if len(kept) else 0.0
-    if algorithm.normalize_advantages and by_token:
-        by_token = whitened(by_token, masks)
-    for row, advantages_T in zip(rows, by_token, strict=True):
+        distances = [_teacher_kl(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        token_advantages = [
+            a_T - algorithm.opd_kl_coef * d_T for a_T, d_T in zip(token_advantages, distances, strict=True)
+        ]
+        masked_distances = torch.cat([d_T[mask_T != 0] for d_T, mask_T in zip(distances, masks, strict=True)])
+        metrics["train/opd_reverse_kl"] = float(masked_distances.mean()) if len(masked_distances) else 0.0
+    if algorithm.normalize_advantages and token_advantages:
+        token_advantages = whitened(token_advantages, masks)
+    for row, advantages_T in zip(rows, token_advantages, strict=True):
         row.advantages = advantages_T.tolist()
 
 
-def _estimated(
+def _estimate_advantages(
     rows: list[Row],
     samples: list[Sample],
     rewards: list[float],
@@ -60,13 +62,13 @@ def _estimated(
     algorithm: PolicyGradient,
     compare: bool,
 ) -> list[Tensor]:
-    """Rewards less divergence, compared with siblings, a critic or nothing, for every token."""
-    penalties = [_divergence(row, algorithm) for row in rows]
+    """Return an advantage for every token: reward less KL penalty, against siblings, a critic or no baseline."""
+    penalties = [_reference_kl(row, algorithm) for row in rows]
     if isinstance(algorithm, Opd):
         return [torch.zeros_like(mask_T) for mask_T in masks]
     if isinstance(algorithm, Ppo):
         return [
-            _with_critic(row, reward, kl_T, mask_T, algorithm)
+            _critic_advantages(row, reward, kl_T, mask_T, algorithm)
             for row, reward, kl_T, mask_T in zip(rows, rewards, penalties, masks, strict=True)
         ]
     if isinstance(algorithm, ReinforcePlusPlus):
@@ -75,21 +77,21 @@ def _estimated(
             for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
         ]
     if isinstance(algorithm, ReinforcePlusPlusBaseline):
-        centred = _compared(samples, rewards, algorithm) if compare else rewards
+        centred = _compare_with_siblings(samples, rewards, algorithm) if compare else rewards
         return [
             advantage - algorithm.kl_coef * (torch.zeros_like(mask_T) if kl_T is None else kl_T)
             for advantage, kl_T, mask_T in zip(centred, penalties, masks, strict=True)
         ]
-    charged = [
+    penalized_rewards = [
         reward if kl_T is None else reward - algorithm.kl_coef * float((kl_T * mask_T).sum())
         for reward, kl_T, mask_T in zip(rewards, penalties, masks, strict=True)
     ]
-    compared = _compared(samples, charged, algorithm) if compare else charged
-    return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(compared, masks, strict=True)]
+    advantages = _compare_with_siblings(samples, penalized_rewards, algorithm) if compare else penalized_rewards
+    return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(advantages, masks, strict=True)]
 
 
-def _with_critic(row: Row, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo) -> Tensor:
-    """The advantages of one answer; its returns are written down."""
+def _critic_advantages(row: Row, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo) -> Tensor:
+    """Return the GAE advantages of one answer and write `Row.returns`."""
     assert row.values is not None
     values_T = _tensor(row.values)
     rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef)
@@ -98,8 +100,8 @@ def _with_critic(row: Row, reward: float, kl_T: Tensor | None, mask_T: Tensor, a
     return advantages_T
 
 
-def _compared(samples: list[Sample], rewards: list[float], algorithm: PolicyGradient) -> list[float]:
-    """The advantage of each sample among its siblings."""
+def _compare_with_siblings(samples: list[Sample], rewards: list[float], algorithm: PolicyGradient) -> list[float]:
+    """Return the advantage of each sample within its group."""
     assert algorithm.baseline != "none"
     return group_advantages(
         rewards,
@@ -107,13 +109,13 @@ def _compared(samples: list[Sample], rewards: list[float], algorithm: PolicyGrad
         [sample.execution for sample in samples],
         baseline=algorithm.baseline,
         std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
-        # What the policy wrote, also where it is not trained on: a removed sample still counts in the statistics.
+        # Tokens of the policy, also those that are not trained on: a removed sample still counts in the statistics.
         lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample in samples],
     )
 
 
-def _divergence(row: Row, algorithm: PolicyGradient) -> Tensor | None:
-    """The k1 estimate at every token where the reward is charged for it, else None."""
+def _reference_kl(row: Row, algorithm: PolicyGradient) -> Tensor | None:
+    """Return the k1 estimate of KL(policy || reference) at every token if it is a reward penalty, else None."""
     if not algorithm.kl_coef:
         return None
     assert row.old_log_probs is not None
@@ -121,8 +123,8 @@ def _divergence(row: Row, algorithm: PolicyGradient) -> Tensor | None:
     return kl_estimate(_tensor(row.old_log_probs), _tensor(row.ref_log_probs), "k1")
 
 
-def _from_teacher(row: Row, sample: Sample) -> Tensor:
-    """The k1 estimate of KL(policy || teacher) at every token."""
+def _teacher_kl(row: Row, sample: Sample) -> Tensor:
+    """Return the k1 estimate of KL(policy || teacher) at every token."""
     assert row.old_log_probs is not None
     assert sample.teacher_log_probs is not None
     return kl_estimate(_tensor(row.old_log_probs), _tensor(sample.teacher_log_probs), "k1")

@@ -1,4 +1,4 @@
-"""One attempt at a prompt: how it unfolds, ends, is broken off and goes on."""
+"""Generates the samples of a prompt: single turns and agents, interruption and resumption."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
-"""What an engine counts of speculative decoding."""
+"""Counters of speculative decoding in `Completion.extras`."""
 
 
 def sampling_params(settings: RolloutSettings) -> SamplingParams:
-    """How the settings ask for answers to be drawn, the seed apart."""
+    """Return the sampling parameters of the settings; the seed is left unset."""
     return SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -47,11 +47,11 @@ async def single_turn(
     sampling_params: SamplingParams,
     generate: Callable[[list[int], SamplingParams], Awaitable[Completion]],
 ) -> Sample:
-    """One question, one answer; an answer that was broken off goes on where it stopped."""
-    written = sample.response_length
-    if written:
-        left, least = sampling_params.max_tokens - written, max(0, sampling_params.min_tokens - written)
-        sampling_params = dataclasses.replace(sampling_params, max_tokens=left, min_tokens=least)
+    """Generate one answer to one prompt; an interrupted answer resumes where it stopped."""
+    length = sample.response_length
+    if length:
+        max_tokens, min_tokens = sampling_params.max_tokens - length, max(0, sampling_params.min_tokens - length)
+        sampling_params = dataclasses.replace(sampling_params, max_tokens=max_tokens, min_tokens=min_tokens)
     completion = await generate(sample.tokens, sampling_params)
     sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
     sample.status = FINISHED[completion.finish]
@@ -60,14 +60,14 @@ async def single_turn(
 
 @dataclasses.dataclass
 class Attempts:
-    """Everything that the attempts of one rollout share.
+    """Generates the groups of one rollout; holds the engine, settings and hooks that all its samples share.
 
-    An agent with `together` gets all samples of a group in one call. `on_sample` sees each sample that has been
-    generated, with the number of the round (`rollout_id`, where it is known) and whether this is an evaluation.
-    `agent_at` finds the agent of a sample that names its own (`generate_function_path`).
+    An agent with `together` is called once with all samples of a group. `on_sample` is called with each generated
+    sample, the number of its round (`rollout_id`, where it is known) and whether this is an evaluation. `agent_at`
+    loads the agent of a sample that names its own (`generate_function_path`).
 
-    `breaking_off`: what is under way ends now, to be gone on with later. A sample that was broken off keeps its
-    tokens if its agent can go on from them (`agent.resumes` is true, as of a single turn); others begin again.
+    While `breaking_off` is set, running samples are interrupted, to be resumed later. An interrupted sample keeps its
+    tokens if its agent is resumable (`agent.resumes` is true, as of a single turn); other samples start over.
     """
 
     engine: Engine
@@ -81,10 +81,10 @@ class Attempts:
     agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
     _rendered: tuple[Prompt, list[int]] | None = None
-    """The prompt that was rendered last, and its tokens."""
+    """The last rendered prompt and its tokens."""
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
-        if self._rendered is None or self._rendered[0] is not prompt:  # it is measured first, then asked
+        if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
             settings = self.settings
             tokens = render(
                 prompt,
@@ -97,29 +97,29 @@ class Attempts:
 
     @property
     def context(self) -> int | None:
-        """Tokens that the engine reads at most, prompt and answer together; None where it does not say."""
+        """Maximum context of the engine in tokens, prompt and answer together; None if the engine states none."""
         return getattr(self.engine, "max_context", self.settings.max_context_len)
 
     def excess(self, prompt: Prompt) -> str:
-        """Return why the prompt is too long; "" where it is not."""
+        """Return the reason why the prompt is too long; "" if it is not."""
         tokens = len(self.prompt_tokens(prompt))
         return prompt_excess(tokens, self.settings, self.context, evaluation=self.evaluation)
 
     def drop_long_prompts(
         self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
     ) -> Iterator[Prompt]:
-        """Yield the prompts that can be answered. Raises RecordError if none can."""
+        """Yield the prompts that fit into the context. Raises RecordError if none does."""
         if self.context is None and (self.settings.max_prompt_len is None or self.evaluation):
             return iter(prompts)
         mixed = bool(self.settings.data_weights)
         return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)
 
     async def group(self, prompt: Prompt) -> list[Sample]:
-        """All answers to one prompt."""
+        """Generate all answers to one prompt."""
         return await self.rest(self.begun(prompt))
 
     def begun(self, prompt: Prompt) -> list[Sample]:
-        """The samples of one prompt before anything is written."""
+        """Return the empty samples of one prompt: n_samples_per_prompt of them, prompt tokens only."""
         tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
         return [
             Sample(
@@ -134,20 +134,20 @@ class Attempts:
         ]
 
     async def rest(self, group: list[Sample]) -> list[Sample]:
-        """The group with its unfinished samples finished; the others stay as they are."""
+        """Generate the unfinished samples of a group; finished ones stay as they are."""
 
-        async def finished(sample: Sample) -> list[Sample]:
-            return await self._tried([sample]) if sample.status in UNFINISHED else [sample]
+        async def finish(sample: Sample) -> list[Sample]:
+            return await self._run_agent([sample]) if sample.status in UNFINISHED else [sample]
 
         if getattr(self.agent, "together", False) and not any(sample.generate_function_path for sample in group):
-            left = [sample for sample in group if sample.status in UNFINISHED]
-            done = [sample for sample in group if sample.status not in UNFINISHED]
-            return [*done, *(await self._tried(left) if left else [])]
-        made = await asyncio.gather(*map(finished, group))
-        return [sample for samples in made for sample in samples]
+            unfinished = [sample for sample in group if sample.status in UNFINISHED]
+            complete = [sample for sample in group if sample.status not in UNFINISHED]
+            return [*complete, *(await self._run_agent(unfinished) if unfinished else [])]
+        results = await asyncio.gather(*map(finish, group))
+        return [sample for samples in results for sample in samples]
 
-    async def _tried(self, samples: list[Sample]) -> list[Sample]:
-        """What one call of the agent makes of these samples."""
+    async def _run_agent(self, samples: list[Sample]) -> list[Sample]:
+        """Call the agent once with these samples and return the samples that it produced."""
         agent, path = self.agent, samples[0].generate_function_path
         if path is not None and self.agent_at is not None:
             try:
@@ -155,131 +155,136 @@ class Attempts:
             except RecordError as error:
                 raise RecordError(f"sample {samples[0].index}: {error}") from None
         for sample in samples:
-            self._begin(sample)
-        given = copy.deepcopy(samples) if self.settings.partial_rollout else None
-        asked = _Asked(self, samples)
-        which = {"samples": samples} if getattr(agent, "together", False) else {"sample": samples[0]}
-        offered = {**which, "sampling_params": asked.params, "generate": asked.generate}
-        offered |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
+            self._prepare(sample)
+        snapshot = copy.deepcopy(samples) if self.settings.partial_rollout else None
+        session = _GenerationSession(self, samples)
+        subject = {"samples": samples} if getattr(agent, "together", False) else {"sample": samples[0]}
+        arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
+        arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
-            returned = await _called(agent, offered, tool_timeout_s=self.settings.tool_timeout_s)
-            made = _samples(returned, getattr(agent, "name", "rollout.custom_generate_function_path"))
+            result = await _call_agent(agent, arguments, tool_timeout_s=self.settings.tool_timeout_s)
+            outputs = _as_samples(result, getattr(agent, "name", "rollout.custom_generate_function_path"))
         except SlimectlError:
             raise
         except Exception as error:
             for sample in samples:
                 sample.status, sample.remove_sample = Status.FAILED, True
                 sample.metadata["error"] = redact_text(f"{type(error).__name__}: {error}")
-            made = samples
-        if asked.aborted:
-            if given is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):
-                for sample in given:
+            outputs = samples
+        if session.aborted:
+            if snapshot is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):
+                for sample in snapshot:
                     sample.status = Status.ABORTED
-                return given
-            made[0].status = made[-1].status = Status.ABORTED
-        made = asked.signed(made)
-        if self.on_sample is None or (asked.aborted and self.breaking_off):
-            return made
-        return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in made]
+                return snapshot
+            outputs[0].status = outputs[-1].status = Status.ABORTED
+        outputs = session.attach_versions(outputs)
+        if self.on_sample is None or (session.aborted and self.breaking_off):
+            return outputs
+        return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
-    def _begin(self, sample: Sample) -> None:
+    def _prepare(self, sample: Sample) -> None:
         if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
-            # What older weights wrote is read, and no longer taught.
+            # Tokens from older weights stay in the context but get loss mask 0.
             sample.loss_mask = [0] * sample.response_length
             sample.rollout_log_probs = [0.0] * sample.response_length
         sample.status = Status.PENDING
 
 
 class ContextFullError(Exception):
-    """An attempt asks for an answer for which there is no room; it has failed."""
+    """Raised if an agent requests an answer that does not fit into the context; the sample has failed."""
 
 
-class _Asked:
-    """What one call of an agent asks of the engine, and what it heard.
+class _GenerationSession:
+    """Engine requests of one agent call: derives seeds and collects weight versions and cache statistics.
 
-    A draw whose parameters name no seed gets one by its number: those of a whole group are not the same.
+    A request without a seed gets one derived from its number, so that the samples of a group differ.
     """
 
     def __init__(self, attempts: Attempts, samples: list[Sample]) -> None:
         self._attempts = attempts
         sample = self._sample = samples[0]
-        self._together, self._unseeded = len(samples) > 1, 0
+        self._together, self._unseeded_requests = len(samples) > 1, 0
         self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
         self._versions: list[str] = []
-        self._cached = self._answers = 0
+        self._cached_tokens = self._answers = 0
         self._is_full = False
-        self._drafts: Counter[str] = Counter()
+        self._speculation_counts: Counter[str] = Counter()
         self.aborted = False
-        settings, given = attempts.settings, sample.prompt
-        text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+        settings, prompt = attempts.settings, sample.prompt
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
         if sample.response_length:
-            text = f"{text}\0{sample.response_length}"  # the rest of an answer: not the draws of its beginning again
+            text = f"{text}\0{sample.response_length}"  # a resumed answer must not repeat the draws of its beginning
         self._text = text
         seed = None if self._together else sample_seed(settings.seed, text, sample.index)
         self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
 
     async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
-        if self._attempts.breaking_off:  # between two turns: the next one does not begin
+        if self._attempts.breaking_off:  # interrupted between two turns: the next one is not started
             self.aborted = True
             return Completion([], [], "", "abort")
         context = self._attempts.context
         if context is not None and len(tokens) >= context:
-            return self._without_room(len(tokens), context)
-        completion = await self._attempts.engine.generate(tokens, params=self._seeded(params or self.params))
+            return self._full_context_answer(len(tokens), context)
+        completion = await self._attempts.engine.generate(tokens, params=self._with_seed(params or self.params))
         self._answers += 1
         self._versions.extend(completion.weight_versions)
-        self._cached += completion.cached_tokens
+        self._cached_tokens += completion.cached_tokens
         if "spec_verify_ct" in completion.extras:
-            self._drafts.update({name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras})
-            self._drafts["completion_token_num"] += len(completion.tokens)
+            self._speculation_counts.update(
+                {name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras}
+            )
+            self._speculation_counts["completion_token_num"] += len(completion.tokens)
         self.aborted |= completion.finish == "abort"
         return completion
 
-    def _without_room(self, count: int, context: int) -> Completion:
-        """An empty answer that is cut off, once. Raises ContextFullError where nothing was answered, or if asked again:
-        an agent that does not look at `finish` would ask for ever."""
+    def _full_context_answer(self, count: int, context: int) -> Completion:
+        """Return an empty truncated answer, once. Raises ContextFullError if nothing was generated yet, or if called
+        again: an agent that ignores `finish` would loop for ever."""
         if not self._answers or self._is_full:
             raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
         self._is_full = True
         return Completion([], [], "", "length")
 
-    def _seeded(self, params: SamplingParams) -> SamplingParams:
+    def _with_seed(self, params: SamplingParams) -> SamplingParams:
         if params.seed is not None:
             return params
-        self._unseeded += 1
-        text = f"{self._text}\0draw {self._unseeded}"
+        self._unseeded_requests += 1
+        text = f"{self._text}\0draw {self._unseeded_requests}"
         return dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._sample.index))
 
-    def signed(self, made: list[Sample]) -> list[Sample]:
-        """The samples with the versions that wrote them; those of a fan-out share an execution."""
-        parts = Counter(each.index for each in made)
-        for each in made:
-            if self._before and each.weight_versions == self._before:
-                each.weight_versions = [*self._before, *self._versions]
-            each.weight_versions = each.weight_versions or list(self._versions)
-            if self._together and parts[each.index] > 1:
-                each.rollout_id = each.index
-            elif not self._together and len(made) > 1:
-                each.rollout_id = self._sample.index
-        made[0].spec_info = dict(self._drafts) or None
-        made[0].prefix_cache_info = {"cached_tokens": self._cached, "total_prompt_tokens": self._prompt_length}
-        return made
+    def attach_versions(self, samples: list[Sample]) -> list[Sample]:
+        """Set weight versions and engine statistics of the samples; samples of a fan-out share an execution."""
+        parts = Counter(sample.index for sample in samples)
+        for sample in samples:
+            if self._before and sample.weight_versions == self._before:
+                sample.weight_versions = [*self._before, *self._versions]
+            sample.weight_versions = sample.weight_versions or list(self._versions)
+            if self._together and parts[sample.index] > 1:
+                sample.rollout_id = sample.index
+            elif not self._together and len(samples) > 1:
+                sample.rollout_id = self._sample.index
+        samples[0].spec_info = dict(self._speculation_counts) or None
+        samples[0].prefix_cache_info = {
+            "cached_tokens": self._cached_tokens,
+            "total_prompt_tokens": self._prompt_length,
+        }
+        return samples
 
 
-async def _called(agent: Agent, offered: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
+async def _call_agent(agent: Agent, arguments: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
     if agent is single_turn:
-        return await single_turn(offered["sample"], offered["sampling_params"], offered["generate"])
-    tools = ToolTime(offered["generate"], tool_timeout_s)
-    result = agent({**offered, "generate": tools.generate})
+        return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
+    tools = ToolTime(arguments["generate"], tool_timeout_s)
+    result = agent({**arguments, "generate": tools.generate})
     return await tools.result(result) if inspect.isawaitable(result) else result
 
 
-def _samples(returned: Any, name: str) -> list[Sample]:
-    """What an agent returned, as a list; a fan-out may have several samples."""
-    made = returned if isinstance(returned, list) else [returned]
-    if not made or not all(isinstance(each, Sample) for each in made):
-        raise HookError(f"{name} returned {type(returned).__name__}; return the Sample or a list of them")
-    for each in made:
-        if each.status is Status.PENDING:
-            each.status = Status.COMPLETED
-    return made
+def _as_samples(result: Any, name: str) -> list[Sample]:
+    """Return the result of an agent as a list of samples; a fan-out has several."""
+    samples = result if isinstance(result, list) else [result]
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise HookError(f"{name} returned {type(result).__name__}; return the Sample or a list of them")
+    for sample in samples:
+        if sample.status is Status.PENDING:
+            sample.status = Status.COMPLETED
+    return samples

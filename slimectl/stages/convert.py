@@ -1,4 +1,4 @@
-"""Weights in one layout in, weights in another out."""
+"""Converts weights from one checkpoint layout to another and verifies the result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Hashes = Mapping[str, str]
 
 
 class Witness:
-    """Weights that remember, by SHA-256, what they gave away."""
+    """Wraps weights and records the SHA-256 of every tensor that is read from them."""
 
     def __init__(self, weights: Weights, *, hashing: bool, progress: Callable[[str], None] | None = None) -> None:
         self._weights = weights
         self._hashing = hashing
         self._progress = progress
-        self._seen: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._weights.forms()
@@ -37,14 +37,14 @@ class Witness:
     def get(self, name: str) -> Tensor:
         tensor = self._weights.get(name)
         if self._hashing:
-            self._seen[name] = digest(tensor)
+            self._digests[name] = digest(tensor)
         if self._progress:
             self._progress(name)
         return tensor
 
     def hash(self, name: str) -> str:
-        """The SHA-256 of a tensor, read now if it was not asked for (its shard was there already)."""
-        return self._seen.get(name) or digest(self._weights.get(name))
+        """Return the SHA-256 of a tensor; reads the tensor if it was not read before (its shard already existed)."""
+        return self._digests.get(name) or digest(self._weights.get(name))
 
 
 def convert(
@@ -60,15 +60,15 @@ def convert(
     resume: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, int]:
-    """Write the tensors of `source` into the folder `target`; counts of tensors, parameters and bytes.
+    """Write the tensors of `source` into the folder `target`; return counts of tensors, parameters and bytes.
 
-    `companions` adds what belongs to the weights (config, tokenizer), then `write` lays the tensors down in the folder.
-    With `reread` the written folder is read back before it gets its name: every tensor there, shapes and dtypes equal,
-    values equal to the last bit; `check(source, folder)` may look further. `sign` makes of the counts what the manifest
-    says besides its list of files; `progress` hears each name. `resume` names the work, so that another call goes on
-    where one was interrupted.
+    `companions` copies the files that belong to the weights (config, tokenizer), then `write` writes the tensors.
+    With `reread` the written folder is read back before it is renamed to `target`: every tensor must exist, with equal
+    shape, dtype and bits; `check(source, folder)` may verify more. `sign` turns the counts into the fields of the
+    manifest besides its list of files; `progress` is called with each tensor name. `resume` names the conversion, so
+    that a later call continues an interrupted one.
 
-    The folder is whole under its name, or not there. Raises SettingsError if `target` holds something and not `force`,
+    `target` is complete or does not exist. Raises SettingsError if `target` is not empty and `force` is not set,
     CheckpointError if the written tensors differ, StorageError if writing fails.
     """
     refuse_existing(target, force=force)
@@ -79,7 +79,7 @@ def convert(
         "parameters": sum(prod(shape) for shape, _ in forms.values()),
         "bytes": sum(prod(shape) * dtype.itemsize for shape, dtype in forms.values()),
     }
-    facts: dict[str, Any] = {}
+    manifest_fields: dict[str, Any] = {}
 
     def fill(staged: Path) -> Hashes | None:
         companions(staged)
@@ -88,28 +88,30 @@ def convert(
             compare(witness, reread(staged))
         if check:
             check(source, staged)
-        facts.update(sign(counts) if sign else {"counts": counts})
+        manifest_fields.update(sign(counts) if sign else {"counts": counts})
         return hashes
 
-    write_folder(target, fill, about=facts, resume=resume)
+    write_folder(target, fill, about=manifest_fields, resume=resume)
     return counts
 
 
-def compare(expected: Witness, written: Weights) -> None:
-    """Raises CheckpointError unless `written` holds the expected tensors, and no others, to the last bit."""
-    forms, found = expected.forms(), written.forms()
-    if found.keys() != forms.keys():
-        odd = sorted(found.keys() ^ forms.keys())
-        raise CheckpointError(f"verifying: {odd[0]} and {len(odd) - 1} others are not in both; nothing was kept")
-    for name, (shape, dtype) in found.items():
-        if (tuple(shape), dtype) != forms[name] or digest(written.get(name)) != expected.hash(name):
+def compare(expected: Witness, actual: Weights) -> None:
+    """Raises CheckpointError unless `actual` has exactly the expected tensors, equal to the last bit."""
+    expected_forms, actual_forms = expected.forms(), actual.forms()
+    if actual_forms.keys() != expected_forms.keys():
+        mismatched = sorted(actual_forms.keys() ^ expected_forms.keys())
+        raise CheckpointError(
+            f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both; nothing was kept"
+        )
+    for name, (shape, dtype) in actual_forms.items():
+        if (tuple(shape), dtype) != expected_forms[name] or digest(actual.get(name)) != expected.hash(name):
             raise CheckpointError(
                 f"verifying: {name}, {dtype} {tuple(shape)}, is not what was read; nothing was kept; check the disk"
             )
 
 
 def digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     import torch
 
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The critic's half of a step: it learns returns, and says how much of them it knew."""
+"""The critic's part of a training step: values, optimizer step, explained variance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slimectl.types import Metrics, Row
 
 
 def set_values(rows: Sequence[Row], critic: Critic) -> None:
-    """Write `Row.values`: what the critic expects before the round is learnt from."""
+    """Write `Row.values`: the critic's predictions before the updates of the round."""
     if rows:
         for row, values in zip(rows, critic.values(rows), strict=True):
             row.values = values
 
 
 def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo, finite: FiniteCheck) -> Metrics:
-    """One optimizer step over rows that are weighed and have values and returns; metrics train/critic-…
+    """Make one optimizer step over rows with loss weights, values and returns; return the metrics train/critic-…
 
     Raises DivergedError, before the update, if loss or gradient are not finite.
     """
@@ -31,7 +31,7 @@ def critic_step(rows: Sequence[Row], critic: Critic, algorithm: Ppo, finite: Fin
 
 
 def explained(rows: Sequence[Row]) -> Metrics:
-    """How much of the returns the values knew that the round began with."""
+    """Return the explained variance of the returns by the values from before the round."""
     values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
     returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]
     masks = [torch.tensor(row.weights) for row in rows]

@@ -1,4 +1,4 @@
-"""A user's own advantages and losses, called by parameter name.
+"""User-defined advantage and loss functions, called by parameter name.
 
 T response tokens of a pack · R those of one sample
 """
@@ -28,36 +28,36 @@ TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_f
 def custom_advantages(
     rows: Sequence[Row], samples: Sequence[Sample], rewards: Sequence[float], settings: Settings
 ) -> None:
-    """Let the user's function write `Row.advantages` (and `Row.returns`).
+    """Call the user's advantage function and write `Row.advantages` (and `Row.returns`).
 
-    It gets `rollout_data`, a dict of lists with an entry for every sample, and adds "advantages" to it, and "returns"
-    where it has them: R numbers or a tensor [R] each. Raises HookError for anything else.
+    The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
+    optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
     """
-    found = _loaded(settings, ADVANTAGE)
+    function = _load_function(settings, ADVANTAGE)
     args, data = Args(settings), round_data(rows, samples, rewards)
     del data["advantages"], data["returns"]
-    found({"args": args, "settings": args, "rollout_data": data})
-    where = f"{ADVANTAGE}: {found.path}"
+    function({"args": args, "settings": args, "rollout_data": data})
+    location = f"{ADVANTAGE}: {function.path}"
     if "advantages" not in data:
-        raise HookError(f'{where} left no rollout_data["advantages"]; write a list of R numbers a sample')
+        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
     if isinstance(settings.algorithm, Ppo) and "returns" not in data:
-        raise HookError(f'{where} left no rollout_data["returns"], which the critic of ppo learns')
+        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
     for name in ("advantages", "returns"):
         if name not in data:
             continue
         if len(data[name]) != len(rows):
-            raise HookError(f"{where} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
-        for i, (row, given) in enumerate(zip(rows, data[name], strict=True)):
-            setattr(row, name, checked_numbers(found, name, given, i, row.response_length))
+            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
+        for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
+            setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
 
 
 @dataclass(frozen=True)
 class CustomLoss:
     """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
 
-    It gets `batch` (ports.TokenPack: response tokens, flat), their `log_probs` [T], `entropy` [T] where
-    algorithm.entropy_coef is not 0, `logits` [T, vocabulary] over the temperature where it asks for them, and
-    `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: what it returns adds up over packs and ranks
+    The function gets `batch` (ports.TokenPack: response tokens, flat), their `log_probs` [T], `entropy` [T] if
+    algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
+    `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
     to the value of the step.
     """
 
@@ -69,16 +69,16 @@ class CustomLoss:
 
     @property
     def needs_logits(self) -> bool:
-        """Where the function asks for them by name: whole logits cost memory that nothing else needs."""
-        return "logits" in _loaded(self.settings, LOSS).wanted
+        """True if the function has a parameter `logits`: full logits cost memory that nothing else needs."""
+        return "logits" in _load_function(self.settings, LOSS).wanted
 
     def __call__(self, pack: TokenPack) -> tuple[Tensor, dict[str, Tensor]]:
-        found, args = _loaded(self.settings, LOSS), Args(self.settings)
+        function, args = _load_function(self.settings, LOSS), Args(self.settings)
 
         def sum_of_sample_mean(values_T: Tensor) -> Tensor:
             return (pack.weights_T * values_T).sum()
 
-        made = found(
+        result = function(
             {
                 "args": args,
                 "settings": args,
@@ -89,17 +89,17 @@ class CustomLoss:
                 "sum_of_sample_mean": sum_of_sample_mean,
             }
         )
-        loss, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
-            raise found.returned(made, "(a scalar tensor, a dict of them)")
+            raise function.returned(result, "(a scalar tensor, a dict of them)")
         return loss, {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
 class OwnPolicyLoss(PolicyLoss):
-    """PolicyLoss whose correction for the engine, or whose reduction, is the user's.
+    """PolicyLoss with a user-defined engine mismatch correction (TIS) or reduction.
 
-    `rollouts` and `tokens` of the whole step: what its reductions are divided by.
+    `rollouts` and `tokens` are counts of the whole step: the denominators of its reductions.
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -108,53 +108,55 @@ class OwnPolicyLoss(PolicyLoss):
 
     def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         loss_T, values_T = super()._surrogate(pack)
-        found = hook(self.settings, TIS)
-        if found is None:
+        function = hook(self.settings, TIS)
+        if function is None:
             return loss_T, values_T
         if pack.rollout_logprobs_T is None:
-            raise HookError(f"{TIS}: {found.path} needs rollout_log_probs, which these samples lack")
+            raise HookError(f"{TIS}: {function.path} needs rollout_log_probs, which these samples lack")
         old_T = pack.logprobs_T.detach() if pack.old_logprobs_T is None else pack.old_logprobs_T
-        masks = _by_row((pack.weights_T != 0).to(loss_T.dtype), pack)
-        made = found(
+        masks = _split_by_row((pack.weights_T != 0).to(loss_T.dtype), pack)
+        result = function(
             self._offered(pack, masks)
             | {
                 "pg_loss": loss_T,
-                "train_log_probs": _by_row(old_T, pack),
-                "rollout_log_probs": _by_row(pack.rollout_logprobs_T, pack),
+                "train_log_probs": _split_by_row(old_T, pack),
+                "rollout_log_probs": _split_by_row(pack.rollout_logprobs_T, pack),
             }
         )
-        if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[2], dict):
-            raise found.returned(made, "(pg_loss, loss_masks, a dict of metrics)")
-        own_T, masks, metrics = made
-        kept_T = torch.cat([torch.as_tensor(mask, device=loss_T.device) for mask in masks]) if len(masks) else loss_T
-        for name, value_T in (("pg_loss", own_T), ("loss_masks", kept_T)):
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
+            raise function.returned(result, "(pg_loss, loss_masks, a dict of metrics)")
+        user_loss_T, masks, metrics = result
+        masks_T = torch.cat([torch.as_tensor(mask, device=loss_T.device) for mask in masks]) if len(masks) else loss_T
+        for name, value_T in (("pg_loss", user_loss_T), ("loss_masks", masks_T)):
             if not isinstance(value_T, Tensor) or value_T.shape != loss_T.shape:
-                raise found.returned(made, f"{name} of the {len(loss_T)} tokens that it got")
-        if not torch.isfinite(own_T).all():
-            raise HookError(f"{TIS}: {found.path} returned a pg_loss that is not finite; bound the weights")
-        shown = {name: torch.as_tensor(value, device=loss_T.device) for name, value in metrics.items()}
-        return own_T * (kept_T != 0), values_T | {
-            name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in shown.items()
+                raise function.returned(result, f"{name} of the {len(loss_T)} tokens that it got")
+        if not torch.isfinite(user_loss_T).all():
+            raise HookError(f"{TIS}: {function.path} returned a pg_loss that is not finite; bound the weights")
+        user_metrics = {name: torch.as_tensor(value, device=loss_T.device) for name, value in metrics.items()}
+        return user_loss_T * (masks_T != 0), values_T | {
+            name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
         }
 
-    def _summed(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
-        found = hook(self.settings, REDUCER) if name == "pg_loss" else None
-        if found is None:
-            return super()._summed(pack, name, values_T)
+    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+        function = hook(self.settings, REDUCER) if name == "pg_loss" else None
+        if function is None:
+            return super()._weighted_sum(pack, name, values_T)
         by_token = bool(getattr(self.settings.algorithm, "calculate_per_token_loss", False))
-        masks = _by_row((pack.weights_T != 0).to(values_T.dtype), pack)
-        reduce = found(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
+        masks = _split_by_row((pack.weights_T != 0).to(values_T.dtype), pack)
+        reduce = function(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
         if not callable(reduce):
-            raise found.returned(reduce, "a function from a tensor to a scalar")
-        reduced = found.wrap(reduce)(values_T)
+            raise function.returned(reduce, "a function from a tensor to a scalar")
+        reduced = function.wrap(reduce)(values_T)
         if not isinstance(reduced, Tensor) or reduced.ndim:
-            raise HookError(f"{REDUCER}: {found.path}: what it returned gave no scalar of {len(values_T)} token losses")
+            raise HookError(
+                f"{REDUCER}: {function.path}: what it returned gave no scalar of {len(values_T)} token losses"
+            )
         return reduced / (self.tokens if by_token else self.rollouts)
 
     def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
         if self.settings.train.custom_pg_loss_reducer_function_path is None:
             return super()._total(pack, pg_T, loss_T)
-        return self._summed(pack, "pg_loss", pg_T) + self._summed(pack, "loss", loss_T - pg_T)
+        return self._weighted_sum(pack, "pg_loss", pg_T) + self._weighted_sum(pack, "loss", loss_T - pg_T)
 
     def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
         args = Args(self.settings)
@@ -168,24 +170,27 @@ class OwnPolicyLoss(PolicyLoss):
 
 
 def own_policy_loss(loss: PolicyLoss, rows: Sequence[Row], executions: Sequence[int], settings: Settings) -> PolicyLoss:
-    """The loss of a step with what [train] puts in its place; `rows` are weighed. The same where it puts nothing."""
+    """Return the loss of a step with the user's functions of [train]; `rows` have their loss weights.
+
+    Without such functions the loss is returned unchanged.
+    """
     train = settings.train
     if train.custom_tis_function_path is None and train.custom_pg_loss_reducer_function_path is None:
         return loss
-    given = {each.name: getattr(loss, each.name) for each in fields(PolicyLoss)}
+    arguments = {loss_field.name: getattr(loss, loss_field.name) for loss_field in fields(PolicyLoss)}
     if train.custom_tis_function_path is not None:
-        given["use_tis"] = False  # the function stands in its place
+        arguments["use_tis"] = False  # the function replaces it
     tokens = sum(weight != 0 for row in rows for weight in row.weights)
-    return OwnPolicyLoss(**given, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
+    return OwnPolicyLoss(**arguments, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
 
 
-def _by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
-    """A tensor [R] for every row of the pack."""
+def _split_by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
+    """Split a tensor [T] into a tensor [R] for every row of the pack."""
     counts = torch.bincount(pack.row_T, minlength=pack.rows)
     return list(torch.split(values_T, counts.tolist()))
 
 
-def _loaded(settings: Settings, setting: str) -> Hook:
-    found = hook(settings, setting)
-    assert found is not None
-    return found
+def _load_function(settings: Settings, setting: str) -> Hook:
+    function = hook(settings, setting)
+    assert function is not None
+    return function

@@ -1,4 +1,4 @@
-"""Held-out prompts in, graded samples and pass rates out."""
+"""Evaluates a policy: held-out prompts in, graded samples and pass rates out."""
 
 from __future__ import annotations
 
@@ -29,33 +29,35 @@ from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
               "custom_generate_function_path")  # fmt: skip
 OF_EVAL = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_response_len", "success_threshold")
-"""Where the settings of a dataset of its own go: to the section that has the same key."""
+"""Settings of a dataset, by the section whose key they override."""
 
 
 def settings_for(settings: Settings, name: str) -> Settings:
-    """The settings under which dataset `name` is sampled and graded: its own over [eval]'s over the others'.
+    """Return the settings of dataset `name`: its own override [eval]'s, which override those of other sections.
 
-    A name that [eval] has no dataset of gets [eval]'s.
+    A name without a dataset in [eval] gets the settings of [eval].
     """
-    given, own = settings.eval, settings.eval.datasets.get(name, Dataset(path="-"))
+    eval_settings, dataset = settings.eval, settings.eval.datasets.get(name, Dataset(path="-"))
 
-    def chosen(keys: Sequence[str], *sections: Any) -> dict[str, Any]:
-        """For each key the first value that a section gives."""
-        found = {key: [getattr(s, key, None) for s in sections if getattr(s, key, None) is not None] for key in keys}
-        return {key: values[0] for key, values in found.items() if values}
+    def first_set(keys: Sequence[str], *sections: Any) -> dict[str, Any]:
+        """Return the first value of each key that one of the sections sets."""
+        candidates = {
+            key: [getattr(s, key, None) for s in sections if getattr(s, key, None) is not None] for key in keys
+        }
+        return {key: values[0] for key, values in candidates.items() if values}
 
-    graded = chosen(("reward_key",), own, given)
-    if own.custom_rm_path:
-        graded |= {"custom_rm_path": own.custom_rm_path}
-    elif rm_type := own.rm_type or given.rm_type:
-        graded |= {"rm_type": rm_type, "custom_rm_path": None, "rm": []}
+    score_update = first_set(("reward_key",), dataset, eval_settings)
+    if dataset.custom_rm_path:
+        score_update |= {"custom_rm_path": dataset.custom_rm_path}
+    elif rm_type := dataset.rm_type or eval_settings.rm_type:
+        score_update |= {"rm_type": rm_type, "custom_rm_path": None, "rm": []}
         if rm_type != settings.score.rm_type:
-            graded["rm_options"] = {}  # those of another verifier
+            score_update["rm_options"] = {}  # they belong to another verifier
     return settings.model_copy(
         update={
-            "rollout": settings.rollout.model_copy(update=chosen(OF_ROLLOUT, own, given)),
-            "score": settings.score.model_copy(update=graded),
-            "eval": given.model_copy(update=chosen(OF_EVAL, own)),
+            "rollout": settings.rollout.model_copy(update=first_set(OF_ROLLOUT, dataset, eval_settings)),
+            "score": settings.score.model_copy(update=score_update),
+            "eval": eval_settings.model_copy(update=first_set(OF_EVAL, dataset)),
         }
     )
 
@@ -72,29 +74,31 @@ def evaluate(
     rollout_id: int = 0,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """Sample and grade; what [eval] leaves open is as in [rollout]. `settings` are those of the dataset.
+    """Sample and grade held-out prompts; [eval] overrides [rollout]. `settings` are those of the dataset.
 
-    `rollout_id` rounds have been trained on. A function of the user's for whole rounds (rollout.function_path) samples
-    evaluations too. Prompts that leave no room for an answer are `left_out`.
+    `rollout_id` is the number of rounds trained on. A user's function for whole rounds (rollout.function_path) also
+    samples evaluations. Prompts that leave no room for an answer are passed to `left_out`.
     """
-    given = settings.eval
-    chosen: dict[str, Any] = {
-        "temperature": given.temperature,
-        "top_p": given.top_p,
-        "top_k": given.top_k,
-        "max_tokens": given.max_response_len,
+    eval_settings = settings.eval
+    overrides: dict[str, Any] = {
+        "temperature": eval_settings.temperature,
+        "top_p": eval_settings.top_p,
+        "top_k": eval_settings.top_k,
+        "max_tokens": eval_settings.max_response_len,
     }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    params = dataclasses.replace(sampling_params(settings.rollout), **chosen)
-    asked = settings.rollout.model_copy(update={"n_samples_per_prompt": given.n_samples_per_prompt})
-    seen = on_sample(settings)
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    params = dataclasses.replace(sampling_params(settings.rollout), **overrides)
+    rollout_settings = settings.rollout.model_copy(update={"n_samples_per_prompt": eval_settings.n_samples_per_prompt})
+    sample_hook = on_sample(settings)
     if function := hook(settings, FUNCTION):
-        attempts = Attempts(engine, tokenizer, asked, agent or single_turn, params, True, on_sample=seen)
+        attempts = Attempts(
+            engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=sample_hook
+        )
         samples = own_evaluation(function, prompts, attempts, settings, rollout_id, left_out)
     else:
         samples = rollout(
-            prompts, engine, tokenizer, asked, agent=agent, params=params, evaluation=True, on_sample=seen,
-            rollout_id=rollout_id, left_out=left_out,
+            prompts, engine, tokenizer, rollout_settings, agent=agent, params=params, evaluation=True,
+            on_sample=sample_hook, rollout_id=rollout_id, left_out=left_out,
         )  # fmt: skip
     return score(samples, reward, settings.score, executor=executor)
 
@@ -108,22 +112,27 @@ def summarized(
     answer: Callable[[Sample], str | None] | None = None,
     too_long: Sequence[Prompt] = (),
 ) -> Iterator[Sample]:
-    """The graded samples of one dataset, as they come; when they have ended, `metrics` has their summary.
+    """Yield the graded samples of one dataset, then write their summary into `metrics`.
 
-    `answer` says what a sample answered (see `answer_of`); `too_long` holds by then the prompts that were left out.
+    `answer` extracts the answer of a sample (see `answer_of`); `too_long` has the dropped prompts by then.
     """
-    seen: list[Sample] = []
-    for sample in tee(samples, seen.append):
+    collected: list[Sample] = []
+    for sample in tee(samples, collected.append):
         sample.metadata.setdefault("dataset", name)
         yield sample
     threshold, key = settings.eval.success_threshold, settings.score.reward_key
-    metrics |= summarize(name, seen, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track)
+    metrics |= summarize(
+        name, collected, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track
+    )
     if too_long:
         metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
 
 
 def answer_of(reward: RewardFn) -> Callable[[Sample], str | None]:
-    """What of a sample is compared in a vote: what its verifier graded, or "pred" of a reward that is a dict."""
+    """Return a function that extracts the answer compared in a majority vote.
+
+    The answer is the text that the verifier graded, or "pred" of a reward that is a dict.
+    """
 
     def answer(sample: Sample) -> str | None:
         if isinstance(sample.reward, dict) and "pred" in sample.reward:
@@ -144,9 +153,9 @@ def summarize(
     answer: Callable[[Sample], str | None] | None = None,
     track: TrackSettings | None = None,
 ) -> Metrics:
-    """The metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
+    """Return the metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
 
-    maj@n only where some sample has an `answer`; [track] may ask for more. Raises RecordError without samples.
+    maj@n needs a sample with an `answer`; [track] may enable more. Raises RecordError without samples.
     """
     if not samples:
         raise RecordError(f"eval.data.{name}: no prompts; give a source that has some")
@@ -166,14 +175,14 @@ def summarize(
         f"eval/{name}/response_len/max": float(max(lengths)),
         f"eval/{name}/response_len/min": float(min(lengths)),
     }
-    metrics |= count_failures(f"eval/{name}/", samples) | _of_groups(name, samples, right, answer)
+    metrics |= count_failures(f"eval/{name}/", samples) | _group_metrics(name, samples, right, answer)
     return metrics | asked_for(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
 
 
-def _of_groups(
+def _group_metrics(
     name: str, samples: Sequence[Sample], right: Sequence[bool], answer: Callable[[Sample], str | None] | None
 ) -> Metrics:
-    """What several answers to a prompt say together; nothing where there is one each."""
+    """Return avg@n, pass@k and maj@n of the groups; nothing if prompts have one answer each."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         groups[sample.group_index].append(i)
@@ -183,14 +192,14 @@ def _of_groups(
     metrics = {f"eval/{name}-avg@{n}": statistics.fmean(statistics.fmean(right[i] for i in g) for g in groups.values())}
     metrics |= pass_rates(f"eval/{name}-", [sample.group_index for sample in samples], right)
     answers = [answer(sample) for sample in samples] if answer else []
-    if any(found is not None for found in answers):
+    if any(text is not None for text in answers):
         votes = [majority_at_n([answers[i] for i in g], [right[i] for i in g]) for g in groups.values()]
         metrics[f"eval/{name}-maj@{n}"] = statistics.fmean(votes)
     return metrics
 
 
 def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = None) -> list[TableRow]:
-    """One answer to each of the first prompts, to be read; the same prompts at every evaluation."""
+    """Return one answer to each of the first `rows` prompts as a table; the same prompts at every evaluation."""
     first = {sample.group_index: sample for sample in reversed(list(samples))}
     return [
         {

@@ -1,4 +1,4 @@
-"""Stop at the first number that is not finite, before the optimizer has moved the weights by it."""
+"""Stops training at the first non-finite number, before the optimizer applies it to the weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slimectl.types import Metrics, Row
 
 Trainable = Policy | Critic
 Outputs = Callable[[Sequence[Row]], Sequence[Sequence[float]]]
-"""What a model says of every response token of rows."""
+"""Computes a model's output (log-probability or value) for every response token of rows."""
 
 NAMED = 4
-"""Samples that an error names."""
+"""Maximum number of samples that an error names."""
 
 COLUMNS = {
     "advantages": "advantages",
@@ -25,7 +25,7 @@ COLUMNS = {
     "values": "values",
     "returns": "returns",
 }
-"""What a row brings along, by field, and what it is called."""
+"""Row fields that are checked, and their names in errors."""
 
 WAY_OUT = "look at these samples, lower train.lr, or set train.dtype to float32"
 
@@ -34,8 +34,8 @@ WAY_OUT = "look at these samples, lower train.lr, or set train.dtype to float32"
 class FiniteCheck:
     """Checks one optimizer step over `rows`, whose samples are numbered `sample_ids`.
 
-    Numbers are summed over all ranks before they come here, so that no rank goes on without the others; and neither
-    trainer applies a gradient whose norm is not finite.
+    Metrics are summed over all ranks before the check, so that all ranks stop together; and neither trainer applies
+    a gradient whose norm is not finite.
     """
 
     rows: Sequence[Row]
@@ -51,10 +51,10 @@ class FiniteCheck:
                 raise self._error(f"{name} that are not finite", self._blame(bad, name))
 
     def check(self, metrics: Metrics, name: str, *, of: str, outputs: Outputs) -> Metrics:
-        """Return the metrics of a pass or an update if `name` among them is finite.
+        """Return the metrics of a pass or an update if the metric `name` is finite.
 
-        `of` says whose they are, and `outputs` computes its value of every token, to find the samples to blame. Raises
-        DivergedError.
+        `of` names the model in the error, and `outputs` computes its values per token, to find the samples to blame.
+        Raises DivergedError.
         """
         value = metrics.get(name, 0.0)
         if math.isfinite(value):
@@ -77,7 +77,7 @@ class FiniteCheck:
         return [i for i, numbers in enumerate(outputs(self.rows)) if not _is_finite(numbers)]
 
     def _search(self, among: Sequence[int], model: Trainable, loss: Loss) -> list[int]:
-        """Return rows whose own loss is not finite, by halves, at most as many as are named and one."""
+        """Return rows whose loss is not finite, by bisection; at most NAMED + 1 of them."""
         if math.isfinite(model.forward_backward([self.rows[i] for i in among], loss)["loss"]):
             return []
         if len(among) == 1:
@@ -87,16 +87,16 @@ class FiniteCheck:
         return first if len(first) > NAMED else first + self._search(among[half:], model, loss)
 
     def _blame(self, bad: Sequence[int], name: str, *, complete: bool = True) -> str:
-        """Return which samples have numbers that are not finite, in words; `complete`: there are no others."""
+        """Describe the samples with non-finite numbers; `complete` means that `bad` lists all of them."""
         if not bad:
             return f"no single sample is to blame, as the {name} of all {len(self.rows)} are finite"
         if complete and len(bad) == len(self.rows) > 1:
             return f"no single sample is to blame, as the {name} of none of the {len(bad)} are finite"
         numbers = list(dict.fromkeys(self.sample_ids[i] for i in bad))
         named = ", ".join(map(str, numbers[:NAMED]))
-        rest = f"{len(numbers) - NAMED} more" if complete else "perhaps others"
-        more = f" and {rest}" if len(numbers) > NAMED else ""
-        return f"not finite: the {name} of sample{'s' if len(numbers) > 1 else ''} {named}{more}"
+        remainder = f"{len(numbers) - NAMED} more" if complete else "perhaps others"
+        suffix = f" and {remainder}" if len(numbers) > NAMED else ""
+        return f"not finite: the {name} of sample{'s' if len(numbers) > 1 else ''} {named}{suffix}"
 
     def _error(self, fault: str, blame: str) -> DivergedError:
         return DivergedError(
@@ -105,5 +105,5 @@ class FiniteCheck:
 
 
 def _is_finite(numbers: Sequence[float] | None) -> bool:
-    # One sum, in C: what is not finite does not leave it.
+    # One sum, in C: a non-finite term makes the sum non-finite.
     return not numbers or math.isfinite(sum(numbers))

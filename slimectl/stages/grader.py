@@ -1,4 +1,4 @@
-"""Who grades a sample, and which samples are graded in one call."""
+"""Selects the reward of each sample and batches samples that are graded in one call."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ASKS_SERVERS = ("judge", "remote_rm")
 
 
 class Calls(Protocol):
-    """A reward as the stage uses it: samples are cut into calls, each of which gives as many rewards.
+    """A reward in batched form: samples are split into calls, each of which returns a reward per sample.
 
-    Nobody is asked about attempts that failed, unless siblings that did not are graded with them.
+    Failed samples are not graded, unless siblings that did not fail are graded with them.
     """
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]: ...
@@ -34,19 +34,19 @@ class Calls(Protocol):
     def many(self, samples: list[Sample]) -> list[Any]: ...
 
     def waits(self, samples: list[Sample]) -> bool:
-        """Whether the call is mostly waiting for somebody else; then `asked` may run beside others."""
+        """Whether the call mostly waits for I/O; then `asked` may run concurrently with others."""
         ...
 
     async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]: ...
 
     @property
     def patience_s(self) -> float:
-        """Seconds of waiting that are no fault of the sample's."""
+        """Maximum seconds of waiting for others (servers, rate limits) that do not count against the sample."""
         ...
 
 
 class OneByOne:
-    """Any callable as Calls: a sample a call, never waiting."""
+    """Adapts any callable to Calls: one sample per call, never asynchronous."""
 
     patience_s = 0.0
 
@@ -57,7 +57,7 @@ class OneByOne:
         return ([sample] for sample in samples)
 
     def many(self, samples: list[Sample]) -> list[Any]:
-        return _nothing(samples) if failed(samples) else [self._reward(sample) for sample in samples]
+        return _zero_rewards(samples) if failed(samples) else [self._reward(sample) for sample in samples]
 
     def waits(self, samples: list[Sample]) -> bool:
         return False
@@ -67,11 +67,11 @@ class OneByOne:
 
 
 def failed(samples: Sequence[Sample]) -> bool:
-    """Whether none of them is an answer."""
+    """Whether all samples have failed."""
     return all(sample.status is Status.FAILED for sample in samples)
 
 
-def _nothing(samples: Sequence[Sample]) -> list[Any]:
+def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
     return [0.0] * len(samples)
 
 
@@ -82,53 +82,53 @@ def as_calls(reward: Callable[[Sample], Any]) -> Calls:
 class Grader:
     """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
 
-    Pickles by its settings, so that worker processes make verifiers of their own. Raises SettingsError or HookError
-    at once if what the settings name does not exist.
+    Pickled as its settings, so that worker processes create verifiers of their own. Raises SettingsError or HookError
+    at once if a verifier or function named in the settings does not exist.
     """
 
     def __init__(self, settings: Settings) -> None:
         # With the secrets at hand: worker processes, and other machines, have another environment.
         self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
         self._args = Args(settings)
-        self._own: dict[str, Own] = {}
+        self._user_rewards: dict[str, Own] = {}
         self._verifiers: dict[str, Verifier] = {}
-        given = settings.score
-        if given.rm and given.rm_type:
+        score = settings.score
+        if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
-        self._sum = weighted([self._located(part, part.get("type")) for part in given.rm]) if given.rm else None
-        if given.custom_rm_path:
-            self._own_of(given.custom_rm_path)
-        elif given.rm_type:
-            self._verifier(given.rm_type)
+        self._sum = weighted([self._with_server_url(part, part.get("type")) for part in score.rm]) if score.rm else None
+        if score.custom_rm_path:
+            self._user_reward_at(score.custom_rm_path)
+        elif score.rm_type:
+            self._verifier(score.rm_type)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
         return _grader, (self._pickled,)
 
     @cached_property
     def _pickled(self) -> bytes:
-        """The settings, as they go along with every call to a worker process."""
+        """Pickled settings, sent with every call to a worker process."""
         return pickle.dumps(self.settings)
 
     def __call__(self, sample: Sample) -> Any:
         return self.many([sample])[0]
 
     def explain(self, sample: Sample) -> Verdict:
-        """The reward and how it came about; of a function of the user's, only what it returned."""
-        if own := self._own_for(sample):
-            return self._told(own, self._returned(own, [sample]))[0]
+        """Return the reward with its explanation; for a user's function, only its return value."""
+        if user_reward := self._user_reward_for(sample):
+            return self._as_grades(user_reward, self._call_user_reward(user_reward, [sample]))[0]
         return self.verifier_of(sample).explain(sample)
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-        """Samples that are graded in one call: siblings, or as many as whoever grades takes; else each alone.
+        """Yield the samples of each call: siblings, or up to the batch size of the grader; else single samples.
 
         Raises RecordError for siblings that do not stand together.
         """
         ended: set[tuple[str, int]] = set()
-        for (name, most, group), company in groupby(samples, key=self._company):
+        for (name, batch_size, group), batch in groupby(samples, key=self._batch_key):
             if group is None:
-                yield from batched(company, most)
+                yield from batched(batch, batch_size)
                 continue
-            siblings = list(company)
+            siblings = list(batch)
             if (name, group) in ended:
                 raise RecordError(
                     f"sample {siblings[0].index}: group_index: group {group} has been graded already; "
@@ -138,13 +138,13 @@ class Grader:
             yield siblings
 
     def many(self, samples: list[Sample]) -> list[Any]:
-        """The rewards of one call, or verdicts if the settings say explain."""
+        """Return the rewards of one call, or verdicts if score.explain is set."""
         if failed(samples):
-            return _nothing(samples)
-        own, explains = self._own_for(samples[0]), self.settings.score.explain
-        if own:
-            rewards = self._returned(own, samples)
-            return list(self._told(own, rewards)) if explains else rewards
+            return _zero_rewards(samples)
+        user_reward, explains = self._user_reward_for(samples[0]), self.settings.score.explain
+        if user_reward:
+            rewards = self._call_user_reward(user_reward, samples)
+            return list(self._as_grades(user_reward, rewards)) if explains else rewards
         grade = self.verifier_of(samples[0])
         if len(samples) > 1:
             verdicts = finished(lambda asker: grade.asked(samples, asker))
@@ -155,37 +155,37 @@ class Grader:
         if failed(samples):
             return False
         try:
-            own = self._own_for(samples[0])
-            return own.waits if own else self.verifier_of(samples[0]).waits
+            user_reward = self._user_reward_for(samples[0])
+            return user_reward.waits if user_reward else self.verifier_of(samples[0]).waits
         except RecordError:  # `many` raises it again
             return False
 
     async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]:
-        """`many`, for a call that waits."""
+        """Asynchronous form of `many`."""
         explains = self.settings.score.explain
-        if own := self._own_for(samples[0]):
-            rewards = own.rewards(await own.called(samples, self._args), samples)
-            return list(self._told(own, rewards)) if explains else rewards
+        if user_reward := self._user_reward_for(samples[0]):
+            rewards = user_reward.rewards(await user_reward.called(samples, self._args), samples)
+            return list(self._as_grades(user_reward, rewards)) if explains else rewards
         verdicts = await self.verifier_of(samples[0]).asked(samples, asker)
         return verdicts if explains else [verdict.reward for verdict in verdicts]
 
     @property
     def patience_s(self) -> float:
-        """Of what the settings name."""
+        """Sum over the verifiers that the settings name."""
         if self._sum:
             return self._sum.patience_s
-        return sum(made.patience_s for made in self._verifiers.values())
+        return sum(grade.patience_s for grade in self._verifiers.values())
 
     def bounds(self, sample: Sample) -> tuple[float, float] | None:
-        """Between which numbers the verifier says the reward lies; None for another key of a dict, or no verifier."""
-        if self._own_for(sample) or self.settings.score.reward_key not in (None, "score"):
+        """Return the verifier's (lowest, highest) reward; None for another key of a dict, or without a verifier."""
+        if self._user_reward_for(sample) or self.settings.score.reward_key not in (None, "score"):
             return None
         return self.verifier_of(sample).bounds
 
     def verifier_of(self, sample: Sample) -> Verifier:
-        """The verifier that is meant where no function of the user's is.
+        """Return the verifier of a sample that has no user function.
 
-        Raises SettingsError if none is named, RecordError if the sample names one that cannot be.
+        Raises SettingsError if none is named, RecordError if the sample names an invalid one.
         """
         if named := sample.metadata.get("rm_type"):
             try:
@@ -201,56 +201,56 @@ class Grader:
             )
         return self._sum
 
-    def _company(self, sample: Sample) -> tuple[str, int, int | None]:
-        """Who grades it; how many samples in one call, or else of which group it is that is graded whole."""
+    def _batch_key(self, sample: Sample) -> tuple[str, int, int | None]:
+        """Return (grader, maximum batch size, group index if the group is graded in one call, else None)."""
         if failed([sample]) and not self.settings.score.group_rm:
             return "", 1, None
         try:
             path = self._path_of(sample)
             name = path or str(sample.metadata.get("rm_type") or "")
             if path:
-                together = self._own_of(path).together
-                most = self.settings.score.batch_size if together else 1
+                takes_groups = self._user_reward_at(path).together
+                batch_size = self.settings.score.batch_size if takes_groups else 1
             else:
                 grade = self.verifier_of(sample)
-                together, most = grade.takes_groups, grade.together
+                takes_groups, batch_size = grade.takes_groups, grade.together
         except RecordError:  # raised again where it is graded, as the result of this sample alone
             return "", 1, None
-        return name, most, sample.group_index if together and self.settings.score.group_rm else None
+        return name, batch_size, sample.group_index if takes_groups and self.settings.score.group_rm else None
 
-    def _own_for(self, sample: Sample) -> Own | None:
+    def _user_reward_for(self, sample: Sample) -> Own | None:
         path = self._path_of(sample)
-        return self._own_of(path) if path else None
+        return self._user_reward_at(path) if path else None
 
     def _path_of(self, sample: Sample) -> str | None:
-        """The path of the user's function. Raises RecordError where a sample names one and may not."""
+        """Return the path of the user's function. Raises RecordError if a sample names one and may not."""
         if sample.custom_rm_path and not self.settings.score.allow_paths_in_records:
             raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
         return sample.custom_rm_path or self.settings.score.custom_rm_path
 
-    def _own_of(self, path: str) -> Own:
-        if path not in self._own:
-            self._own[path] = Own(path, group_rm=self.settings.score.group_rm)
-        return self._own[path]
+    def _user_reward_at(self, path: str) -> Own:
+        if path not in self._user_rewards:
+            self._user_rewards[path] = Own(path, group_rm=self.settings.score.group_rm)
+        return self._user_rewards[path]
 
-    def _returned(self, own: Own, samples: Sequence[Sample]) -> list[Any]:
-        result = own.called(samples, self._args)
+    def _call_user_reward(self, user_reward: Own, samples: Sequence[Sample]) -> list[Any]:
+        result = user_reward.called(samples, self._args)
         if inspect.isawaitable(result):
             awaitable = result
             result = finished(lambda asker: awaitable)
-        return own.rewards(result, samples)
+        return user_reward.rewards(result, samples)
 
-    def _told(self, own: Own, rewards: Iterable[Any]) -> list[Verdict]:
-        return [Verdict(reward, "whole sample", f"{own.path} returned {reward!r}") for reward in rewards]
+    def _as_grades(self, user_reward: Own, rewards: Iterable[Any]) -> list[Verdict]:
+        return [Verdict(reward, "whole sample", f"{user_reward.path} returned {reward!r}") for reward in rewards]
 
     def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:
             options = self.settings.score.rm_options if rm_type == self.settings.score.rm_type else {}
-            self._verifiers[rm_type] = verifier(rm_type, **self._located(options, rm_type))
+            self._verifiers[rm_type] = verifier(rm_type, **self._with_server_url(options, rm_type))
         return self._verifiers[rm_type]
 
-    def _located(self, options: dict[str, Any], rm_type: object) -> dict[str, Any]:
-        """The options, with the address where it is needed and not among them."""
+    def _with_server_url(self, options: dict[str, Any], rm_type: object) -> dict[str, Any]:
+        """Return the options, with score.rm_url added for verifiers that need a server address."""
         url = self.settings.score.rm_url
         asks = str(rm_type).removeprefix("boxed_") in ASKS_SERVERS
         return {"url": url, **options} if url and asks else options
@@ -258,5 +258,5 @@ class Grader:
 
 @lru_cache(maxsize=4)
 def _grader(settings: bytes) -> Grader:
-    """One for all samples that come to a worker process."""
+    """Return the grader of a worker process, cached per settings."""
     return Grader(pickle.loads(settings))

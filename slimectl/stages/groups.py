@@ -1,4 +1,4 @@
-"""Where the groups of a round come from: prompts, or a data source of the user's. Both have the shape of DataSource."""
+"""Sources of the groups of a round: prompts, or a user's data source. Both implement DataSource."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = "rollout.data_source_path"
 
 
 class PromptGroups:
-    """New groups from prompts; those that wait in the run's buffer come first where a function of the user's asks."""
+    """Creates groups from prompts; `get_samples`, for user functions, takes buffered groups first."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class PromptGroups:
         *,
         count: Callable[[], int] | None = None,
     ) -> None:
-        """`count` tells the prompts of one epoch when they are asked for."""
+        """`count` returns the number of prompts per epoch; it is called on demand."""
         self._prompts, self._attempts, self._state, self._count = prompts, attempts, state, count
 
-    def begin(self, going: Underway) -> bool:
-        """Have one more group under way; False where there is none."""
+    def begin(self, in_flight: Underway) -> bool:
+        """Submit one more group; False at the end of the prompts."""
         prompt = self._next()
         if prompt is not None:
-            going.begin(prompt)
+            in_flight.begin(prompt)
         return prompt is not None
 
     def get_samples(self, n: int) -> list[Group]:
@@ -52,10 +52,10 @@ class PromptGroups:
         self._state.buffer += groups
 
     def save(self, rollout_id: int) -> None:
-        """Nothing to do: a run keeps position and buffer by itself."""
+        """Do nothing: a run saves position and buffer itself."""
 
     def load(self, rollout_id: int, state: Any = None) -> None:
-        """Nothing to do: they are where they were."""
+        """Do nothing: a run restores position and buffer itself."""
 
     def __len__(self) -> int:
         if self._count is None:
@@ -70,9 +70,9 @@ class PromptGroups:
 
 
 class OwnGroups:
-    """New groups from the user's data source, checked, numbered through and given the tokens of their prompts.
+    """Creates groups from the user's data source: validates them, numbers them and tokenizes their prompts.
 
-    What else the source has can be reached through it. Raises HookError for what is no group.
+    Other attributes are forwarded to the source. Raises HookError for anything that is not a group.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OwnGroups:
         epochs: int | None = None,
         left_out: Callable[[Prompt], Any] = lambda prompt: None,
     ) -> None:
-        """`epochs` times len(source) groups are drawn; None is without end, but for the source's own."""
+        """`epochs` times len(source) groups are drawn; with None, groups are drawn until the source ends."""
         self._source, self._attempts, self._state = source, attempts, state
         self._last = None if epochs is None else epochs * self._length()
         self._left_out = left_out
@@ -102,26 +102,26 @@ class OwnGroups:
         with converted(f"{SOURCE}: len({self._name})"):
             return len(self._source)
 
-    def begin(self, going: Underway) -> bool:
-        group = self._drawn()
+    def begin(self, in_flight: Underway) -> bool:
+        group = self._next_group()
         if group is not None:
-            going.go_on(group)
+            in_flight.go_on(group)
         return group is not None
 
     def get_samples(self, n: int) -> list[Group]:
         groups: list[Group] = []
-        while len(groups) < n and (group := self._drawn()) is not None:
+        while len(groups) < n and (group := self._next_group()) is not None:
             groups.append(group)
         return groups
 
     def add_samples(self, groups: list[Group]) -> None:
-        self._called("add_samples", groups)
+        self._call("add_samples", groups)
 
     def save(self, rollout_id: int) -> None:
-        """Where the source stands, into the state of sampling. Raises HookError for what is not JSON."""
-        told = self._called("save", rollout_id)
+        """Write the state of the source into the sampling state. Raises HookError if it is not JSON."""
+        source_state = self._call("save", rollout_id)
         try:
-            self._state.source = json.loads(json.dumps(told, allow_nan=False))
+            self._state.source = json.loads(json.dumps(source_state, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise HookError(
                 f"{SOURCE}: {self._name}.save returned what is not JSON ({error}); return numbers, texts, lists and "
@@ -129,22 +129,22 @@ class OwnGroups:
             ) from None
 
     def load(self, rollout_id: int, state: Any) -> None:
-        takes = inspect.signature(self._source.load).parameters
-        both = "state" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        self._called("load", rollout_id, **({"state": copy.deepcopy(state)} if both else {}))
+        parameters = inspect.signature(self._source.load).parameters
+        takes_state = "state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._call("load", rollout_id, **({"state": copy.deepcopy(state)} if takes_state else {}))
 
-    def _drawn(self) -> Group | None:
-        """One group, ready to be sampled; None at the end."""
+    def _next_group(self) -> Group | None:
+        """Return the next group, ready to be sampled; None at the end."""
         while self._last is None or self._state.position < self._last:
-            given = self._called("get_samples", 1)
-            if not isinstance(given, list) or not all(map(_is_group, given)) or len(given) > 1:
+            groups = self._call("get_samples", 1)
+            if not isinstance(groups, list) or not all(map(_is_group, groups)) or len(groups) > 1:
                 raise HookError(
-                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(given)}; return a list of one group, a "
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(groups)}; return a list of one group, a "
                     f"list of Samples, or an empty list at the end"
                 )
-            if not given:
+            if not groups:
                 return None
-            group = given[0] if any(sample.response_length for sample in given[0]) else self._numbered(given[0])
+            group = groups[0] if any(sample.response_length for sample in groups[0]) else self._number_group(groups[0])
             tokens = group[0].prompt_length
             attempts = self._attempts
             excess = prompt_excess(tokens, attempts.settings, attempts.context, evaluation=attempts.evaluation)
@@ -156,23 +156,27 @@ class OwnGroups:
         return None
 
     def _drop(self, prompt: Prompt, excess: str) -> None:
-        """Name a prompt that is too long. Raises RecordError where a source gives nothing else."""
+        """Report a prompt that is too long. Raises RecordError after MOST_IN_A_ROW of them in a row."""
         name_dropped(prompt, excess)
         self._dropped += 1
         if self._dropped == MOST_IN_A_ROW:
             raise all_too_long(self._dropped, excess)
 
-    def _numbered(self, given: Group) -> Group:
-        """A new group under the next number. Copies: a source may give one sample several times, and keeps its own."""
-        n, place = self._attempts.settings.n_samples_per_prompt, self._state.position
-        if len(given) != n:
+    def _number_group(self, source_group: Group) -> Group:
+        """Return a copy of a new group with the next group index.
+
+        It is a copy because a source may return one sample several times, and keeps its own.
+        """
+        n, index = self._attempts.settings.n_samples_per_prompt, self._state.position
+        if len(source_group) != n:
             raise HookError(
-                f"{SOURCE}: {self._name}.get_samples gave a group of {len(given)}; rollout.n_samples_per_prompt is {n}"
+                f"{SOURCE}: {self._name}.get_samples gave a group of {len(source_group)}; "
+                f"rollout.n_samples_per_prompt is {n}"
             )
         self._state.position += 1
-        group = [copy.deepcopy(sample) for sample in given]
+        group = [copy.deepcopy(sample) for sample in source_group]
         for i, sample in enumerate(group):
-            sample.group_index, sample.index, sample.status = place, place * n + i, Status.PENDING
+            sample.group_index, sample.index, sample.status = index, index * n + i, Status.PENDING
             sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(_prompt(sample))
         return group
 
@@ -180,17 +184,17 @@ class OwnGroups:
     def _name(self) -> str:
         return type(self._source).__name__
 
-    def _called(self, method: str, *values: Any, **named: Any) -> Any:
+    def _call(self, method: str, *values: Any, **keywords: Any) -> Any:
         with converted(f"{SOURCE}: {self._name}.{method}"):
-            return getattr(self._source, method)(*values, **named)
+            return getattr(self._source, method)(*values, **keywords)
 
 
 def _prompt(sample: Sample) -> Prompt:
     return Prompt(sample.prompt, label=sample.label, index=sample.group_index, tools=sample.metadata.get("tools"))
 
 
-def _is_group(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(sample, Sample) for sample in given)
+def _is_group(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(sample, Sample) for sample in value)
 
 
 def flattened(groups: Iterable[Group]) -> list[Sample]:

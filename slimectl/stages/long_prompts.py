@@ -1,4 +1,4 @@
-"""Prompts that are too long to be answered: left out, counted, and the first few named with their line."""
+"""Drops prompts that are too long to be answered, counts them and reports the first few with their line."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from slimectl.types import Prompt, Sample
 Item = TypeVar("Item")
 
 NAMED = 5
-"""Prompts of a process that are named one by one; of more only their number is told."""
+"""Dropped prompts that a process reports one by one; further ones are only counted."""
 MOST_IN_A_ROW = 10_000
 MOST_EPOCHS = 4
-"""Prompts left out one after another, and times that one line is among them, at which no other is to be hoped for."""
+"""Limits after which all prompts count as too long: consecutive drops, and drops of one and the same line."""
 
 _named: set[str] = set()
 
 
 def prompt_excess(tokens: int, settings: RolloutSettings, context: int | None, *, evaluation: bool = False) -> str:
-    """Return why a prompt of so many tokens cannot be answered by a model that reads `context`; "" where it can.
+    """Return the reason why a prompt of `tokens` tokens is too long for a model of context `context`; "" if it fits.
 
-    Evaluations ask the same of every model: rollout.max_prompt_len does not hold for them.
+    Evaluations use the same prompts for every model: rollout.max_prompt_len does not apply to them.
     """
     if context is not None and tokens >= context:
         return f"{tokens} tokens leave no room for an answer in a context of {context}"
@@ -35,7 +35,7 @@ def prompt_excess(tokens: int, settings: RolloutSettings, context: int | None, *
 
 
 def demonstration_excess(sample: Sample, settings: RolloutSettings, context: int | None) -> str:
-    """Return why a sample to be imitated is too long; "" where it is not."""
+    """Return the reason why a demonstration is too long; "" if it is not."""
     if context is not None and len(sample.tokens) > context:
         return f"{len(sample.tokens)} tokens with its answer, in a context of {context}"
     return prompt_excess(sample.prompt_length, settings, None)
@@ -49,11 +49,11 @@ def drop_long(
     *,
     mixed: bool = False,
 ) -> Iterator[Item]:
-    """Yield the items without an `excess`; the prompts of the others go to `on_dropped`.
+    """Yield the items for which `excess` returns ""; the prompts of the others are passed to `on_dropped`.
 
-    Raises RecordError where none is without: at the end of prompts that were read from the first one on, or when the
-    same lines have come several times, or 10 000 in a row. In prompts that are `mixed` by weight a line may come often
-    before another.
+    Raises RecordError if all are too long: at the end of prompts that were read from the first one on, after
+    MOST_EPOCHS drops of the same line, or after 10 000 drops in a row. The limit per line does not apply to prompts
+    that are `mixed` by weight, where a line may repeat before another comes.
     """
     dropped: Counter[str] = Counter()
     from_start: bool | None = None
@@ -61,24 +61,24 @@ def drop_long(
     for item in items:
         prompt = prompt_of(item)
         from_start = prompt.index == 0 if from_start is None else from_start
-        if not (why := excess(item)):
+        if not (fault := excess(item)):
             dropped.clear()
             from_start = False
             yield item
             continue
-        reason = why
+        reason = fault
         name_dropped(prompt, reason)
         on_dropped(prompt)
         dropped[prompt.where] += 1
-        again = prompt.where and not mixed and dropped[prompt.where] >= MOST_EPOCHS
-        if again or dropped.total() == MOST_IN_A_ROW:
+        repeats = prompt.where and not mixed and dropped[prompt.where] >= MOST_EPOCHS
+        if repeats or dropped.total() == MOST_IN_A_ROW:
             raise all_too_long(dropped.total(), reason)
     if from_start and dropped:
         raise all_too_long(dropped.total(), reason)
 
 
 def name_dropped(prompt: Prompt, reason: str) -> None:
-    """Say on stderr, once, which prompt is left out and why; after a few, that there are more."""
+    """Print the dropped prompt and the reason on stderr, once per prompt; after a few, print that there are more."""
     name = prompt.where or f"prompt {prompt.index}"
     if name in _named or len(_named) > NAMED:
         return
@@ -88,7 +88,7 @@ def name_dropped(prompt: Prompt, reason: str) -> None:
 
 
 def all_too_long(count: int, reason: str) -> RecordError:
-    """Return the error for prompts of which not one can be answered."""
+    """Return the error for prompts that are all too long."""
     return RecordError(
         f"all {count} prompts read are too long, the last one with {reason}; raise rollout.max_prompt_len or "
         f"rollout.max_context_len, or give shorter prompts"

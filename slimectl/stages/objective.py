@@ -1,4 +1,4 @@
-"""What an algorithm makes of a round: which samples it keeps, their rows, its loss and its reduction."""
+"""Builds the rows of a round for an algorithm: sample filters, log-probabilities, loss and reduction weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Row, Sample
 
 Estimator = Callable[[Sequence[Row], Sequence[Sample], Sequence[float]], None]
-"""(rows, samples, rewards): writes `Row.advantages`."""
+"""Called with (rows, samples, rewards); writes `Row.advantages`."""
 
 LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)}
-"""The arguments of the loss; those that an algorithm has as settings are under the same names."""
+"""Arguments of PolicyLoss; the settings of an algorithm have the same names."""
 
 
 def loss_of(algorithm: PolicyGradient | Pairwise | Sft, rows: Sequence[Row]) -> Loss:
-    """The token loss that the settings ask for, of a step of these rows."""
+    """Return the token loss of the algorithm for a step over `rows`."""
     if isinstance(algorithm, Sft):
         return SftLoss()
     if isinstance(algorithm, Pairwise):
@@ -47,7 +47,7 @@ def loss_of(algorithm: PolicyGradient | Pairwise | Sft, rows: Sequence[Row]) -> 
 
 
 def _mean_weight(rows: Sequence[Row], algorithm: PolicyGradient) -> float:
-    """The mean importance weight of a step, whose rows have both kinds of log-probabilities."""
+    """Return the mean importance weight of a step; its rows have old and rollout log-probabilities."""
     old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
     rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
     mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
@@ -68,9 +68,9 @@ def _mean_weight(rows: Sequence[Row], algorithm: PolicyGradient) -> float:
 
 
 def weigh(rows: Sequence[Row], executions: Sequence[int], algorithm: PolicyGradient | Pairwise | Sft) -> None:
-    """Turn the masks in `Row.weights` into the weights of one whole step: its reduction, denominators included.
+    """Replace the masks in `Row.weights` by the loss weights of a whole step: its reduction, with denominators.
 
-    A pair's loss is a function of sums over its tokens: each token counts one over the number of pairs.
+    A pair's loss is a function of sums over its tokens: each token weighs one over the number of pairs.
     """
     masks = [[int(weight != 0) for weight in row.weights] for row in rows]
     if isinstance(algorithm, Pairwise):
@@ -81,12 +81,12 @@ def weigh(rows: Sequence[Row], executions: Sequence[int], algorithm: PolicyGradi
         fixed = algorithm.fixed_length if isinstance(algorithm, PolicyGradient) else None
         kind: Reduction = "fixed_length" if fixed else "rollout_mean"
         weights = token_weights(masks, executions, kind=kind, fixed_length=fixed)
-    for row, weighed in zip(rows, weights, strict=True):
-        row.weights = weighed
+    for row, row_weights in zip(rows, weights, strict=True):
+        row.weights = row_weights
 
 
 def require_groups(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
-    """Raises RecordError if every prompt was answered once only: nothing could ever be learnt from comparing."""
+    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then."""
     executions: dict[int, set[int]] = {}
     for sample in samples:
         executions.setdefault(sample.group_index, set()).add(sample.execution)
@@ -112,12 +112,12 @@ def policy_rows(
     custom: Estimator | None = None,
     shaped: Mapping[int, float] | None = None,
 ) -> tuple[list[Sample], list[Row]]:
-    """The samples that carry signal, as rows with their advantages; what was dropped and why goes to `metrics`.
+    """Return the samples that carry signal and their rows with advantages; counts of drops go to `metrics`.
 
-    `log_probs` is the policy's pass over rows, asked for only where an advantage depends on it; ppo needs a `critic`. A
-    `custom` estimator writes the advantages instead of the algorithm's. `shaped` are rewards, by the identity of their
-    sample, that become advantages without being compared with siblings. Raises RecordError if a sample lacks a reward,
-    or log-probabilities that a setting needs.
+    `log_probs` is the policy's forward pass over rows, called only if an advantage depends on it; ppo needs a
+    `critic`. A `custom` estimator writes the advantages instead of the algorithm's. `shaped` has rewards, by the id()
+    of their sample, that become advantages without a comparison with siblings. Raises RecordError if a sample lacks a
+    reward, or log-probabilities that a setting needs.
     """
     rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
     groups: dict[int, list[Sample]] = {}
@@ -127,9 +127,9 @@ def policy_rows(
         metrics |= count_groups([[rewards[id(s)] for s in group] for group in groups.values()])
     if algorithm.drop_zero_std_groups:
         _drop_without_signal(groups, rewards, metrics)
-    kept = [sample for sample in samples if sample.group_index in groups]
-    rows = [_row(sample) for sample in kept]
-    _require_log_probs(kept, algorithm)
+    trained_samples = [sample for sample in samples if sample.group_index in groups]
+    rows = [_row(sample) for sample in trained_samples]
+    _require_log_probs(trained_samples, algorithm)
     if algorithm.use_rollout_logprobs:
         for row in rows:
             row.old_log_probs = row.rollout_log_probs
@@ -138,29 +138,29 @@ def policy_rows(
             row.old_log_probs = old
     if critic is not None:
         set_values(rows, critic)
-    numbers = [(shaped or rewards)[id(sample)] for sample in kept]
+    numbers = [(shaped or rewards)[id(sample)] for sample in trained_samples]
     if custom is not None:
-        custom(rows, kept, numbers)
+        custom(rows, trained_samples, numbers)
     else:
-        set_advantages(rows, kept, numbers, algorithm, metrics, compare=shaped is None)
-    return kept, rows
+        set_advantages(rows, trained_samples, numbers, algorithm, metrics, compare=shaped is None)
+    return trained_samples, rows
 
 
 def _rewards(samples: Sequence[Sample], reward_key: str | None, *, needed: bool) -> dict[int, float]:
-    """The number that each sample was given, by its identity; zeros for lacking ones where none is `needed`."""
+    """Return the reward of each sample by its id(); missing ones are 0 if no reward is `needed`."""
     lacking = [sample for sample in samples if sample.reward is None]
     if lacking and needed:
         raise RecordError(f"sample {lacking[0].index}: no reward; run `slimectl score` on these samples first")
-    given = {id(sample) for sample in lacking}
-    return {id(s): 0.0 if id(s) in given else reward_number(s, reward_key) for s in samples}
+    lacking_ids = {id(sample) for sample in lacking}
+    return {id(s): 0.0 if id(s) in lacking_ids else reward_number(s, reward_key) for s in samples}
 
 
 def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
-    """Raises RecordError if a sample lacks log-probabilities that a setting makes use of."""
+    """Raises RecordError if a sample lacks log-probabilities that a setting needs."""
     sampled = "sample with `slimectl rollout`, which records them"
     reference = "add --reference DIR to `slimectl score`"
     teacher = "set algorithm.opd_teacher_load or algorithm.opd_teacher_url"
-    wanted = {
+    requirements = {
         "algorithm.kl_coef": (algorithm.kl_coef > 0, "ref_log_probs", reference),
         "algorithm.kl_loss_coef": (algorithm.kl_loss_coef > 0, "ref_log_probs", reference),
         "algorithm.opd_kl_coef": (algorithm.opd_kl_coef > 0, "teacher_log_probs", teacher),
@@ -168,7 +168,7 @@ def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> 
         "algorithm.use_rs": (algorithm.use_rs, "rollout_log_probs", sampled),
         "algorithm.use_rollout_logprobs": (algorithm.use_rollout_logprobs, "rollout_log_probs", sampled),
     }
-    for setting, (needed, name, way_out) in wanted.items():
+    for setting, (needed, name, way_out) in requirements.items():
         lacking = [sample for sample in samples if needed and getattr(sample, name) is None]
         if lacking:
             raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {way_out}")
@@ -184,7 +184,7 @@ def _drop_without_signal(groups: dict[int, list[Sample]], rewards: dict[int, flo
 
 
 def _row(sample: Sample) -> Row:
-    """A sample as a row; its weights are the mask until the step's reduction is known."""
+    """Return a sample as a row; its weights are the mask until `weigh` applies the step's reduction."""
     return Row(
         tokens=sample.tokens,
         response_length=sample.response_length,

@@ -1,4 +1,4 @@
-"""A user's functions for what trackers get of a round's samples, and of an evaluation's."""
+"""User functions that change the metrics which trackers log of a round or an evaluation."""
 
 from __future__ import annotations
 
@@ -13,52 +13,59 @@ from slimectl.types import Metrics, Sample, Status, StepReport
 
 ROLLOUT, EVALUATION = "track.custom_rollout_log_function_path", "track.custom_eval_rollout_log_function_path"
 OF_SAMPLES = "rollout/"
-"""How the metrics begin that are made of a round's samples."""
+"""Prefix of the metrics computed from a round's samples."""
 
 
 def own_rollout_log(report: StepReport, tracked: Metrics, settings: Settings) -> Metrics:
-    """What trackers get of a report with samples; without those of its samples where the function says so."""
-    found = hook(settings, ROLLOUT)
-    if found is None:
+    """Return the metrics that trackers log of a report with samples.
+
+    The metrics of the samples are left out if the user's function returns True.
+    """
+    function = hook(settings, ROLLOUT)
+    if function is None:
         return tracked
     extra = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
-    rest = {name: value for name, value in tracked.items() if name not in extra}
-    offered = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
-    offered["rollout_time"] = report.perf.get("perf/rollout_time", 0.0)
-    return rest if _skips(found, settings, offered) else rest | _numbers(found, extra)
+    base_metrics = {name: value for name, value in tracked.items() if name not in extra}
+    arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
+    arguments["rollout_time"] = report.perf.get("perf/rollout_time", 0.0)
+    return (
+        base_metrics
+        if _skips_default_log(function, settings, arguments)
+        else base_metrics | _check_numbers(function, extra)
+    )
 
 
 def own_eval_log(
     rollout_id: int, samples: Mapping[str, Sequence[Sample]], metrics: Metrics, settings: Settings
 ) -> Metrics:
-    """What trackers get of an evaluation; nothing where the function says so."""
-    found = hook(settings, EVALUATION)
-    if found is None:
+    """Return the metrics that trackers log of an evaluation; none if the user's function returns True."""
+    function = hook(settings, EVALUATION)
+    if function is None:
         return metrics
     data = {
         name: {
-            "rewards": [reward_number(sample, settings.score.reward_key) for sample in seen],
-            "truncated": [sample.status is Status.TRUNCATED for sample in seen],
-            "samples": list(seen),
+            "rewards": [reward_number(sample, settings.score.reward_key) for sample in dataset_samples],
+            "truncated": [sample.status is Status.TRUNCATED for sample in dataset_samples],
+            "samples": list(dataset_samples),
         }
-        for name, seen in samples.items()
+        for name, dataset_samples in samples.items()
     }
     extra = dict(metrics)
-    skips = _skips(found, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
-    return {} if skips else _numbers(found, extra)
+    skips = _skips_default_log(function, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
+    return {} if skips else _check_numbers(function, extra)
 
 
-def _skips(found: Hook, settings: Settings, offered: Mapping[str, Any]) -> bool:
+def _skips_default_log(function: Hook, settings: Settings, arguments: Mapping[str, Any]) -> bool:
     args = Args(settings)
-    made = found({"args": args, "settings": args, **offered})
-    if made is not None and not isinstance(made, bool):
-        raise found.returned(made, "True to skip the default log, else False")
-    return bool(made)
+    result = function({"args": args, "settings": args, **arguments})
+    if result is not None and not isinstance(result, bool):
+        raise function.returned(result, "True to skip the default log, else False")
+    return bool(result)
 
 
-def _numbers(found: Hook, metrics: Metrics) -> Metrics:
-    """Raises HookError for what a function has written that no tracker can take."""
+def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:
+    """Return the metrics. Raises HookError for names or values that no tracker accepts."""
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, int | float) or math.isinf(value):
-            raise found.returned(value, f"numbers only: the metric {name!r} is none")
+            raise function.returned(value, f"numbers only: the metric {name!r} is none")
     return metrics

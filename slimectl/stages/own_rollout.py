@@ -1,4 +1,4 @@
-"""A user's own function for whole rounds."""
+"""Runs a user's function that samples whole rounds (rollout.function_path)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ from slimectl.types import Completion, Metrics, Prompt, Round, Sample, SamplingP
 FUNCTION = "rollout.function_path"
 
 Graded = Callable[[list[Sample]], list[Sample]]
-"""Samples with their rewards."""
+"""Grades samples and returns them."""
 
 
 class OwnRollout:
-    """rollout.function_path: a function that makes whole rounds."""
+    """Calls the function of rollout.function_path once per round and validates its groups and metrics."""
 
-    def __init__(self, found: Hook, attempts: Attempts, settings: Settings) -> None:
-        self._hook, self._attempts, self._settings = found, attempts, settings
+    def __init__(self, function: Hook, attempts: Attempts, settings: Settings) -> None:
+        self._hook, self._attempts, self._settings = function, attempts, settings
         self._loop = asyncio.new_event_loop()
-        self._draws, self._versions, self._rollout_id = 0, dict[str, None](), 0
+        self._requests, self._versions, self._rollout_id = 0, dict[str, None](), 0
 
     def groups(self, rollout_id: int, source: PromptGroups | OwnGroups) -> tuple[list[Group], Metrics]:
-        """One round of it, ungraded, and its own metrics; no groups at the end. Raises HookError for anything else."""
-        self._draws, self._rollout_id = 0, rollout_id
+        """Return one round's ungraded groups and the function's metrics; no groups at the end.
+
+        Raises HookError if the function returns anything else.
+        """
+        self._requests, self._rollout_id = 0, rollout_id
         self._versions.clear()
         self._attempts.rollout_id = rollout_id
         args, evaluation = Args(self._settings), self._attempts.evaluation
-        made = self._hook(
+        result = self._hook(
             {
                 "args": args,
                 "settings": args,
@@ -55,27 +58,27 @@ class OwnRollout:
                 "tokenizer": self._attempts.tokenizer,
             }
         )
-        if inspect.isawaitable(made):
-            made = run_to_end(self._loop, _finished(made))
-        groups, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        if inspect.isawaitable(result):
+            result = run_to_end(self._loop, _await_result(result))
+        groups, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
-            raise self._hook.returned(made, "groups (lists of Samples), or (groups, metrics)")
+            raise self._hook.returned(result, "groups (lists of Samples), or (groups, metrics)")
         if not all(isinstance(sample, Sample) for sample in flattened(groups)):
-            raise self._hook.returned(made, "groups whose members are Samples, or (groups, metrics)")
+            raise self._hook.returned(result, "groups whose members are Samples, or (groups, metrics)")
         self._check_groups(groups)
         for sample in flattened(groups):
             sample.status = Status.COMPLETED if sample.status is Status.PENDING else sample.status
             sample.weight_versions = sample.weight_versions or list(self._versions)
-        return groups, self._checked(metrics)
+        return groups, self._check_metrics(metrics)
 
     def close(self) -> None:
-        """End what the function left under way."""
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        """Cancel tasks that the function left running."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        if left:
+        if tasks:
             self._loop.run_until_complete(self._attempts.engine.abort())
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     @property
@@ -85,9 +88,9 @@ class OwnRollout:
     async def _generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
         params = params or self._params
         if params.seed is None:
-            self._draws += 1
+            self._requests += 1
             text = f"round {self._rollout_id}"
-            params = dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._draws))
+            params = dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._requests))
         context = self._attempts.context
         if context is not None and len(tokens) >= context:
             return Completion([], [], "", "length")
@@ -96,19 +99,19 @@ class OwnRollout:
         return completion
 
     def _check_groups(self, groups: list[Group]) -> None:
-        where = f"{FUNCTION}: {self._hook.path}"
-        numbers = [group[0].group_index for group in groups]
-        if len(set(numbers)) < len(numbers):
-            raise HookError(f"{where}: two groups of a round have the same group_index; take them from data_source")
+        location = f"{FUNCTION}: {self._hook.path}"
+        group_indices = [group[0].group_index for group in groups]
+        if len(set(group_indices)) < len(group_indices):
+            raise HookError(f"{location}: two groups of a round have the same group_index; take them from data_source")
         for sample in flattened(groups):
             check_lengths(self._hook, sample)
             if sample.response_length > len(sample.tokens):
                 raise HookError(
-                    f"{where}: sample {sample.index} has {len(sample.tokens)} tokens and a response of "
+                    f"{location}: sample {sample.index} has {len(sample.tokens)} tokens and a response of "
                     f"{sample.response_length}; tokens are the prompt's and the response's"
                 )
 
-    def _checked(self, metrics: Any) -> Metrics:
+    def _check_metrics(self, metrics: Any) -> Metrics:
         fit = isinstance(metrics, dict) and all(
             isinstance(name, str) and is_number(value) for name, value in metrics.items()
         )
@@ -117,8 +120,8 @@ class OwnRollout:
         return {name if "/" in name else f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
-async def _finished(made: Any) -> Any:
-    return await made
+async def _await_result(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def own_rounds(
@@ -129,7 +132,7 @@ def own_rounds(
     state: SamplingState,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Round]:
-    """As `rounds.sampled_rounds`, of rounds that the user's function makes; samples without a reward are graded."""
+    """Yield rounds like `rounds.sampled_rounds`, sampled by the user's function; grade samples without a reward."""
     last = settings.run.num_rollout
     try:
         while last is None or state.rounds < last:
@@ -138,8 +141,8 @@ def own_rounds(
             if not groups:
                 return
             samples = flattened(groups)
-            given = {id(sample): sample.reward for sample in samples if sample.reward is not None}
-            graded([sample for sample in samples if id(sample) not in given])
+            rewarded_ids = {id(sample): sample.reward for sample in samples if sample.reward is not None}
+            graded([sample for sample in samples if id(sample) not in rewarded_ids])
             process_all(groups, source, settings)
             state.rounds += 1
             source.save(state.rounds)
@@ -161,7 +164,7 @@ def own_samples(
     epochs: int | None = 1,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """As `rollout.rollout`, of every round that the function makes until it, the prompts or run.num_rollout end."""
+    """Yield samples like `rollout.rollout`, round by round, until the function, the prompts or run.num_rollout end."""
     attempts = Attempts(
         engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample, agent_at=agent_at
     )
@@ -170,16 +173,16 @@ def own_samples(
     groups_of: PromptGroups | OwnGroups = PromptGroups(attempts.drop_long_prompts(prompts, left_out), attempts, state)
     if source is not None:
         groups_of = OwnGroups(source, attempts, state, epochs=epochs, left_out=left_out)
-    own, last, number = OwnRollout(function, attempts, settings), settings.run.num_rollout, 0
+    user_rollout, max_rounds, number = OwnRollout(function, attempts, settings), settings.run.num_rollout, 0
     try:
-        while last is None or number < last:
+        while max_rounds is None or number < max_rounds:
             number += 1
-            groups, _ = own.groups(number, groups_of)
+            groups, _ = user_rollout.groups(number, groups_of)
             if not groups:
                 return
             yield from flattened(groups)
     finally:
-        own.close()
+        user_rollout.close()
 
 
 def own_evaluation(
@@ -190,11 +193,11 @@ def own_evaluation(
     rollout_id: int,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """What the function makes of held-out prompts, in one call; ungraded where it leaves that open."""
-    own = OwnRollout(function, attempts, settings)
-    known = list(attempts.drop_long_prompts(prompts, left_out))
-    source = PromptGroups(iter(known), attempts, SamplingState(), count=lambda: len(known))
+    """Yield the samples of one call of the function on held-out prompts; those without a reward are ungraded."""
+    user_rollout = OwnRollout(function, attempts, settings)
+    prompt_list = list(attempts.drop_long_prompts(prompts, left_out))
+    source = PromptGroups(iter(prompt_list), attempts, SamplingState(), count=lambda: len(prompt_list))
     try:
-        yield from flattened(own.groups(rollout_id, source)[0])
+        yield from flattened(user_rollout.groups(rollout_id, source)[0])
     finally:
-        own.close()
+        user_rollout.close()

@@ -1,6 +1,6 @@
-"""Preferences: records to samples, groups of samples to pairs of rows, pairs to what a policy learns.
+"""Preference learning: records to samples, groups to pairs of rows, pairs to loss gradients.
 
-P pairs; their rows stand together, the better one first.
+P pairs; the rows of a pair are adjacent, the better one first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def preferred(
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """Two samples for every preference, the answer that was chosen with reward 1, the one that was rejected with 0.
+    """Yield two samples per preference: the chosen answer with reward 1, the rejected one with reward 0.
 
-    The loss mask counts what the assistant said after all that both share. A preference of which one side is longer
-    than `context` is `left_out`. Raises RecordError, with file and line, for an answer that the tokenizer's chat
-    template cannot show, and where all are too long.
+    The loss mask is 1 on the assistant's tokens after the common prefix. A preference with a side longer than
+    `context` is passed to `left_out`. Raises RecordError, with file and line, for an answer that the tokenizer's chat
+    template cannot render, and if all are too long.
     """
 
     def answers(number: int, pair: Preference) -> tuple[Prompt, list[Sample]]:
@@ -59,7 +59,7 @@ def preferred(
 def paired_rows(
     samples: Sequence[Sample], algorithm: Pairwise, *, reward_key: str | None, metrics: Metrics
 ) -> list[tuple[int, Row]]:
-    """(pair, row) of every pair of every group; groups without one are counted in `metrics`.
+    """Return (pair, row) for both rows of every pair; groups without a pair are counted in `metrics`.
 
     Raises RecordError if a sample lacks a reward, or the reference's log-probabilities where they are needed.
     """
@@ -70,7 +70,7 @@ def paired_rows(
         if isinstance(algorithm, Dpo) and sample.ref_log_probs is None:
             raise RecordError(f"sample {sample.index}: no ref_log_probs; add --reference DIR to `slimectl score`")
         groups.setdefault(sample.group_index, []).append(sample)
-    made: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Row]] = []
     for group in groups.values():
         pairs = preference_pairs([reward_number(sample, reward_key) for sample in group], algorithm.pairs)
         if not pairs:
@@ -78,14 +78,14 @@ def paired_rows(
             metrics[name] = metrics.get(name, 0.0) + 1.0
         for members in pairs:
             better, worse = (group[i] for i in members)
-            # Samples of a run are numbered within 32 bits, and a pair is known by both.
+            # Sample numbers of a run fit into 32 bits; the number of a pair holds both.
             pair = better.execution << PAIR_BITS | worse.execution
-            made += [(pair, _row(sample, algorithm)) for sample in (better, worse)]
-    return made
+            rows += [(pair, _row(sample, algorithm)) for sample in (better, worse)]
+    return rows
 
 
 def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
-    """Return the samples' numbers of rows: their executions, or the halves of a pair's number."""
+    """Return the sample number of each row: its execution, or its half of the pair's number."""
     if not isinstance(algorithm, Pairwise):
         return list(executions)
     low = (1 << PAIR_BITS) - 1
@@ -93,18 +93,18 @@ def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
 
 
 def set_slopes(rows: Sequence[Row], algorithm: Pairwise, policy: Policy, critic: Critic | None) -> Metrics:
-    """Write `Row.advantages`: how the loss of each pair falls with each token's value; what a person wants to know.
+    """Write `Row.advantages`: the negative gradient of each pair's loss with respect to the values of its tokens.
 
-    Metrics: loss, pair_accuracy, reward_margin, chosen_reward, rejected_reward, means over the pairs of the step.
+    Returns loss, pair_accuracy, reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
     """
     if isinstance(algorithm, Dpo):
-        rewards = _sums(rows, policy.log_probs(rows))
-        reference = _sums(rows, [row.ref_log_probs or [] for row in rows])
+        rewards = _masked_sums(rows, policy.log_probs(rows))
+        reference = _masked_sums(rows, [row.ref_log_probs or [] for row in rows])
         rewards, scale = dpo_rewards(rewards, reference, beta=algorithm.beta), algorithm.beta
         smoothing = algorithm.label_smoothing
     else:
         assert critic is not None
-        rewards, scale, smoothing = _sums(rows, critic.values(rows)), 1.0, 0.0
+        rewards, scale, smoothing = _masked_sums(rows, critic.values(rows)), 1.0, 0.0
     margins_P = rewards[::2] - rewards[1::2]
     losses_P, slopes_P = preference_loss(margins_P, label_smoothing=smoothing)
     for i, row in enumerate(rows):
@@ -119,25 +119,25 @@ def set_slopes(rows: Sequence[Row], algorithm: Pairwise, policy: Policy, critic:
     }
 
 
-def _sums(rows: Sequence[Row], values: Sequence[Sequence[float]]) -> Tensor:
-    """The sum of each row's values where it is trained on."""
+def _masked_sums(rows: Sequence[Row], values: Sequence[Sequence[float]]) -> Tensor:
+    """Return the sum of each row's values over the tokens that are trained on."""
     return torch.tensor(
         [
-            sum(value for value, weight in zip(each, row.weights, strict=True) if weight)
-            for row, each in zip(rows, values, strict=True)
+            sum(value for value, weight in zip(row_values, row.weights, strict=True) if weight)
+            for row, row_values in zip(rows, values, strict=True)
         ],
         dtype=torch.float64,
     )
 
 
 def _row(sample: Sample, algorithm: Pairwise) -> Row:
-    """An answer that is compared: by all of its tokens, or by one value after its last token (a reward model)."""
+    """Return the row of a compared answer: all its tokens count, or for a reward model the value after the last one."""
     if not isinstance(algorithm, RewardModel):
         weights = [float(bit) for bit in sample.mask()]
         return Row(
             sample.tokens, sample.response_length, weights, ref_log_probs=sample.ref_log_probs, group=sample.group_index
         )
-    # A value is that of the state before a token: one more token, never looked at, lets the last one be seen.
+    # A value belongs to the state before a token: one more token, never read, makes the value after the last available.
     tokens = [*sample.tokens, sample.tokens[-1]]
     weights = [0.0] * sample.response_length + [1.0]
     return Row(tokens, sample.response_length + 1, weights, group=sample.group_index)

@@ -1,4 +1,4 @@
-"""Prompts in, samples out."""
+"""Samples answers: prompts in, samples out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimectl.types import Prompt, Sample, SamplingParams, Status
 __all__ = ["demonstrations", "most_in_flight", "rollout", "sampling_params", "single_turn"]
 
 ATTEMPTS_IN_FLIGHT = 1024
-"""More than any embedded engine runs at once, so that a long answer at the head never starves it."""
+"""Maximum samples in flight: more than any embedded engine runs at once, so a long answer at the head starves none."""
 
 
 def rollout(
@@ -39,13 +39,12 @@ def rollout(
 ) -> Iterator[Sample]:
     """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
 
-    Lazy: prompts are drawn as answers are asked for, at most ATTEMPTS_IN_FLIGHT attempts beyond. An attempt that
-    fails becomes a sample of status `failed`, its error in the metadata. `params` replaces what the settings say of
-    sampling (evaluation does that). Prompts longer than `settings.max_prompt_len` are `left_out`, but for an
-    evaluation, whose prompts are the same for every model; so are those that leave no room for an answer. `on_sample`
-    sees each sample, as of round `rollout_id`;
-    `agent_at` finds the agent that a sample names. A data source of the user's (`source`) stands in for `prompts`,
-    `epochs` times its length.
+    Lazy: prompts are read as samples are consumed, with at most ATTEMPTS_IN_FLIGHT samples in flight. A failed
+    attempt becomes a sample of status `failed` with its error in the metadata. `params` replaces the sampling
+    parameters of the settings (evaluation does that). Prompts that leave no room for an answer are passed to
+    `left_out`; so are those longer than `settings.max_prompt_len`, except in an evaluation, whose prompts are the same
+    for every model. `on_sample` is called with each sample and `rollout_id`; `agent_at` loads the agent that a sample
+    names. A user's data source (`source`) replaces `prompts`, for `epochs` times its length.
     """
     attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
     attempts.on_sample, attempts.agent_at, attempts.rollout_id = on_sample, agent_at, rollout_id
@@ -54,19 +53,19 @@ def rollout(
     if source is not None:
         groups = OwnGroups(source, attempts, SamplingState(), epochs=epochs, left_out=left_out)
     limit = most_in_flight(settings)
-    going = Underway(attempts)
+    in_flight = Underway(attempts)
     try:
-        while groups.begin(going):
-            if len(going) >= limit:
-                yield from going.oldest()
-        while len(going):
-            yield from going.oldest()
+        while groups.begin(in_flight):
+            if len(in_flight) >= limit:
+                yield from in_flight.oldest()
+        while len(in_flight):
+            yield from in_flight.oldest()
     finally:
-        going.close()
+        in_flight.close()
 
 
 def most_in_flight(settings: RolloutSettings) -> int:
-    """Groups that are under way at once at most."""
+    """Return the maximum number of groups in flight."""
     return max(1, ATTEMPTS_IN_FLIGHT // settings.n_samples_per_prompt)
 
 
@@ -78,10 +77,11 @@ def demonstrations(
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """What `rollout` would yield had the model answered with the label: one sample a prompt, for supervised steps.
+    """Yield one sample per prompt with the label as its answer, for supervised training steps.
 
-    A chat that ends with the assistant is its own demonstration. The loss mask comes from the chat template. One that
-    is longer than `context` with its answer, or whose prompt is too long, is `left_out`. Raises RecordError if all are.
+    A chat that ends with an assistant message is its own demonstration. The loss mask comes from the chat template.
+    A sample that is longer than `context`, or whose prompt is too long, is passed to `left_out`. Raises RecordError if
+    all are too long.
     """
     pairs = ((prompt, demonstration(prompt, tokenizer, settings)) for prompt in prompts)
     fitting = drop_long(
@@ -91,7 +91,7 @@ def demonstrations(
 
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:
-    """One of them; of a chat, what the assistant said before `from_message` is no part of it."""
+    """Return the demonstration of one prompt; assistant messages before `from_message` get loss mask 0."""
     tokens, response_length, mask = sft_sample(
         prompt,
         tokenizer,

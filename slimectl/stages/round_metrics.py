@@ -1,4 +1,4 @@
-"""What a round looks like in numbers beyond rewards and lengths: its rows, and what [track] asks for besides."""
+"""Metrics of a round's rows and samples, and the optional ones that [track] enables."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from slimectl.settings.run import TrackSettings
 from slimectl.types import Metrics, Row, Sample, Status
 
 LONG = 10_000
-"""Characters at the end of an answer that are looked at for repetition; shorter answers have none."""
+"""Characters at the end of an answer that are checked for repetition; shorter answers count as not repetitive."""
 
 REPETITIVE = 10
-"""How many times smaller zlib makes a text that says the same again and again."""
+"""zlib compression ratio above which a text counts as repetitive."""
 
 
 def row_metrics(rows: Sequence[Row]) -> Metrics:
-    """Means (and extremes) over the tokens that are trained on: advantages, returns, values, log-probabilities.
+    """Return means (and extremes) over the tokens that are trained on: advantages, returns, values, log-probabilities.
 
-    What not all rows have is left out: without a critic there are no values, and where a round is one step the loss
-    takes the policy's own log-probabilities.
+    A column that some row lacks is left out: without a critic there are no values, and if a round is one step the loss
+    uses the policy's current log-probabilities.
     """
     metrics: Metrics = {}
     for name in ("advantages", "returns", "values"):
-        kept = _kept(rows, [getattr(row, name) for row in rows])
-        if kept:
-            metrics |= _mean_max_min(f"rollout/{name}", kept)
+        values = _trained_values(rows, [getattr(row, name) for row in rows])
+        if values:
+            metrics |= _mean_max_min(f"rollout/{name}", values)
     for name, column in (("log_probs", "old_log_probs"), ("ref_log_probs", "ref_log_probs")):
-        kept = _kept(rows, [getattr(row, column) for row in rows])
-        if kept:
-            metrics[f"rollout/{name}"] = statistics.fmean(kept)
+        values = _trained_values(rows, [getattr(row, column) for row in rows])
+        if values:
+            metrics[f"rollout/{name}"] = statistics.fmean(values)
     if {"rollout/log_probs", "rollout/ref_log_probs"} <= metrics.keys():
         metrics["rollout/kl"] = metrics["rollout/log_probs"] - metrics["rollout/ref_log_probs"]
     return metrics
 
 
 def sample_counts(rows: Sequence[Row]) -> Metrics:
-    """How many samples of a step have a token that is trained on, and which share of those with any response."""
+    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
     answered = sum(row.response_length > 0 for row in rows)
     valid = sum(any(row.weights) for row in rows)
     return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
 
 
-def _kept(rows: Sequence[Row], columns: Sequence[list[float] | None]) -> list[float]:
-    """The values of the tokens that have a weight, of all rows; nothing if a row lacks the column."""
+def _trained_values(rows: Sequence[Row], columns: Sequence[list[float] | None]) -> list[float]:
+    """Return the values of all tokens with a loss weight; an empty list if a row lacks the column."""
     if not all(column and len(column) == row.response_length for row, column in zip(rows, columns, strict=True)):
         return []
     return [
@@ -64,9 +64,9 @@ def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
 
 
 def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings: Settings) -> Metrics:
-    """Lengths, truncation, repetition and compared rewards of a round, and what [track] asks for besides.
+    """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
 
-    `rewards` has one number a sample; where fewer have one, what is made of rewards is left out.
+    `rewards` has one number per sample; if it has fewer, metrics of rewards are left out.
     """
     track = settings.track
     metrics: Metrics = {
@@ -74,7 +74,7 @@ def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings:
         "rollout/truncated_ratio": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
         "rollout/repetition_frac": statistics.fmean(repeats(sample.response) for sample in samples),
     }
-    metrics |= _spread("rollout/prompt_len", [sample.prompt_length for sample in samples])
+    metrics |= _statistics("rollout/prompt_len", [sample.prompt_length for sample in samples])
     if len(rewards) != len(samples):
         return metrics | asked_for("rollout/", samples, None, [], track)
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
@@ -88,7 +88,7 @@ def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings:
 def asked_for(
     prefix: str, samples: Sequence[Sample], rewards: Sequence[float] | None, right: Sequence[bool], track: TrackSettings
 ) -> Metrics:
-    """What is counted only where [track] says so; `right` tells of each sample whether it succeeded."""
+    """Return the metrics that [track] enables; `right` is true for each sample that succeeded."""
     metrics: Metrics = {}
     if track.log_multi_turn:
         metrics |= multi_turn("" if prefix == "rollout/" else prefix, samples)
@@ -102,25 +102,25 @@ def asked_for(
 def compared_rewards(
     samples: Sequence[Sample], rewards: Sequence[float], algorithm: PolicyGradient | Pairwise | Sft
 ) -> Metrics:
-    """Rewards as they become advantages: compared within groups where the algorithm does that."""
-    alive = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if s.status is not Status.FAILED]
-    if not isinstance(algorithm, PolicyGradient) or not alive:
+    """Return mean, maximum and minimum of the rewards, normalized within groups if the algorithm does that."""
+    answered = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if s.status is not Status.FAILED]
+    if not isinstance(algorithm, PolicyGradient) or not answered:
         return {}
-    numbers = [reward for _, reward in alive]
+    numbers = [reward for _, reward in answered]
     if algorithm.baseline != "none":
         numbers = group_advantages(
             numbers,
-            [sample.group_index for sample, _ in alive],
-            [sample.execution for sample, _ in alive],
+            [sample.group_index for sample, _ in answered],
+            [sample.execution for sample, _ in answered],
             baseline=algorithm.baseline,
             std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
-            lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample, _ in alive],
+            lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample, _ in answered],
         )
     return _mean_max_min("rollout/rewards", numbers)
 
 
 def repeats(text: str) -> bool:
-    """Whether the end of a long answer says the same again and again."""
+    """Whether the end of a long answer repeats itself."""
     end = text[-LONG:].encode()
     return len(text) > LONG and len(end) > REPETITIVE * len(zlib.compress(end))
 
@@ -136,46 +136,48 @@ def pass_rates(prefix: str, groups: Sequence[int], right: Sequence[bool]) -> Met
         members.setdefault(group, []).append(success)
     n = min(map(len, members.values()))
     return {
-        f"{prefix}pass@{k}": statistics.fmean(pass_at_k(len(one), sum(one), k) for one in members.values())
+        f"{prefix}pass@{k}": statistics.fmean(
+            pass_at_k(len(successes), sum(successes), k) for successes in members.values()
+        )
         for k in (powers_of_two(n) if n > 1 else [])
     }
 
 
 def multi_turn(prefix: str, samples: Iterable[Sample]) -> Metrics:
-    """How long conversations were: all tokens after the prompt, those that the policy wrote, and its turns."""
+    """Return conversation lengths: all tokens after the prompt, tokens written by the policy, and turns."""
     masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
-    facts = {
+    columns = {
         "raw_response_length": [len(mask) for mask in masks],
         "wo_obs_response_length": [sum(mask) for mask in masks],
         "round_number": [sum(b > a for a, b in zip([0, *mask], mask, strict=False)) for mask in masks],
     }
     return {
         name: value
-        for fact, counts in facts.items()
-        for name, value in _spread(f"{prefix}multi_turn/{fact}", counts).items()
+        for column, counts in columns.items()
+        for name, value in _statistics(f"{prefix}multi_turn/{column}", counts).items()
     }
 
 
 def by_category(prefix: str, samples: Sequence[Sample], rewards: Sequence[float], key: str) -> Metrics:
-    """Share and mean reward of the samples of each category, which metadata has under `key`."""
-    found: dict[str, list[float]] = {}
+    """Return share and mean reward of the samples of each category, read from the metadata under `key`."""
+    rewards_by_category: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
-        found.setdefault(str(sample.metadata.get(key, "none")).replace("/", "_"), []).append(reward)
+        rewards_by_category.setdefault(str(sample.metadata.get(key, "none")).replace("/", "_"), []).append(reward)
     metrics: Metrics = {}
-    for name, own in sorted(found.items()):
-        metrics[f"{prefix}category/{name}/share"] = len(own) / len(samples)
-        metrics[f"{prefix}category/{name}/reward"] = statistics.fmean(own)
+    for name, category_rewards in sorted(rewards_by_category.items()):
+        metrics[f"{prefix}category/{name}/share"] = len(category_rewards) / len(samples)
+        metrics[f"{prefix}category/{name}/reward"] = statistics.fmean(category_rewards)
     return metrics
 
 
 def of_correct(prefix: str, samples: Sequence[Sample], right: Sequence[bool]) -> Metrics:
-    """How many answers are right, and how long those are."""
+    """Return the number of correct answers and their lengths."""
     lengths = [sample.response_length for sample, success in zip(samples, right, strict=True) if success]
     counted = {f"{prefix}correct_samples/count": float(len(lengths))}
-    return counted | (_spread(f"{prefix}correct_samples/response_len", lengths) if lengths else {})
+    return counted | (_statistics(f"{prefix}correct_samples/response_len", lengths) if lengths else {})
 
 
-def _spread(name: str, values: Sequence[float]) -> Metrics:
+def _statistics(name: str, values: Sequence[float]) -> Metrics:
     return {
         f"{name}/mean": statistics.fmean(values),
         f"{name}/max": float(max(values)),
@@ -184,7 +186,7 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def round_perf(samples: Sequence[Sample], perf: Metrics, *, gpus: int) -> Iterator[tuple[str, float]]:
-    """What follows from a round's times and its samples."""
+    """Yield the throughput metrics of a round from its times and samples."""
     rollout_s, total_s = perf.get("perf/rollout_time"), perf.get("perf/total_time")
     lengths = [sample.response_length for sample in samples]
     if rollout_s and lengths:
@@ -192,6 +194,6 @@ def round_perf(samples: Sequence[Sample], perf: Metrics, *, gpus: int) -> Iterat
         yield "perf/longest_sample_tokens_per_sec", max(lengths) / rollout_s
     tools_s = [sample.non_generation_time for sample in samples]
     if any(tools_s):
-        yield from _spread("perf/non_generation_time", tools_s).items()
+        yield from _statistics("perf/non_generation_time", tools_s).items()
     if total_s and lengths:
         yield "perf/tokens_per_sec", sum(len(sample.tokens) for sample in samples) / total_s

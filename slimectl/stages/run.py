@@ -1,4 +1,4 @@
-"""The loop: rollout, score and train, chained."""
+"""The main loop: alternates rollout, scoring and training."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from slimectl.types import Metrics, Round, Sample, StepReport
 
 
 class WeightSync(Protocol):
-    """Carries the policy's weights to the engine."""
+    """Transfers the policy's weights to the engine."""
 
     def push(self) -> Metrics:
-        """What it took, by name: "bytes" and whatever else there is to say."""
+        """Push the weights and return metrics of the transfer: "bytes" and others."""
         ...
 
     def sleep(self) -> None:
-        """The engines give back their memory: the trainer needs it, and nothing will be asked of them."""
+        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
         ...
 
     def wake(self) -> None:
-        """They take it again; their weights come with the next push."""
+        """Allocate the engines' GPU memory again; the next push loads their weights."""
         ...
 
 
@@ -44,60 +44,60 @@ def run(
     state: TrainState | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[StepReport]:
-    """One report per optimizer step, until the rounds end; the engine has the new weights when it arrives.
+    """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
 
-    `make_rounds` gives `sampled_rounds`, wherever they are made. Each is made when training asks for it, or, with
-    `settings.run.ahead`, before: the weights of its answers are at most that many versions old, for a step a round.
+    `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
+    or earlier with `settings.run.ahead`: its weights are then at most that many versions old, at one step per round.
     """
     perf: dict[int, Metrics] = {}
-    left_out: dict[int, Metrics] = {}
-    here: SamplingState | None = None
-    shared = settings.cluster.colocate
+    round_metrics: dict[int, Metrics] = {}
+    sampling_state: SamplingState | None = None
+    colocated = settings.cluster.colocate
 
-    def arriving() -> Iterator[list[Sample]]:
-        nonlocal here
-        coming = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
-        asked = clock()
-        for made in coming:
-            waited = clock() - asked
-            if shared:
+    def prepared_rounds() -> Iterator[list[Sample]]:
+        nonlocal sampling_state
+        batches = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
+        wait_start = clock()
+        for batch in batches:
+            waited = clock() - wait_start
+            if colocated:
                 sync.sleep()
-            samples = made.samples
+            samples = batch.samples
             if reference is not None:
                 samples = list(with_log_probs(samples, reference, "ref_log_probs", again=True))
             if teacher is not None:
                 samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
-            here = made.state
-            left_out[id(samples[0])] = made.metrics
+            sampling_state = batch.state
+            round_metrics[id(samples[0])] = batch.metrics
             perf[id(samples[0])] = {
-                "perf/rollout_time": made.seconds,
+                "perf/rollout_time": batch.seconds,
                 "perf/wait_time": waited,
-                "rollout/generation_time": made.seconds,
-                "rollout/samples_per_second": len(samples) / made.seconds if made.seconds else 0.0,
+                "rollout/generation_time": batch.seconds,
+                "rollout/samples_per_second": len(samples) / batch.seconds if batch.seconds else 0.0,
             }
             yield samples
-            asked = clock()
+            wait_start = clock()
 
     sync.push()
-    begun = clock()
-    for report in train_rounds(arriving(), policy, settings, critic=critic, state=state):
-        report.sampling = here
+    round_start = clock()
+    for report in train_rounds(prepared_rounds(), policy, settings, critic=critic, state=state):
+        report.sampling = sampling_state
         if report.samples:
             report.perf |= perf.pop(id(report.samples[0]), {})
-            report.metrics |= left_out.pop(id(report.samples[0]), {})
+            report.metrics |= round_metrics.pop(id(report.samples[0]), {})
         if report.ends_round:
-            if shared:
+            if colocated:
                 sync.wake()
-            if shared or report.rollout_id % settings.sync.update_weights_interval == 0:
-                report.perf |= _pushed(sync, clock)
-            total, begun = clock() - begun, clock()
+            if colocated or report.rollout_id % settings.sync.update_weights_interval == 0:
+                report.perf |= _push_weights(sync, clock)
+            total, round_start = clock() - round_start, clock()
             report.perf["perf/total_time"] = total
             report.perf["perf/wait_time_ratio"] = report.perf.get("perf/wait_time", 0.0) / total if total else 0.0
         yield report
 
 
-def _pushed(sync: WeightSync, clock: Clock) -> Metrics:
+def _push_weights(sync: WeightSync, clock: Clock) -> Metrics:
     started = clock()
-    told = sync.push()
-    taken = {f"perf/update_weights_{name}": value for name, value in told.items()}
-    return taken | {"perf/update_weights_time": clock() - started}
+    sync_metrics = sync.push()
+    metrics = {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}
+    return metrics | {"perf/update_weights_time": clock() - started}

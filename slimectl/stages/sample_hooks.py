@@ -1,4 +1,4 @@
-"""A user's functions for attempts and samples: generate functions, sample hooks, all samples of a round."""
+"""User functions for samples: generate functions, sample hooks, and hooks for all samples of a round."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ SAMPLE, ALL = "rollout.sample_hook_path", "rollout.all_samples_process_path"
 GENERATE = "rollout.custom_generate_function_path"
 
 
-def as_agent(found: Hook, args: Args) -> Agent:
-    """The user's own generate function, with the settings among what it is offered.
+def as_agent(function: Hook, args: Args) -> Agent:
+    """Wrap the user's generate function as an agent; the settings are among its arguments.
 
-    An attempt that raises is a failed sample, whether the function is async or not; one that exits ends the work.
+    A call that raises becomes a failed sample, whether the function is async or not; a call that exits ends the run.
     """
 
-    def asked(offered: Mapping[str, Any]) -> Any:
-        return found.attempt({**offered, "args": args, "settings": args})
+    def agent(arguments: Mapping[str, Any]) -> Any:
+        return function.attempt({**arguments, "args": args, "settings": args})
 
-    asked.resumes = getattr(found.function, "resumes", False)  # type: ignore[attr-defined]
-    asked.name = found.name  # type: ignore[attr-defined]
-    asked.together = "samples" in found.wanted  # type: ignore[attr-defined]
-    return asked
+    agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
+    agent.name = function.name  # type: ignore[attr-defined]
+    agent.together = "samples" in function.wanted  # type: ignore[attr-defined]
+    return agent
 
 
 def agent_at(settings: Settings) -> Callable[[str], Agent]:
-    """The agent at a path that a sample names.
+    """Return a cached loader of the agent at a path that a sample names.
 
-    Raises HookError where there is none, or one for groups, and RecordError where samples may not name one.
+    The loader raises HookError if there is none, or one for groups, and RecordError if samples may not name one.
     """
 
     @cache
-    def found(path: str) -> Agent:
+    def load(path: str) -> Agent:
         if not settings.rollout.allow_paths_in_records:
             raise RecordError(refused_path("generate_function_path", path))
         agent = as_agent(POINTS[GENERATE].load(path), Args(settings))
@@ -50,51 +50,51 @@ def agent_at(settings: Settings) -> Callable[[str], Agent]:
             raise HookError(f"{GENERATE}: {path} asks for samples, and a sample names it for itself; ask for sample")
         return agent
 
-    return found
+    return load
 
 
 def on_sample(settings: Settings) -> OnSample | None:
-    """rollout.sample_hook_path as one function; None where there is none.
+    """Return the functions of rollout.sample_hook_path as one function; None if there are none.
 
-    Where the round is not known it is the one that a run would sample the group in, if nothing is filtered.
+    An unknown round is taken to be the one in which a run without filters would sample the group.
     """
-    found, args = hooks(settings, SAMPLE), Args(settings)
-    if not found:
+    functions, args = hooks(settings, SAMPLE), Args(settings)
+    if not functions:
         return None
 
-    async def seen(sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
+    async def apply_hooks(sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
         number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
-        for each in found:
-            offered = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
-            made = each({"args": args, "settings": args, **offered})
-            made = await made if inspect.isawaitable(made) else made
-            if made is not None and not isinstance(made, Sample):
-                raise each.returned(made, "a Sample or None")
-            sample = sample if made is None else made
-            check_lengths(each, sample)
+        for function in functions:
+            arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
+            result = function({"args": args, "settings": args, **arguments})
+            result = await result if inspect.isawaitable(result) else result
+            if result is not None and not isinstance(result, Sample):
+                raise function.returned(result, "a Sample or None")
+            sample = sample if result is None else result
+            check_lengths(function, sample)
         return sample
 
-    return seen
+    return apply_hooks
 
 
-def check_lengths(by: Hook, sample: Sample) -> None:
-    """Raises HookError if the fields of a sample that a hook has touched do not fit together."""
+def check_lengths(function: Hook, sample: Sample) -> None:
+    """Raises HookError if a hook left fields of a sample with inconsistent lengths."""
     count = sample.response_length
     for name in ("loss_mask", "rollout_log_probs"):
         values = getattr(sample, name)
         if values is not None and len(values) != count:
             raise HookError(
-                f"{by.setting}: {by.path}: sample {sample.index}: {name} has {len(values)} values for {count} response "
-                f"tokens; keep them as many"
+                f"{function.setting}: {function.path}: sample {sample.index}: {name} has {len(values)} values "
+                f"for {count} response tokens; keep them as many"
             )
 
 
 def process_all(groups: list[Group], source: PromptGroups | OwnGroups, settings: Settings) -> None:
-    """Let rollout.all_samples_process_path see the groups of a round, dropped ones too."""
-    found = hook(settings, ALL)
-    if found is None:
+    """Call rollout.all_samples_process_path with the groups of a round, dropped ones included."""
+    function = hook(settings, ALL)
+    if function is None:
         return
     args = Args(settings)
-    made = found({"args": args, "settings": args, "all_samples": groups, "data_source": source})
-    if made is not None:
-        raise found.returned(made, "nothing")
+    result = function({"args": args, "settings": args, "all_samples": groups, "data_source": source})
+    if result is not None:
+        raise function.returned(result, "nothing")

@@ -1,4 +1,4 @@
-"""Samples in, rewarded samples out."""
+"""Grades samples: samples in, samples with rewards out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Grader", "reward_number", "score"]
 
 
 Skip = Callable[[Sample, RecordError], None]
-"""Takes a sample that cannot be graded, and why."""
+"""Called with a sample that cannot be graded, and the error."""
 
 
 def score(
@@ -36,22 +36,22 @@ def score(
     reference: Policy | None = None,
     skip: Skip | None = None,
 ) -> Iterator[Sample]:
-    """Grade every sample, in order; with a `reference` its log-probabilities are attached too.
+    """Grade every sample, in order; a `reference` also attaches its log-probabilities.
 
-    `reward` returns a number, a dict of which settings.reward_key picks one, or a Verdict: that is a reward which also
-    goes into metadata.explanation. A Grader also takes many samples in one call, and waits for many servers at once:
-    then up to settings.concurrency calls are drawn from `samples` beyond what has been asked for.
+    `reward` returns a number, a dict from which settings.reward_key picks one, or a Verdict, whose explanation is
+    stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
+    concurrently: then up to settings.concurrency calls are read ahead from `samples`.
 
-    A sample that overran the time limit gets reward 0 and the reason in metadata.reward_error; so does one whose
-    attempt failed. What cannot be graded for what its record says (no label, an unknown verifier) is handed to `skip`
-    with the error and left out; without it that RecordError is raised. Raises HookError if the reward is no finite
-    number, or no dict that has one under `settings.reward_key`.
+    A sample that exceeded the time limit gets reward 0 and the reason in metadata.reward_error; a sample whose attempt
+    failed gets reward 0 too. A sample whose record prevents grading (no label, an unknown verifier) is passed to
+    `skip` with the error and left out; without `skip` that RecordError is raised. Raises HookError if the reward is
+    not a finite number, or not a dict with one under `settings.reward_key`.
     """
-    graded = _graded(samples, reward, settings, executor, skip)
+    graded = _grade_samples(samples, reward, settings, executor, skip)
     yield from graded if reference is None else with_log_probs(graded, reference, "ref_log_probs", again=True)
 
 
-def _graded(
+def _grade_samples(
     samples: Iterable[Sample],
     reward: Callable[[Sample], Any],
     settings: ScoreSettings,
@@ -61,16 +61,16 @@ def _graded(
     grader = as_calls(reward)
     waiting: deque[list[Sample]] = deque()
 
-    def handed_out() -> Iterator[list[Sample]]:
+    def submitted_calls() -> Iterator[list[Sample]]:
         for call in grader.calls(samples):
             waiting.append(call)
             yield call
 
     if workers := settings.processes:
         limit = settings.timeout_s + grader.patience_s
-        results = executor.map(grader.many, handed_out(), workers=workers, timeout_s=limit)
+        results = executor.map(grader.many, submitted_calls(), workers=workers, timeout_s=limit)
     else:
-        results = _here(grader, handed_out(), settings.concurrency)
+        results = _grade_in_thread(grader, submitted_calls(), settings.concurrency)
     with ExitStack() as ending:
         if isinstance(results, Generator):  # not left to the garbage collector when a result is an error
             ending.callback(results.close)
@@ -81,13 +81,17 @@ def _graded(
                     skip(sample, result)
                 continue
             if isinstance(result, ChildProcessError):
-                raise HookError(f"{_which(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory")
-            yield from _rewarded(call, result, settings)
+                raise HookError(
+                    f"{_sample_range(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory"
+                )
+            yield from _attach_rewards(call, result, settings)
 
 
-def _here(grader: Calls, calls: Iterable[list[Sample]], concurrency: int) -> Iterator[list[Any] | BaseException]:
-    """What each call gives, in order: graded in this thread when it is asked for, or, where grading is waiting, many
-    at once meanwhile."""
+def _grade_in_thread(
+    grader: Calls, calls: Iterable[list[Sample]], concurrency: int
+) -> Iterator[list[Any] | BaseException]:
+    """Yield the result of each call, in order: calls are graded in this thread on demand, or concurrently if they
+    wait for servers."""
     window: deque[list[Sample] | Future[list[Any]]] = deque()
     with ExitStack() as closing:
         asker: Asker | None = None
@@ -98,23 +102,25 @@ def _here(grader: Calls, calls: Iterable[list[Sample]], concurrency: int) -> Ite
             else:
                 window.append(call)
             while window and (len(window) >= concurrency or isinstance(window[0], list) or window[0].done()):
-                yield _outcome(grader, window.popleft())
+                yield _call_result(grader, window.popleft())
         while window:
-            yield _outcome(grader, window.popleft())
+            yield _call_result(grader, window.popleft())
 
 
-def _outcome(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
+def _call_result(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
     try:
         return grader.many(call) if isinstance(call, list) else call.result()
     except Exception as error:
         return error
 
 
-def _rewarded(samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings) -> Iterator[Sample]:
-    """The samples of one call with what came of it. Raises what is not to be mended by going on."""
+def _attach_rewards(
+    samples: list[Sample], result: list[Any] | BaseException, settings: ScoreSettings
+) -> Iterator[Sample]:
+    """Attach the result of one call to its samples. Raises errors that concern more than these samples."""
     late = isinstance(result, TimeoutError)
-    if isinstance(result, HookError) and " of sample " not in str(result):  # of a function that knows no numbers
-        raise HookError(f"{_which(samples)}: {result}") from result
+    if isinstance(result, HookError) and " of sample " not in str(result):  # raised without knowledge of sample numbers
+        raise HookError(f"{_sample_range(samples)}: {result}") from result
     if isinstance(result, SlimectlError):
         raise result
     rewards = [0.0] * len(samples) if isinstance(result, BaseException) else result
@@ -143,21 +149,21 @@ def _grader_name(settings: ScoreSettings) -> str:
     return f"score.custom_rm_path: {path}" if path else f"score.rm_type: {rm_type}" if rm_type else "score.rm"
 
 
-def _which(samples: list[Sample]) -> str:
+def _sample_range(samples: list[Sample]) -> str:
     first, last = samples[0].index, samples[-1].index
     return f"sample {first}" if len(samples) == 1 else f"samples {first} to {last}"
 
 
 def reward_number(sample: Sample, reward_key: str | None) -> float:
-    """The number that is trained on. Raises HookError, naming the sample and what came instead."""
+    """Return the number that is trained on. Raises HookError, naming the sample and the type of an invalid reward."""
     value: Any = sample.reward
     if isinstance(value, dict):
         if reward_key is None:
             reward_key = "score" if "score" in value else None
         if reward_key not in value:
-            known = ", ".join(map(str, value)) or "nothing"
-            what = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"
-            raise HookError(f"score.reward_key: {what} in the reward of sample {sample.index} ({known}); name one")
+            keys = ", ".join(map(str, value)) or "nothing"
+            fault = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"
+            raise HookError(f"score.reward_key: {fault} in the reward of sample {sample.index} ({keys}); name one")
         value = value[reward_key]
     if isinstance(value, bool):
         value = float(value)

@@ -1,4 +1,4 @@
-"""Samples that lack what another model thinks of them, completed."""
+"""Attaches log-probabilities of another model (reference, teacher) to samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimectl.streams import batched
 from slimectl.types import Row, Sample
 
 BATCH = 64
-"""Samples whose log-probabilities are computed together."""
+"""Samples per forward pass of the model."""
 
 
 def with_log_probs(
@@ -20,9 +20,9 @@ def with_log_probs(
     *,
     again: bool = False,
 ) -> Iterator[Sample]:
-    """Every sample with the log-probabilities that `model` gives its response under `field`.
+    """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
 
-    Those that a sample has stay, unless they are to be computed `again`.
+    Existing values are kept, unless `again` recomputes them.
     """
     for batch in batched(samples, BATCH):
         lacking = [sample for sample in batch if again or getattr(sample, field) is None]

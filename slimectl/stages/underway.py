@@ -1,4 +1,4 @@
-"""Groups being sampled at once: begun at will, taken when they have finished."""
+"""Groups in flight: submitted at any time, returned when they have finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Underway:
-    """The groups under way in one engine, oldest first. They proceed only while one is waited for."""
+    """The groups in flight in one engine, oldest first. They make progress only while one is awaited."""
 
     def __init__(self, attempts: Attempts) -> None:
         self.attempts = attempts
@@ -27,34 +27,34 @@ class Underway:
 
     @property
     def oldest_index(self) -> int:
-        """Which prompt occurrence the oldest is."""
+        """Index of the oldest group's prompt."""
         return next(iter(self._tasks.values()))
 
     def begin(self, prompt: Prompt) -> None:
-        self._go(self.attempts.group(prompt), prompt.index)
+        self._submit(self.attempts.group(prompt), prompt.index)
 
     def go_on(self, group: Group) -> None:
-        """Finish a group that was broken off."""
-        self._go(self.attempts.rest(group), group[0].group_index)
+        """Resume a group that was interrupted."""
+        self._submit(self.attempts.rest(group), group[0].group_index)
 
-    def _go(self, work: Coroutine[Any, Any, Group], index: int) -> None:
+    def _submit(self, work: Coroutine[Any, Any, Group], index: int) -> None:
         self._tasks[self._loop.create_task(work)] = index
 
     def oldest(self) -> Group:
-        """The oldest group, once it has finished."""
+        """Wait for the oldest group and return it."""
         task = next(iter(self._tasks))
         del self._tasks[task]
         return run_to_end(self._loop, task)
 
     def first(self) -> Group:
-        """The group that finishes first, the oldest of several."""
+        """Wait for the first group to finish and return it; the oldest of several."""
         run_to_end(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
         task = next(task for task in self._tasks if task.done())
         del self._tasks[task]
         return task.result()
 
     def break_off(self) -> list[Group]:
-        """All groups as they are now, to be gone on with later."""
+        """Interrupt all groups and return them as they are, to be resumed later."""
         self.attempts.breaking_off = True
         try:
             tasks, self._tasks = list(self._tasks), {}
@@ -65,23 +65,23 @@ class Underway:
             self.attempts.breaking_off = False
 
     def close(self) -> None:
-        """End what is still under way, so that neither the engine nor the loop holds on to it."""
+        """Cancel all groups in flight, so that neither the engine nor the event loop keeps them."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # looked at: asyncio prints those that nobody saw; the first has been raised already
-        left = [task for task in self._tasks if not task.done()]
-        for task in left:
+                task.exception()  # retrieved: asyncio prints unretrieved errors; the first has been raised already
+        unfinished = [task for task in self._tasks if not task.done()]
+        for task in unfinished:
             task.cancel()
-        if left:
+        if unfinished:
             self._loop.run_until_complete(self.attempts.engine.abort())
-        ending = asyncio.all_tasks(self._loop)
-        if ending:
-            self._loop.run_until_complete(asyncio.gather(*ending, return_exceptions=True))
+        tasks = asyncio.all_tasks(self._loop)
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
 
 def run_to_end(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
-    """Drive the loop until the work is done, also past a sys.exit in some other task, with which asyncio leaves it."""
+    """Run the loop until `work` is done, even if another task calls sys.exit, which stops asyncio's loop."""
     task = asyncio.ensure_future(work, loop=loop)
     while True:
         try:
@@ -92,6 +92,6 @@ def run_to_end(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Resu
 
 
 def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An interrupt ends whichever task it hits, and is raised to the caller too: no need to print it as that task's."""
+    """Do not print a KeyboardInterrupt as the error of the task that it hit: it is raised to the caller too."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

@@ -52,5 +52,5 @@ def test_answers_of_older_weights_are_no_disagreement(
     values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_abs_diff": 0.1}}
     job = Job(Settings.model_validate(values))
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
-    job._look_at_agreement(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
+    job._check_logprob_mismatch(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
     assert capsys.readouterr().err.count("engine and trainer differ by 0.200") == words

@@ -1,4 +1,4 @@
-"""A calculator: the model writes `<calc>2*21</calc>` and reads the value."""
+"""Calculator agent: the model writes `<calc>2*21</calc>` and reads the value."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
-    """Answer with a calculator at hand; a turn without a call is the answer."""
-    talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
-    while (said := await talk.ask()) is not None:
-        calls = CALL.findall(said)
+    """Answer with a calculator tool; a turn without a call is the answer."""
+    conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    while (message := await conversation.ask()) is not None:
+        calls = CALL.findall(message)
         if not calls:
             break
-        talk.tell({"role": "user", "content": "\n".join(map(calculated, calls))})
+        conversation.tell({"role": "user", "content": "\n".join(map(calculated, calls))})
     return sample
 
 
@@ -34,7 +34,7 @@ generate.resumes = True  # type: ignore[attr-defined]
 
 
 def calculated(expression: str) -> str:
-    """The value as text, or what is wrong with the expression; never raises on what a model wrote.
+    """Return the value as text, or an error message; never raises on model output.
 
     >>> calculated("2 * (3 + 4)"), calculated("1/0"), calculated("__import__('os')")
     ('14', 'error: division by zero', 'error: only numbers and + - * / // %')

@@ -1,4 +1,4 @@
-"""A Python sandbox: the model writes a fenced program and reads what it printed."""
+"""Code agent: the model writes a fenced Python program and reads its output."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from slimectl.types import Sample, SamplingParams
 
 LIMITS = Limits(timeout_s=4.0, test_timeout_s=4.0)
 SHOWN = 500
-"""Characters of output that the model reads."""
+"""Maximum number of output characters that the model reads."""
 
 
 async def generate(
     args: Any, sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any
 ) -> Sample:
-    """Answer with Python at hand; a turn without a program is the answer. Where the kernel grants no namespaces,
+    """Answer with a Python tool; a turn without a program is the answer. If the kernel grants no namespaces,
     score.rm_options.allow_unsandboxed_namespaces decides, as for the `code` verifier."""
-    talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
-    options = args.score.rm_options  # with the name that the setting had before
-    weaker = bool(options.get("allow_unsandboxed_namespaces", options.get("allow_weaker", False)))
-    while (said := await talk.ask()) is not None:
-        fence = find_program(said)
+    conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    options = args.score.rm_options  # allow_weaker: the setting's former name
+    allow_unsandboxed = bool(options.get("allow_unsandboxed_namespaces", options.get("allow_weaker", False)))
+    while (message := await conversation.ask()) is not None:
+        fence = find_program(message)
         if fence is None or fence[0] not in PYTHON:
             break
-        with talk.tool():
-            # In a thread: other answers go on while the program runs.
-            output = await asyncio.to_thread(printed, fence[1].text, allow_unsandboxed_namespaces=weaker)
-        talk.tell({"role": "user", "content": output})
+        with conversation.tool():
+            # In a thread: other samples continue while the program runs.
+            output = await asyncio.to_thread(printed, fence[1].text, allow_unsandboxed_namespaces=allow_unsandboxed)
+        conversation.tell({"role": "user", "content": output})
     return sample
 
 
@@ -38,7 +38,7 @@ generate.resumes = True  # type: ignore[attr-defined]
 
 
 def printed(program: str, *, allow_unsandboxed_namespaces: bool = False) -> str:
-    """What the program printed, or how it ended."""
+    """Run the program and return its output, or its error."""
     (outcome,) = run_program(
         program, [{"input": ""}], LIMITS, allow_unsandboxed_namespaces=allow_unsandboxed_namespaces
     )

@@ -1,4 +1,4 @@
-"""Two agents debate: each answers, reads the other's answer, and answers again. One attempt, two samples."""
+"""Debate of two agents: each answers, reads the other's answer and answers again. One attempt, two samples."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ROUNDS = 2
 
 
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> list[Sample]:
-    """Both sides as samples of one execution: each is trained on what it said itself, and reads the other."""
+    """Return both sides as samples of one execution: each is trained on its own messages and reads the other's."""
     sides = []
     for i in range(2):
-        own = copy.deepcopy(sample)
-        own.metadata["side"] = i
-        # Seeds of their own, or both would say the same.
+        side_sample = copy.deepcopy(sample)
+        side_sample.metadata["side"] = i
+        # Different seeds, or both would give the same answer.
         seed = None if sampling_params.seed is None else (sampling_params.seed ^ (i << 32))
         params = dataclasses.replace(sampling_params, seed=seed)
-        sides.append(Conversation(own, tokenizer, generate, params, max_turns=ROUNDS))
+        sides.append(Conversation(side_sample, tokenizer, generate, params, max_turns=ROUNDS))
     for number in range(ROUNDS):
-        said = await asyncio.gather(*(side.ask() for side in sides))
+        messages = await asyncio.gather(*(side.ask() for side in sides))
         if number + 1 < ROUNDS:
-            for side, heard in zip(sides, reversed(said), strict=True):
-                side.tell({"role": "user", "content": f"Another answered: {heard or ''}\nAnswer again."})
+            for side, reply in zip(sides, reversed(messages), strict=True):
+                side.tell({"role": "user", "content": f"Another answered: {reply or ''}\nAnswer again."})
     return [side.sample for side in sides]

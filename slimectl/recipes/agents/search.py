@@ -1,4 +1,4 @@
-"""Local search: the model writes `<search>words</search>` and reads the passages that BM25 finds."""
+"""Search agent: the model writes `<search>words</search>` and reads the passages that BM25 ranks best."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Bm25:
         self._counts = [Counter(_words(passage)) for passage in passages]
         self._lengths = [counts.total() for counts in self._counts]
         self._mean = sum(self._lengths) / max(1, len(passages)) or 1.0
-        having = Counter(word for counts in self._counts for word in counts)
+        document_counts = Counter(word for counts in self._counts for word in counts)
         size = len(passages)
-        self._idf = {word: math.log(1 + (size - n + 0.5) / (n + 0.5)) for word, n in having.items()}
+        self._idf = {word: math.log(1 + (size - n + 0.5) / (n + 0.5)) for word, n in document_counts.items()}
         self._k1, self._b = k1, b
 
     def score(self, query: str, i: int) -> float:
         counts, norm = self._counts[i], self._k1 * (1 - self._b + self._b * self._lengths[i] / self._mean)
-        found = ((self._idf[word], counts[word]) for word in _words(query) if word in counts)
-        return sum(idf * n * (self._k1 + 1) / (n + norm) for idf, n in found)
+        terms = ((self._idf[word], counts[word]) for word in _words(query) if word in counts)
+        return sum(idf * n * (self._k1 + 1) / (n + norm) for idf, n in terms)
 
     def best(self, query: str, count: int = 2) -> list[str]:
-        """The passages that fit best, best first; none that has no word of the query."""
+        """Return the best passages, best first; passages without a word of the query are left out."""
         scores = [(self.score(query, i), -i) for i in range(len(self.passages))]
         ranked = sorted((pair for pair in scores if pair[0] > 0), reverse=True)
         return [self.passages[-i] for _, i in ranked[:count]]
@@ -49,7 +49,7 @@ def _words(text: str) -> list[str]:
 
 @cache
 def index_of(path: str) -> Bm25:
-    """The index of a text file whose passages are parted by blank lines."""
+    """Return the index of a text file whose passages are separated by blank lines."""
     text = Path(path).read_text(encoding="utf-8")
     return Bm25([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
 
@@ -57,8 +57,8 @@ def index_of(path: str) -> Bm25:
 async def generate(
     args: Any, sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any
 ) -> Sample:
-    """Answer with the passages of the file `metadata.corpus` at hand, where rollout.allow_paths_in_records says so."""
-    talk = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
+    """Answer with search in the file `metadata.corpus`, if rollout.allow_paths_in_records allows that."""
+    conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=4)
     prompt = f"prompt {sample.group_index}: metadata.corpus"
     if "corpus" not in sample.metadata:
         raise RecordError(f"{prompt}: missing; name the text file to search in")
@@ -68,13 +68,13 @@ async def generate(
             f"true if you trust them"
         )
     index = index_of(sample.metadata["corpus"])
-    while (said := await talk.ask()) is not None:
-        queries = CALL.findall(said)
+    while (message := await conversation.ask()) is not None:
+        queries = CALL.findall(message)
         if not queries:
             break
-        with talk.tool():
-            found = index.best(queries[-1])
-        talk.tell({"role": "user", "content": "\n\n".join(found) or "nothing found"})
+        with conversation.tool():
+            passages = index.best(queries[-1])
+        conversation.tell({"role": "user", "content": "\n\n".join(passages) or "nothing found"})
     return sample
 
 
