@@ -133,7 +133,7 @@ async def _respond(
                 if (chunk := form.delta(answer)) is not None:
                     await stream.send(dumped(chunk))
             if with_usage:
-                await stream.send(dumped(form.frame([], whole=False) | {"usage": form.usage(pending.answers)}))
+                await stream.send(dumped(form.frame([], complete=False) | {"usage": form.usage(pending.answers)}))
         except STREAMED as error:
             await stream.fail(error)
     return await stream.end()

@@ -16,7 +16,7 @@ class Kind:
     """Response fields that differ between the two endpoints."""
 
     prefix: str
-    whole: str
+    complete: str
     chunk: str
     chat: bool
 
@@ -47,10 +47,10 @@ class Form:
         self._with_tokens = with_tokens
         self._token_text = token_text
 
-    def frame(self, choices: list[dict[str, Any]], *, whole: bool) -> dict[str, Any]:
+    def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
         return {
             "id": self.rid,
-            "object": self._kind.whole if whole else self._kind.chunk,
+            "object": self._kind.complete if complete else self._kind.chunk,
             "created": self._created,
             "model": self._model,
             "choices": choices,
@@ -64,14 +64,14 @@ class Form:
             choices.append(self._choice(answer, content, 0, answer.count))
         spans = answers[0].spans()
         versions = {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else {}
-        return self.frame(choices, whole=True) | {"usage": self.usage(answers), "metadata": versions}
+        return self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
 
     def openings(self, answers: list[Answer]) -> list[dict[str, Any]]:
         """Return the first chunks of a chat's stream, which name the role."""
         if not self._kind.chat:
             return []
         choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self.frame([{"index": answer.index, **choice}], whole=False) for answer in answers]
+        return [self.frame([{"index": answer.index, **choice}], complete=False) for answer in answers]
 
     def delta(self, answer: Answer) -> dict[str, Any] | None:
         """Return the delta of an answer; None while its new tokens have no text yet."""
@@ -82,7 +82,7 @@ class Form:
         content = {"delta": {"content": new}} if self._kind.chat else {"text": new}
         choice = self._choice(answer, content, answer.told, count)
         answer.told, answer.told_text = count, max(answer.told_text, len(text))
-        return self.frame([choice], whole=False)
+        return self.frame([choice], complete=False)
 
     def usage(self, answers: list[Answer]) -> dict[str, Any]:
         """Count tokens; a prompt with n answers counts once."""
