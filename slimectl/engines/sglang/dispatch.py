@@ -33,7 +33,7 @@ ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
 class Dispatch:
-    """Retries requests until a server gives a whole answer. `troubled` is called with failed servers, not paused."""
+    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers."""
 
     def __init__(
         self,
