@@ -1,1 +1,1 @@
-"""What samples text."""
+"""Engines: sample text from prompts."""

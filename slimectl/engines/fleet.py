@@ -1,4 +1,4 @@
-"""Several servers, kept alive: one that dies or hangs is withdrawn, restarted, given the weights, and announced."""
+"""Pool of servers that restarts a server that dies or hangs, pushes it the weights, and announces it again."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slimectl.errors import BackendError
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 
 LOOK_S = 1.0
-"""Between two looks at whether the processes live; whether they answer is asked every `interval_s`."""
+"""Seconds between checks that the processes are alive; /health is requested every `interval_s`."""
 
 LEAVE_S = 10.0
-"""How long the threads of a fleet get to see that it is closed."""
+"""Seconds that the threads of a pool get to end when it is closed."""
 
 
 class NoRestartLeft(BackendError):
-    """A server died when all restarts were used."""
+    """Error: a server died after all restarts were used."""
 
 
 class Fleet:
-    """`count` servers from `make(i)`, behind `router` if there is one (`kinds[i]` is what it must know of each).
+    """Pool of `count` servers from `make(i)`, behind `router` if there is one (`kinds[i]` registers server i there).
 
-    `announce(addresses, workers)` hears where requests may go, whenever that changes; a restarted server is in it only
-    after `restore(url)` has brought it the current weights. `failed` hears the error after which nothing is mended any
-    more: a server died when all of the `max_restarts` were used. Servers are looked at every `interval_s` and given
-    `timeout_s` to answer.
+    `announce(addresses, workers)` is called whenever the addresses for requests change; a restarted server is included
+    only after `restore(url)` has pushed it the current weights. `failed` is called with the error after which nothing
+    is restarted any more: a server died after all of the `max_restarts` were used. Servers are checked every
+    `interval_s` and get `timeout_s` to answer.
     """
 
     def __init__(
@@ -58,80 +58,80 @@ class Fleet:
         self._max_restarts, self._watch = max_restarts, watch
         self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
         self._failure: BaseException | None = None
-        self._weights = threading.RLock()  # held while weights change: by the trainer for all, by a repair for one
+        self._weights = threading.RLock()  # held while weights change: by the trainer for all, by a restart for one
         self._changing = threading.RLock()
-        self._look_now, self._closing = threading.Event(), threading.Event()
+        self._check_now, self._closing = threading.Event(), threading.Event()
         self._repairs: list[threading.Thread] = []
         self._monitor: threading.Thread | None = None
 
     @property
     def urls(self) -> list[str]:
-        """The servers that answer."""
+        """Addresses of the servers that answer."""
         return [member.url for member in self._members if member.up]
 
     @property
     def addresses(self) -> list[str]:
-        """Where requests go: the router, else the servers; nowhere while none answers."""
+        """Addresses for requests: the router, else the servers; empty while none answers."""
         return [self._router_url] if self._router is not None and self.urls else self.urls
 
     def start(self) -> None:
-        """Start all at once. Raises the first error; then nothing is left running."""
+        """Start all servers concurrently. Raises the first error, after stopping all of them."""
         parts = self._parts()
         pool = ThreadPoolExecutor(max_workers=len(parts))
         try:
-            begun = [pool.submit(self._started, part) for part in parts]
-            for done in as_completed(begun):
+            starts = [pool.submit(self._start_part, part) for part in parts]
+            for done in as_completed(starts):
                 done.result()
-            for member, start in zip(self._members, begun, strict=False):
+            for member, start in zip(self._members, starts, strict=False):
                 member.url, member.up = start.result(), True
             if self._router is not None:
-                self._router_url = begun[-1].result()
+                self._router_url = starts[-1].result()
                 self._route()
         except BaseException:
             self.close()  # which ends what is still starting
             raise
         finally:
             pool.shutdown()
-        self._tell()
+        self._announce_change()
         if self._watch:
-            self._monitor = threading.Thread(target=self._monitored, name="slimectl-fleet", daemon=True)
+            self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-fleet", daemon=True)
             self._monitor.start()
 
     def look(self, _url: str = "") -> None:
-        """Look at the servers soon, rather than after the interval: something is wrong."""
-        self._look_now.set()
+        """Request a check of the servers soon, rather than after the interval: a request has failed."""
+        self._check_now.set()
 
     def settle(self) -> None:
-        """Look at the servers now; returns when all of them answer again. Raises BackendError if that will not be.
+        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left.
 
-        Not within `pause_watch`: repairs bring weights.
+        Must not be called within `pause_watch`: restarts push weights.
         """
-        self._examine()
+        self._check_servers()
         for thread in list(self._repairs):
             thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raises the error after which nothing is mended any more."""
+        """Raise the error after which nothing is restarted any more, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
     def pause_watch(self) -> Iterator[None]:
-        """While weights change: who loads is not taken to hang, and no repair brings weights at the same time."""
+        """Suspend checks and restarts while weights change: a server that loads does not count as hung."""
         with self._weights:
             yield
             with self._changing:
                 self._route()
 
     def close(self) -> None:
-        """End the servers and the watch over them."""
+        """Stop the servers and their monitoring."""
         self._closing.set()
-        self._look_now.set()
+        self._check_now.set()
         self._stop_all()
         for thread in [*self._repairs, *([self._monitor] if self._monitor is not None else [])]:
             thread.join(LEAVE_S)
-        self._stop_all()  # what a repair had begun to start at that moment
+        self._stop_all()  # servers that a restart was starting at that moment
         for member in self._members:
             member.up = False
 
@@ -143,52 +143,52 @@ class Fleet:
         servers: list[Server] = [member.server for member in self._members]
         return [*servers, *([self._router] if self._router is not None else [])]
 
-    def _started(self, part: Server) -> str:
+    def _start_part(self, part: Server) -> str:
         if self._closing.is_set():
             raise BackendError("the fleet is being closed")
         return part.start()
 
-    def _monitored(self) -> None:
+    def _monitor_loop(self) -> None:
         self._closing.wait(self._first_wait_s)
-        asked = time.monotonic()
+        last_check = time.monotonic()
         while not self._closing.is_set():
-            told = self._look_now.wait(min(self._interval_s, LOOK_S))
-            self._look_now.clear()
-            due = told or time.monotonic() - asked >= self._interval_s
-            if self._closing.is_set() or self._failure is not None or not (due or self._one_is_dead()):
+            requested = self._check_now.wait(min(self._interval_s, LOOK_S))
+            self._check_now.clear()
+            due = requested or time.monotonic() - last_check >= self._interval_s
+            if self._closing.is_set() or self._failure is not None or not (due or self._any_process_died()):
                 continue
-            self._examine()
-            asked = time.monotonic()
+            self._check_servers()
+            last_check = time.monotonic()
 
-    def _one_is_dead(self) -> bool:
-        """Whether a process is gone: seen at once, where one that hangs takes a question."""
+    def _any_process_died(self) -> bool:
+        """Whether a process has died: seen without a request, which a process that hangs needs."""
         return not all(lives(member.server) for member in self._members if member.up)
 
-    def _examine(self) -> None:
-        """Find those that died or hang, withdraw them, and begin their repair."""
+    def _check_servers(self) -> None:
+        """Find servers that died or hang, withdraw them, and start their restart."""
         with self._weights, self._changing:
             if self._closing.is_set() or self._failure is not None:
                 return
             if self._router is not None and not lives(self._router):
-                self._renew_router()
+                self._restart_router()
             up = [(i, member) for i, member in enumerate(self._members) if member.up]
-            well = asyncio.run(healthy([member for _, member in up], timeout_s=self._timeout_s))
-            lost = [found for found, fine in zip(up, well, strict=True) if not fine]
+            health = asyncio.run(healthy([member for _, member in up], timeout_s=self._timeout_s))
+            lost = [entry for entry, is_healthy in zip(up, health, strict=True) if not is_healthy]
             for _, member in lost:
                 member.up = member.routed = False
             if lost:
-                self._tell()
+                self._announce_change()
             self._repairs = [thread for thread in self._repairs if thread.is_alive()]
             for i, member in lost:
-                thread = threading.Thread(target=self._repaired, args=(i, member), daemon=True)
+                thread = threading.Thread(target=self._repair, args=(i, member), daemon=True)
                 self._repairs.append(thread)
                 thread.start()
 
-    def _repaired(self, i: int, member: Member) -> None:
-        """Restart until it is up with current weights, or there are no restarts left."""
+    def _repair(self, i: int, member: Member) -> None:
+        """Restart a server until it is up with current weights, or no restarts are left."""
         while not self._closing.is_set():
             try:
-                self._restarted(i, member)
+                self._restart(i, member)
                 return
             except NoRestartLeft as error:
                 self._give_up(error)
@@ -197,18 +197,18 @@ class Fleet:
                 if not self._closing.is_set():
                     say(f"engine {i}: {error}")
 
-    def _restarted(self, i: int, member: Member) -> None:
-        begun = time.monotonic()
+    def _restart(self, i: int, member: Member) -> None:
+        started_at = time.monotonic()
         member.up = member.routed = False
-        why = last_words(member.server)
+        reason = last_words(member.server)
         with self._changing:
             if self.restarts >= self._max_restarts:
                 raise NoRestartLeft(
-                    f"engine {i} at {member.url} died ({why}) and all {self._max_restarts} restarts are used "
+                    f"engine {i} at {member.url} died ({reason}) and all {self._max_restarts} restarts are used "
                     f"(engine.max_restarts)"
                 )
             self.restarts += 1
-        say(f"engine {i} at {member.url} died ({why}); restart {self.restarts} of {self._max_restarts}")
+        say(f"engine {i} at {member.url} died ({reason}); restart {self.restarts} of {self._max_restarts}")
         if self._router is not None:
             with contextlib.suppress(BackendError):
                 self._router.remove(member.url)
@@ -225,10 +225,10 @@ class Fleet:
             with self._changing:
                 member.up = True
                 self._route()
-                self._tell()
-        say(f"engine {i} is back at {member.url} after {time.monotonic() - begun:.0f} s")
+                self._announce_change()
+        say(f"engine {i} is back at {member.url} after {time.monotonic() - started_at:.0f} s")
 
-    def _renew_router(self) -> None:
+    def _restart_router(self) -> None:
         assert self._router is not None
         say(f"sglang-router died ({last_words(self._router)}); starting it again")
         try:
@@ -238,10 +238,10 @@ class Fleet:
             self._route()
         except BackendError as error:
             self._give_up(error)
-        self._tell()
+        self._announce_change()
 
     def _route(self) -> None:
-        """Put behind the router who is not: it takes nobody who still waits for weights."""
+        """Register servers with the router that are not yet: it accepts no server that still waits for weights."""
         for member in self._members:
             if self._router is not None and member.up and not member.routed and has_weights(member):
                 self._router.add(member.url, **member.kind)
@@ -252,6 +252,6 @@ class Fleet:
         if self.failed is not None and not self._closing.is_set():
             self.failed(error)
 
-    def _tell(self) -> None:
+    def _announce_change(self) -> None:
         if self.announce is not None and not self._closing.is_set():
             self.announce(self.addresses, self.urls)

@@ -1,4 +1,4 @@
-"""Keys of servers: which one a request needs, and where a server of this machine leaves its own for its user."""
+"""Keys of servers: selects the key of a request, and stores a server's own key for its user."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 from slimectl.redaction import remember
 
 ASKING = ("/generate", "/v1/", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/health", "/ping")
-"""How paths begin that take the API key; all others take the admin key."""
+"""Prefixes of paths that take the API key; all others take the admin key."""
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of servers, as SGLang has them: `api_key` to be asked, `admin_api_key` for all that changes state.
+    """Keys of servers, as in SGLang: `api_key` for generation, `admin_api_key` for everything that changes state.
 
-    Where only the first is there, it opens both; `by_url` are admin keys of single servers, which go first.
+    The first alone opens both; `by_url` are admin keys of single servers, which go first.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -30,14 +30,14 @@ class Keys:
     by_url: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def headers(self, url: str, path: str) -> dict[str, str]:
-        """The headers of a request for `path` of the server at `url`."""
+        """Return the headers of a request for `path` of the server at `url`."""
         if "@" in urlsplit(url).netloc:
-            return {}  # the address says who asks
+            return {}  # the address has the credentials
         key = self.api_key if path.startswith(ASKING) else self._admin(url)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def with_local(self, urls: Sequence[str]) -> Keys:
-        """Keys that also know those which servers of this machine have left for this user."""
+        """Add the keys that servers of this machine have stored for this user."""
         if self.admin_api_key:
             return self
         pairs = [(url.rstrip("/"), local_key(url)) for url in urls]
@@ -48,7 +48,7 @@ class Keys:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Generate a random key."""
     return remember(secrets.token_urlsafe(KEY_BYTES))
 
 
@@ -70,7 +70,7 @@ def leave_key(key: str, port: int) -> Path:
 
 
 def local_key(url: str) -> str | None:
-    """The key that a server of this machine has left for this user; None where there is none."""
+    """Return the key that a server of this machine has stored for this user; None without one."""
     parts = urlsplit(url)
     try:
         if not parts.hostname or not parts.port or not _is_here(parts.hostname):
@@ -86,10 +86,10 @@ def local_key(url: str) -> str | None:
 
 def _is_here(host: str) -> bool:
     """Return whether a host is this machine: only then an address can be bound."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         try:
-            probe.bind(place)
+            probe.bind(address)
         except OSError:
             return False
     return True

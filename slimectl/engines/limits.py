@@ -1,4 +1,4 @@
-"""What no engine is asked, wherever it is."""
+"""Checks of prompts and sampling parameters, for every engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slimectl.types import SamplingParams
 
 
 def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: int, max_context: int) -> None:
-    """Refuse what an engine would refuse, or die of: SGLang 0.5.21 does, of a token outside the vocabulary.
+    """Refuse prompts that an engine would refuse, or crash on: SGLang 0.5.21 crashes on an unknown token.
 
     Raises SettingsError.
     """
-    check_tokens(tokens, vocabulary=vocabulary, most=max_context)
+    check_tokens(tokens, vocabulary=vocabulary, max_tokens=max_context)
     if len(tokens) == max_context and params.max_tokens:
         raise _too_long(tokens, max_context)
     if params.max_tokens < 0:
@@ -22,21 +22,21 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
         raise SettingsError(f"temperature: {params.temperature} is negative; give 0 (greedy) or more")
 
 
-def check_tokens(tokens: Sequence[int], *, vocabulary: int, most: int) -> None:
-    """Raises SettingsError for tokens that a model cannot read at once: none, more than `most`, unknown ones."""
+def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> None:
+    """Raise SettingsError for an empty prompt, more than `max_tokens` tokens, or one outside the vocabulary."""
     if not tokens:
         raise SettingsError("prompt: is empty; give at least one token")
-    strange = min(tokens) if min(tokens) < 0 else max(tokens)
-    if not 0 <= strange < vocabulary:
+    outlier = min(tokens) if min(tokens) < 0 else max(tokens)
+    if not 0 <= outlier < vocabulary:
         raise SettingsError(
-            f"prompt: token {strange} is outside the vocabulary of {vocabulary}; use the model's own tokenizer"
+            f"prompt: token {outlier} is outside the vocabulary of {vocabulary}; use the model's own tokenizer"
         )
-    if len(tokens) > most:
-        raise _too_long(tokens, most)
+    if len(tokens) > max_tokens:
+        raise _too_long(tokens, max_tokens)
 
 
-def _too_long(tokens: Sequence[int], most: int) -> SettingsError:
+def _too_long(tokens: Sequence[int], max_tokens: int) -> SettingsError:
     return SettingsError(
-        f"prompt: {len(tokens)} tokens leave no room in a context of {most}; "
+        f"prompt: {len(tokens)} tokens leave no room in a context of {max_tokens}; "
         f"shorten the prompt or raise rollout.max_context_len"
     )

@@ -1,4 +1,4 @@
-"""What a fleet is made of: servers, perhaps a router in front, and what can be said of each."""
+"""Members of a server pool: servers, an optional router in front, and health checks of each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slimectl.errors import BackendError
 
 ANSWER_S = 30.0
 RETRY_S = 0.5
-"""Between two questions to a server that has not answered well, until its time is over."""
+"""Seconds between health requests to a server that has not answered well, until its time is over."""
 
 
 class Server(Protocol):
-    """A process that serves HTTP; the object may live elsewhere."""
+    """Process that serves HTTP; the object may live on another machine."""
 
     def start(self) -> str: ...
 
@@ -31,7 +31,7 @@ class Server(Protocol):
 
 
 class Front(Server, Protocol):
-    """A router: one address for all."""
+    """Router: one address for all servers."""
 
     def add(self, worker: str, **kind: Any) -> None: ...
 
@@ -42,23 +42,23 @@ class Front(Server, Protocol):
 class Member:
     server: Server
     kind: Mapping[str, Any] = field(default_factory=dict)
-    """What the router has to know of it."""
+    """Options of its registration with the router."""
 
     url: str = ""
     up: bool = False
-    """Whether requests may go there: it answers, and has the current weights."""
+    """Whether it takes requests: it answers, and has the current weights."""
 
     routed: bool = False
-    """Whether the router knows it."""
+    """Whether it is registered with the router."""
 
 
 async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
-    """Whether each lives and answers /health with 200 within its time."""
+    """Return for each member whether it is alive and answers /health with 200 in time."""
     return await asyncio.gather(*(_healthy(member, timeout_s) for member in members))
 
 
 def has_weights(member: Member) -> bool:
-    """Raises BackendError if it does not answer."""
+    """Whether a server has weights. Raises BackendError if it does not answer."""
     return asyncio.run(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
 
 
@@ -75,7 +75,7 @@ async def _healthy(member: Member, timeout_s: float) -> bool:
 
 
 def lives(server: Server) -> bool:
-    """An object whose host is gone does not live either."""
+    """Whether a server is alive; one whose host is gone is not."""
     try:
         return server.alive()
     except Exception:
@@ -83,7 +83,7 @@ def lives(server: Server) -> bool:
 
 
 def last_words(server: Server) -> str:
-    """Why it died, by itself, or why it cannot be asked."""
+    """Return why a server died, as it reports, or why it cannot be asked."""
     try:
         return server.death()
     except Exception as error:

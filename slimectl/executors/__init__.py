@@ -1,1 +1,1 @@
-"""Where work runs."""
+"""Executors: run work on this machine or on a Ray cluster."""

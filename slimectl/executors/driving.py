@@ -1,4 +1,4 @@
-"""Ranks driven over one pipe each, wherever they live: requests go to all, answers come back from each.
+"""Rank group that is driven over one pipe per rank: requests go to every rank, each rank answers.
 
 A rank answers a request with ("part", …)* and then ("done", …) or ("error", …); parts and results of rank 0 are kept.
 """
@@ -17,13 +17,13 @@ from slimectl.errors import DiedError
 from slimectl.executors.outputs import with_tail
 
 GRACE_S = 10.0
-"""How long ranks get to answer after another has failed, or to leave after being asked."""
+"""Seconds that ranks get to answer after another has failed, or to exit after a request to."""
 LOOK_S = 2.0
-"""Seconds between two looks for ranks whose pipes cannot say that they are gone."""
+"""Seconds between checks for dead ranks whose pipes do not report the end of their process."""
 
 
 class PipedRanks:
-    """The driving end of ports.Ranks; a subclass starts the processes and knows how they end.
+    """Driver side of ports.Ranks; a subclass starts the processes and explains how they ended.
 
     After a failure that leaves some rank waiting for another, the processes are ended.
     """
@@ -43,10 +43,10 @@ class PipedRanks:
             try:
                 pipe.send_bytes(data)
             except OSError as error:
-                raise self._told(self._death(rank), rank) from error
+                raise self._with_log_tail(self._death_error(rank), rank) from error
 
     def answers(self) -> Iterator[Any]:
-        """The parts that rank 0 sends, then its result; every rank has answered once this is exhausted.
+        """Yield the parts that rank 0 sends, then its result; every rank has answered once this is exhausted.
 
         Raises what a rank raised, with its traceback as a note, or DiedError if one died: a death is the cause of
         what other ranks raise.
@@ -55,7 +55,7 @@ class PipedRanks:
         failure: BaseException | None = None
         deadline = float("inf")
         while pending and time.monotonic() <= deadline:
-            for rank, kind, value in self._arrived(pending, deadline):
+            for rank, kind, value in self._receive(pending, deadline):
                 if kind != "part":
                     del pending[rank]
                 if kind == "died":
@@ -63,7 +63,7 @@ class PipedRanks:
                         failure = value
                     deadline = 0.0
                 elif kind == "error" and failure is None:
-                    failure, deadline = self._told(value, rank), time.monotonic() + GRACE_S
+                    failure, deadline = self._with_log_tail(value, rank), time.monotonic() + GRACE_S
                 elif kind != "error" and rank == 0 and failure is None:
                     yield value
         if failure is not None:
@@ -72,7 +72,7 @@ class PipedRanks:
             raise failure
 
     def end(self, *, polite: bool = True) -> None:
-        """Let every rank leave, or make it."""
+        """Close the pipes, so that every rank exits; without `polite`, kill the processes at once."""
         if self.ended:
             return
         self.ended = True
@@ -82,34 +82,34 @@ class PipedRanks:
         self._pipes = []
         self._reap(time.monotonic() + (GRACE_S if polite else 0.0))
 
-    def _arrived(self, pending: dict[int, Connection], deadline: float) -> Iterator[tuple[int, str, Any]]:
-        """(rank, kind, value) of what has come, after waiting for something to come."""
+    def _receive(self, pending: dict[int, Connection], deadline: float) -> Iterator[tuple[int, str, Any]]:
+        """Wait for messages; yields (rank, kind, value) of each."""
         ready = wait(list(pending.values()), timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
-        found = [rank for rank, pipe in pending.items() if pipe in ready]
-        for rank in found:
+        ready_ranks = [rank for rank, pipe in pending.items() if pipe in ready]
+        for rank in ready_ranks:
             try:
                 yield rank, *pending[rank].recv()
             except (EOFError, OSError):
-                yield rank, "died", self._told(self._death(rank), rank)
-        if not found:
-            for rank in set(self._gone()) & set(pending):
-                yield rank, "died", self._told(self._death(rank), rank)
+                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
+        if not ready_ranks:
+            for rank in set(self._ended_ranks()) & set(pending):
+                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
 
-    def _told(self, error: BaseException, rank: int) -> BaseException:
+    def _with_log_tail(self, error: BaseException, rank: int) -> BaseException:
         return with_tail(error, self._tail(rank))
 
     def _tail(self, rank: int) -> str:
-        """The last lines of a rank's log, with its name; empty without logs."""
+        """Return the last lines of a rank's log, with its name; empty without logs."""
         raise NotImplementedError
 
-    def _gone(self) -> Iterator[int]:
-        """Ranks that are known to have ended."""
+    def _ended_ranks(self) -> Iterator[int]:
+        """Yield the ranks that are known to have ended."""
         raise NotImplementedError
 
-    def _death(self, rank: int) -> DiedError:
-        """What became of a rank whose pipe has closed."""
+    def _death_error(self, rank: int) -> DiedError:
+        """Return the error that explains why a rank's pipe has closed."""
         raise NotImplementedError
 
     def _reap(self, deadline: float) -> None:
-        """Wait for the processes until `deadline`, then kill what is left."""
+        """Wait for the processes until `deadline`, then kill those that still run."""
         raise NotImplementedError

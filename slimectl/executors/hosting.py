@@ -1,4 +1,4 @@
-"""What hosts everywhere do with the objects that they hold."""
+"""Closes hosted objects, for every executor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def close_hosted(hosted: Any) -> None:
-    """Close what can be closed, be it by a function or a coroutine."""
+    """Call the object's `close`, if it has one; a coroutine is awaited."""
     close = getattr(hosted, "close", None)
-    if close is not None and inspect.isawaitable(closing := close()):
-        asyncio.run(_awaited(closing))
+    if close is not None and inspect.isawaitable(awaitable := close()):
+        asyncio.run(_await(awaitable))
 
 
-async def _awaited(closing: Any) -> None:
-    await closing
+async def _await(awaitable: Any) -> None:
+    await awaitable

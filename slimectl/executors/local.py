@@ -1,4 +1,4 @@
-"""This machine: threads to work ahead, processes to work in parallel."""
+"""Executor of one machine: threads that prefetch, processes that work in parallel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 
 
 class LocalExecutor:
-    """Carriers for iterators on one machine; worker and rank processes live until `close`.
+    """Runs ranks, hosted objects, streams and worker pools on one machine; their processes live until `close`.
 
-    What ranks print goes to rank-0.log, … in `logs`, to stderr where not given.
+    Output of ranks goes to rank-0.log, … in `logs`; to stderr without it.
     """
 
     def __init__(self, *, logs: Path | None = None) -> None:
@@ -34,17 +34,17 @@ class LocalExecutor:
         self._workers = 0
 
     def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> LocalRanks:
-        """N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        """Start N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
         self._groups = [group for group in self._groups if not group.ended]
-        made = LocalRanks(serve, build, ranks=ranks, logs=self._logs, living=len(self._groups))
-        self._groups.append(made)
-        return made
+        rank_group = LocalRanks(serve, build, ranks=ranks, logs=self._logs, living=len(self._groups))
+        self._groups.append(rank_group)
+        return rank_group
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """The object itself: it lives in this process."""
-        made = build()
-        self._hosted.callback(close_hosted, made)
-        return made
+        """Build the object in this process and return it; `close` closes it."""
+        instance = build()
+        self._hosted.callback(close_hosted, instance)
+        return instance
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         return prefetch(make, ahead=ahead)
@@ -52,10 +52,10 @@ class LocalExecutor:
     def map(
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
     ) -> Iterator[Result | BaseException]:
-        """Results in order; `workers` 0 calls `fn` here, one item at a time, when its result is asked for.
+        """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
 
         A worker that overruns `timeout_s` is killed and replaced, and its item's result is a TimeoutError. At most
-        4 items a worker are in hand, so an endless input is fine.
+        4 items per worker are in flight, so an endless input is fine.
         """
         if workers == 0:
             yield from map_here(fn, items)
@@ -79,12 +79,12 @@ class LocalExecutor:
 
             self._end_pool()
             # spawn: forking a process that holds torch's threads can deadlock.
-            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_leave_interrupts)
+            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_ignore_interrupts)
             self._workers = workers
         return self._pool
 
     def close(self) -> None:
-        """Close what is hosted here, end every process."""
+        """Close the hosted objects, end every process."""
         try:
             self._hosted.close()
         finally:
@@ -99,13 +99,13 @@ class LocalExecutor:
             self._pool = None
 
 
-def _leave_interrupts() -> None:
+def _ignore_interrupts() -> None:
     """Ctrl-C reaches the whole process group; only the parent decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:
-    """One item at a time, in this process, when its result is asked for."""
+    """Call `fn` in this process, lazily, one item at a time; an exception is the item's result."""
     for item in items:
         try:
             result: Result | BaseException = fn(item)

@@ -1,4 +1,4 @@
-"""What processes say: to stderr, or to a log file whose last lines explain a failure."""
+"""Output of processes: to stderr, or to a log file whose last lines explain a failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TypeVar
 Failure = TypeVar("Failure", bound=BaseException)
 
 TAIL_LINES = 20
-"""Last lines of a log that an error carries."""
+"""Number of last lines of a log that are attached to an error."""
 TAIL_BYTES = 16_384
 
 
 def redirect(log: Path | None) -> None:
-    """What this process and its children print goes to `log`; to stderr where there is none: stdout is for data."""
+    """Redirect the output of this process and its children to `log`, or to stderr without one: stdout is for data."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -27,7 +27,7 @@ def redirect(log: Path | None) -> None:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log under its name; empty if it cannot be read."""
+    """Return the last lines of a log under its name; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -38,14 +38,14 @@ def tail(log: Path) -> str:
 
 
 def with_tail(error: Failure, tail: str) -> Failure:
-    """The error, with what its process said last as a note."""
+    """Attach the last log lines of its process to an error, as a note."""
     if tail:
         error.add_note(tail)
     return error
 
 
 def log_files(logs: Path | None, ranks: int, living: int) -> list[Path] | None:
-    """A file a rank: rank-0.log; a group beside `living` others has its own, rank-0.group-1.log."""
+    """Return a log file per rank: rank-0.log; a group beside `living` others gets other files, rank-0.group-1.log."""
     if logs is None:
         return None
     group = f".group-{living}" if living else ""

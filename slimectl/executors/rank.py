@@ -1,4 +1,4 @@
-"""A rank's own end: its pipe, its place in the torch.distributed group, its life."""
+"""Rank side of a rank group: its pipe, its torch.distributed initialization, its main loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Serve = Callable[[Callable[[], Any], "RankPipe"], None]
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its number of `ranks`, the store they meet at, and its machine.
+    """Position of a rank: its index among `ranks`, the store for the rendezvous, and its machine.
 
     `neighbours` of the ranks are on the same machine, this one is number `local` of them; `device` is its GPU among
     those that it sees; `address` is the machine's own.
@@ -46,28 +46,28 @@ class Seat:
 
 
 class RankPipe:
-    """What `serve` obeys and answers by. Ends the rank, quietly, when the driving end is gone."""
+    """Receives requests and sends answers of `serve`. Ends the rank, quietly, when the driver is gone."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection, self._rank = connection, rank
 
     def recv_bytes(self) -> bytes:
-        """The next request, pickled."""
+        """Return the next request, pickled."""
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
             raise _DriverGone from None
 
     def part(self, value: Any) -> None:
-        """Something on the way to a result."""
+        """Send one part of a result."""
         self._connection.send(("part", value))
 
     def done(self, value: Any) -> None:
-        """The result of a request, or of building."""
+        """Send the result of a request, or of building."""
         self._connection.send(("done", value))
 
     def failed(self, error: BaseException) -> None:
-        """What a request, or building, raised."""
+        """Send the exception of a request, or of building."""
         self._connection.send(("error", portable(error, f"rank {self._rank}")))
 
 
@@ -76,7 +76,7 @@ class _DriverGone(Exception):
 
 
 def live(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: Seat) -> None:
-    """Join the group and serve until the pipe closes; what is raised goes to the other end."""
+    """Join the group and serve until the pipe closes; an exception is sent to the driver."""
     try:
         _join(seat)
         serve(build, pipe)
@@ -130,24 +130,24 @@ def host_store(host: str) -> TCPStore:
 
 
 def interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None where that cannot be asked."""
+    """Return the network interface that has an IPv4 address; None where the system cannot be asked (not Linux)."""
     if not sys.platform.startswith("linux"):
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None
 
 
-def portable(error: BaseException, where: str) -> BaseException:
-    """The exception as it can travel: of its own type where that can be pickled, its traceback as a note."""
+def portable(error: BaseException, source: str) -> BaseException:
+    """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
-        travelled = pickle.loads(pickle.dumps(error.with_traceback(None)))
+        picklable = pickle.loads(pickle.dumps(error.with_traceback(None)))
     except Exception:
-        travelled = SlimectlError(f"{where}: {type(error).__name__}: {error}")
-    travelled.add_note(f"on {where}:\n{text}")
-    return travelled
+        picklable = SlimectlError(f"{source}: {type(error).__name__}: {error}")
+    picklable.add_note(f"on {source}:\n{text}")
+    return picklable

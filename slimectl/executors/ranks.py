@@ -21,7 +21,7 @@ from slimectl.executors.rank import LOCALHOST, RankPipe, Seat, Serve, host_store
 
 
 class LocalRanks(PipedRanks):
-    """N processes that each built `build()` and obey; rank i reads requests from its pipe.
+    """N processes that each call `build()` and serve requests; rank i reads them from its pipe.
 
     A rank ignores Ctrl-C (its parent decides), writes to stderr (or its file in `logs`) only, and exits when its parent
     is gone, however the parent died.
@@ -38,25 +38,25 @@ class LocalRanks(PipedRanks):
         with _no_main_without_file():
             for rank in range(ranks):
                 seat = Seat(rank, ranks, LOCALHOST, self._store.port, local=rank, neighbours=ranks, device=rank)
-                ours, theirs = spawn.Pipe()
+                driver_pipe, rank_pipe = spawn.Pipe()
                 log = None if self._logs is None else self._logs[rank]
                 process = spawn.Process(
-                    target=_rank, args=(serve, build, seat, theirs, log), daemon=True, name=f"slimectl-rank-{rank}"
+                    target=_rank, args=(serve, build, seat, rank_pipe, log), daemon=True, name=f"slimectl-rank-{rank}"
                 )
                 process.start()
-                theirs.close()
-                self._pipes.append(ours)
+                rank_pipe.close()
+                self._pipes.append(driver_pipe)
                 self._processes.append(process)
 
-    def _gone(self) -> Iterator[int]:
+    def _ended_ranks(self) -> Iterator[int]:
         return iter(())  # a process that ends closes its pipe
 
-    def _death(self, rank: int) -> DiedError:
+    def _death_error(self, rank: int) -> DiedError:
         process = self._processes[rank]
         process.join(GRACE_S)
-        cause = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
-        where = "its messages above" if self._logs is None else self._logs[rank]
-        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{cause}); see {where}")
+        hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        location = "its messages above" if self._logs is None else self._logs[rank]
+        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}); see {location}")
 
     def _tail(self, rank: int) -> str:
         return "" if self._logs is None else tail(self._logs[rank])
@@ -71,7 +71,10 @@ class LocalRanks(PipedRanks):
 
 @contextlib.contextmanager
 def _no_main_without_file() -> Iterator[None]:
-    """Spawned processes import the main module again; one read from stdin has a name but no file to import."""
+    """Hide the file name of a main module that was read from stdin.
+
+    Spawned processes import the main module again; this one has a name but no file to import.
+    """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or Path(file).exists():
@@ -85,7 +88,7 @@ def _no_main_without_file() -> Iterator[None]:
 
 
 def _rank(serve: Serve, build: Callable[[], Any], seat: Seat, pipe: Connection, log: Path | None) -> None:
-    """The life of one rank process."""
+    """Main function of one rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     redirect(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -95,7 +98,7 @@ def _rank(serve: Serve, build: Callable[[], Any], seat: Seat, pipe: Connection, 
 
 
 def _leave_with_parent() -> None:
-    """Exit even in the middle of a collective call, where no pipe is read."""
+    """Exit when the parent does, even in the middle of a collective call, where no pipe is read."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,1 +1,1 @@
-"""How new weights reach an engine."""
+"""Weight sync: send new weights to the engines."""

@@ -1,4 +1,4 @@
-"""A delta applied in place to a checkpoint, whole or not at all."""
+"""Applies a delta in place to a checkpoint, whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from slimectl.sync.delta_file import DeltaFile, DeltaWriter, Versions, digest
 from slimectl.sync.regions import Region, regions
 
 JOURNAL = ".slimectl-delta"
-"""A delta that has been begun: what is left of it is done before anything else."""
+"""Journal of an unfinished delta: it is completed before anything else."""
 VERSION = "weight_version.txt"
 
 
 def apply_delta(delta: Path, folder: Path) -> None:
     """Bring the Hugging Face directory `folder` from the delta's first version to its last.
 
-    Nothing is touched before every tensor has been found to have the checksum that the delta begins from, and to get
-    the one that it ends with. What is to be written is then put down beside the files: after a crash at any moment the
-    next call goes on from there. A directory that has the last version already is left alone.
+    No file is changed before the checksum of every tensor has been verified, before the delta and after it. The new
+    values are then written to a journal beside the files: after a crash at any moment the next call continues from
+    there. A directory that has the last version already stays unchanged.
 
     Raises CheckpointError where the directory does not fit the delta; it is as before.
     """
     folder = Path(folder)
     with explained_storage(folder):
         recover(folder)
-        found, change = regions(folder), DeltaFile(delta)
+        tensor_regions, change = regions(folder), DeltaFile(delta)
         versions = change.versions
-        has = weight_version(folder)
-        if has not in (None, versions.start, versions.end):
+        current = weight_version(folder)
+        if current not in (None, versions.start, versions.end):
             raise CheckpointError(
-                f"{folder}: holds weights {has}, the delta goes from {versions.start}; push whole ones"
+                f"{folder}: holds weights {current}, the delta goes from {versions.start}; push whole ones"
             )
-        if has == versions.end and _matches(change, found):
+        if current == versions.end and _matches(change, tensor_regions):
             return
         staged = folder / f".tmp-{JOURNAL}"
         try:
-            _prepare(change, found, staged)
+            _prepare(change, tensor_regions, staged)
             with staged.open("rb+") as file:
                 os.fsync(file.fileno())
             staged.rename(folder / JOURNAL)
         finally:
             staged.unlink(missing_ok=True)
         sync_folder(folder)
-        _roll_forward(folder, found, checked=True)
+        _roll_forward(folder, tensor_regions, checked=True)
 
 
 def recover(folder: Path) -> None:
-    """Finish what a crash has interrupted. Raises CheckpointError if the files have been changed since."""
+    """Finish a delta that a crash interrupted. Raises CheckpointError if the files have been changed since."""
     if (folder / JOURNAL).exists():
-        found = regions(folder)
-        _roll_forward(folder, found, checked=False)
+        tensor_regions = regions(folder)
+        _roll_forward(folder, tensor_regions, checked=False)
 
 
 def weight_version(folder: Path) -> str | None:
-    """Which weights a directory says it has."""
+    """Read the weight version that a directory records; None without one."""
     file = folder / VERSION
     return file.read_text().strip() if file.exists() else None
 
 
-def _prepare(delta: DeltaFile, found: dict[str, Region], journal: Path) -> None:
-    """Check everything, and write the changes as new bits: those can be put in place twice, an xor cannot."""
-    _check_forms(delta, found)
+def _prepare(delta: DeltaFile, tensor_regions: dict[str, Region], journal: Path) -> None:
+    """Verify every tensor, and write the changes as new bits: those can be applied twice, an xor cannot."""
+    _check_forms(delta, tensor_regions)
     versions = delta.versions
     writer = DeltaWriter(journal, Versions(versions.start, versions.end, "overwrite", versions.checksum))
     try:
         for name, change in delta.changes.items():
-            region = found[name]
+            region = tensor_regions[name]
             old = region.read()
             if digest(versions.checksum, old) != change.before:
                 raise CheckpointError(
@@ -84,11 +84,11 @@ def _prepare(delta: DeltaFile, found: dict[str, Region], journal: Path) -> None:
         writer.close()
 
 
-def _check_forms(delta: DeltaFile, found: dict[str, Region]) -> None:
-    for name in found.keys() ^ delta.changes.keys():
+def _check_forms(delta: DeltaFile, tensor_regions: dict[str, Region]) -> None:
+    for name in tensor_regions.keys() ^ delta.changes.keys():
         raise CheckpointError(f"{delta.path}: {name} is in it or in the checkpoint only; push whole weights")
     for name, change in delta.changes.items():
-        region = found[name]
+        region = tensor_regions[name]
         if (region.code, list(region.shape)) != (change.code, change.shape):
             raise CheckpointError(
                 f"{region.file}: {name} is {region.code} {list(region.shape)}, the delta is for {change.code}"
@@ -96,24 +96,24 @@ def _check_forms(delta: DeltaFile, found: dict[str, Region]) -> None:
             )
 
 
-def _matches(delta: DeltaFile, found: dict[str, Region]) -> bool:
-    """Whether the directory is what the delta leads to."""
+def _matches(delta: DeltaFile, tensor_regions: dict[str, Region]) -> bool:
+    """Whether the directory has the state after the delta."""
     checksum = delta.versions.checksum
-    return all(digest(checksum, found[name].read()) == change.after for name, change in delta.changes.items())
+    return all(digest(checksum, tensor_regions[name].read()) == change.after for name, change in delta.changes.items())
 
 
-def _roll_forward(folder: Path, found: dict[str, Region], *, checked: bool) -> None:
-    """Put what the journal says in place; `checked`: it was written a moment ago, from these very files."""
+def _roll_forward(folder: Path, tensor_regions: dict[str, Region], *, checked: bool) -> None:
+    """Write the journal's values into the files; `checked`: it was written a moment ago, from these same files."""
     journal = DeltaFile(folder / JOURNAL)
     (folder / VERSION).unlink(missing_ok=True)
     changed = [name for name, change in journal.changes.items() if change.bitmap is not None]
     for name in changed:
-        region = found[name]
+        region = tensor_regions[name]
         new = journal.applied(name, region.read(), region.width)
         if not checked and digest(journal.versions.checksum, new) != journal.changes[name].after:
             raise CheckpointError(f"{region.file}: {name} was changed while a delta was applied; push whole weights")
         region.write(new)
-    for file in {found[name].file for name in changed}:
+    for file in {tensor_regions[name].file for name in changed}:
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
     write_text(folder / VERSION, journal.versions.end + "\n")

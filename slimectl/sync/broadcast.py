@@ -1,4 +1,4 @@
-"""The trainer's side of a process group with engine ranks: made, used and left in the process that has the weights."""
+"""Trainer side of a process group with engine ranks: created, used and left in the process that has the weights."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from slimectl.sync.parts import Message
 
 JOIN_TIMEOUT_S = 120.0
 LOOK_S = 0.005
-"""How often a broadcast is looked at."""
+"""Seconds between polls of a broadcast."""
 AGREE_S = 5.0
-"""How long the other side of a failed broadcast gets to say why."""
+"""Seconds that the other side of a failed broadcast gets to report the reason."""
 
 
 @dataclass(slots=True)
 class Group:
-    """One process group and what it needs to live; `name` is never used again: engines may still hold an older one."""
+    """One process group and its resources; `name` is never reused: engines may still have an older group."""
 
     name: str
     workers: WeightWorkers
@@ -42,13 +42,13 @@ class Group:
 
 
 _GROUPS: dict[str, Group] = {}
-"""The groups of this process: a push is a call that comes and goes, its group stays."""
+"""Groups of this process: they outlive the pushes that created them."""
 _ABANDONED: list[Group] = []
-"""Groups with a broadcast that still waits for an engine: letting go of one would wait too, with the GIL held."""
+"""Groups with a broadcast that still waits for an engine: destroying one would wait too, with the GIL held."""
 
 
 def broadcast(message: Message, workers: WeightWorkers, *, key: str, version: str, timeout_s: float) -> None:
-    """Send the tensors to every worker in the group `key`, which is made if it is not there or has other members.
+    """Send the tensors to every worker in the group `key`, which is created if missing or if its members differ.
 
     Raises BackendError as soon as a worker refuses.
     """
@@ -56,64 +56,70 @@ def broadcast(message: Message, workers: WeightWorkers, *, key: str, version: st
     if group is None or list(group.workers.urls) != list(workers.urls):
         leave(key)
         on_gpu = message[0][1].is_cuda
-        group = _GROUPS[key] = _joined(workers, key, backend="nccl" if on_gpu else "gloo", timeout_s=timeout_s)
+        group = _GROUPS[key] = _join_group(workers, key, backend="nccl" if on_gpu else "gloo", timeout_s=timeout_s)
     # Wide numbers first: back to back, each tensor then begins at a multiple of its own width.
     ordered = sorted(message, key=lambda named: -named[1].element_size())
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
     received = _in_background(partial(workers.load_broadcast, forms, name=group.name, version=version))
-    _finish(_sent(group, flat, timeout_s), received, timeout_s)
+    _finish(_start_broadcast(group, flat, timeout_s), received, timeout_s)
 
 
 def leave(key: str) -> None:
-    """End the group on both sides, the engines' first: what waits for them here then fails instead of waiting on."""
+    """Destroy the group on both sides, the engines' first: operations that wait for them here then fail."""
     group = _GROUPS.pop(key, None)
     if group is not None:
         with suppress(SlimectlError):
             group.workers.leave(name=group.name)
         _ABANDONED.append(group)
-    _ABANDONED[:] = [each for each in _ABANDONED if not all(work.is_completed() for work in each.pending)]
+    _ABANDONED[:] = [
+        abandoned for abandoned in _ABANDONED if not all(work.is_completed() for work in abandoned.pending)
+    ]
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """The address at which workers reach this machine: the loopback where all of them are on it."""
+    """Return the address at which workers reach this machine: the loopback if all of them are on it."""
     hosts = [urlsplit(url).hostname or "" for url in urls]
-    away = [host for host in hosts if host not in ("localhost", "::1") and not host.startswith("127.")]
-    if not away:
+    remote_hosts = [host for host in hosts if host not in ("localhost", "::1") and not host.startswith("127.")]
+    if not remote_hosts:
         return "127.0.0.1"
     # Connecting a datagram socket sends nothing, but picks the route.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((away[0], 9))
+            probe.connect((remote_hosts[0], 9))
         except OSError as error:
-            raise BackendError(f"engine at {away[0]}: no route from here ({error}); use sync.transport disk") from error
+            raise BackendError(
+                f"engine at {remote_hosts[0]}: no route from here ({error}); use sync.transport disk"
+            ) from error
         return str(probe.getsockname()[0])
 
 
-def _joined(workers: WeightWorkers, key: str, *, backend: str, timeout_s: float) -> Group:
-    """A new group with the workers' ranks behind this process, which is rank 0.
+def _join_group(workers: WeightWorkers, key: str, *, backend: str, timeout_s: float) -> Group:
+    """Create a group of this process, rank 0, and the workers' ranks.
 
-    What SGLang 0.5.18 to 0.5.21 call init_custom_process_group: a store at host:port, with the group's name twice and
-    the kind of device in front of every key, as torch's own groups have them since 2.0.
+    Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port, every key prefixed by
+    the group's name twice and the kind of device, as torch's own groups have them since 2.0.
     """
     host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
     limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
     store = _host_store(host, limit)
-    ours = dist.TCPStore(host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
-    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, ours))
-    made = _in_background(partial(_backend, backend, prefixed, world, host, limit))
-    joined = _in_background(
+    client_store = dist.TCPStore(host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
+    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client_store))
+    own_join = _in_background(partial(_backend, backend, prefixed, world, host, limit))
+    worker_joins = _in_background(
         partial(workers.join, host=host, port=store.port, world=world, name=name, backend=backend)
     )  # fmt: skip
-    done, _ = wait_for([made, joined], return_when="FIRST_EXCEPTION")
-    failure = next((future.exception() for future in (joined, made) if future in done and future.exception()), None)
+    done, _ = wait_for([own_join, worker_joins], return_when="FIRST_EXCEPTION")
+    failure = next(
+        (future.exception() for future in (worker_joins, own_join) if future in done and future.exception()), None
+    )
     if failure is not None:
-        # Without its store neither side goes on waiting for the other.
+        # Without its store neither side keeps waiting for the other.
         del store
         with suppress(SlimectlError):
             workers.leave(name=name)
-        raise _explained(failure, joined)
-    return Group(name, workers, (store, ours), made.result())
+        raise _explain(failure, worker_joins)
+    return Group(name, workers, (store, client_store), own_join.result())
 
 
 def _host_store(host: str, limit: timedelta) -> dist.TCPStore:
@@ -139,7 +145,7 @@ def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> 
     return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, world, options)
 
 
-def _sent(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
+def _start_broadcast(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     options.timeout = timedelta(seconds=timeout_s)
@@ -149,7 +155,7 @@ def _sent(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
 
 
 def _finish(work: Any, received: Future[None], timeout_s: float) -> None:
-    """Wait for both sides; if one fails, only until the other has said why."""
+    """Wait for both sides; if one fails, only until the other has reported the reason."""
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():
         if received.done():
@@ -162,7 +168,7 @@ def _finish(work: Any, received: Future[None], timeout_s: float) -> None:
     try:
         work.wait()
     except Exception as error:
-        raise _explained(error, received) from error
+        raise _explain(error, received) from error
     wait_for([received], timeout=max(0.0, deadline - time.monotonic()))
     if not received.done():
         raise _too_slow(timeout_s)
@@ -173,12 +179,12 @@ def _too_slow(timeout_s: float) -> BackendError:
     return BackendError(f"engines have not received a message of weights within {timeout_s:g} s; see their logs")
 
 
-def _explained(failure: BaseException, other: Future[None]) -> BaseException:
-    """What the workers said, where they did: torch's own words name sockets."""
-    wait_for([other], timeout=AGREE_S)
-    said = other.exception() if other.done() else None
-    if isinstance(said, SlimectlError):
-        return said
+def _explain(failure: BaseException, workers_done: Future[None]) -> BaseException:
+    """Return the workers' error if they reported one, else torch's in one line: torch's own messages name sockets."""
+    wait_for([workers_done], timeout=AGREE_S)
+    workers_error = workers_done.exception() if workers_done.done() else None
+    if isinstance(workers_error, SlimectlError):
+        return workers_error
     if isinstance(failure, SlimectlError):
         return failure
     reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
@@ -186,7 +192,7 @@ def _explained(failure: BaseException, other: Future[None]) -> BaseException:
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:
-    """The call in a thread that nobody has to wait for."""
+    """Run the call in a daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:

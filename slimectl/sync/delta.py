@@ -1,4 +1,4 @@
-"""New weights as what changed since the last push: a small file, applied to a checkpoint that the engines read."""
+"""Weight sync by deltas: a small file with the changes since the last push, applied to the engines' checkpoint."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CODES = {
 
 
 class DeltaSync(ServerSync):
-    """The checkpoint `folder`/current, kept up to date by deltas, each left in `folder` until the next.
+    """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
 
     The first push writes it whole, as does one whose delta does not fit. Engines read `checkpoint`: that directory, or
-    where the `appliers` keep copies of it, one on each machine. `encoding` is "xor" or "overwrite", `checksum`
+    the copies that `appliers` keep, one on each machine. `encoding` is "xor" or "overwrite", `checksum`
     "blake2b" or "adler32".
     """
 
@@ -70,7 +70,7 @@ class DeltaSync(ServerSync):
     def _push(self, workers: WeightWorkers, version: str) -> Metrics:
         metrics: Metrics = {"bytes": 0.0, "full": 0.0}
         if version != self._version:
-            metrics = self._updated(version)
+            metrics = self._update_checkpoint(version)
             if self.wrote is not None:
                 self.wrote(self.current if metrics["full"] or self._delta is None else self._delta, workers)
         try:
@@ -81,8 +81,8 @@ class DeltaSync(ServerSync):
             raise
         return {**metrics, "pause_time": watch.seconds}
 
-    def _updated(self, version: str) -> Metrics:
-        """The checkpoint and its copies brought to `version`: by a delta, or whole where that cannot be."""
+    def _update_checkpoint(self, version: str) -> Metrics:
+        """Bring the checkpoint and its copies to `version`: by a delta, or whole where a delta does not fit."""
         start, self._version = self._version, None
         if start is not None:
             previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
@@ -99,7 +99,7 @@ class DeltaSync(ServerSync):
                     previous.unlink(missing_ok=True)
                 self._version = version
                 return {"bytes": float(size), "full": 0.0}
-        fill = partial(write_checkpoint, target=self.current, write=partial(_versioned, self.write, version))
+        fill = partial(write_checkpoint, target=self.current, write=partial(_write_versioned, self.write, version))
         size = self.policy.hand_weights(partial(fill, dtype=self.dtype))
         for apply in self.appliers:
             apply(self.current)
@@ -115,7 +115,7 @@ class DeltaSync(ServerSync):
 
 
 def take(update: Path, checkpoint: Path) -> None:
-    """An applier: bring the copy `checkpoint` up to date from a delta, or from a directory. Raises CheckpointError."""
+    """Applier that updates the copy `checkpoint` from a delta, or from a directory. Raises CheckpointError."""
     if update.is_file():
         return apply_delta(update, checkpoint)
     staged = checkpoint.with_name(f".tmp-{checkpoint.name}")
@@ -134,7 +134,7 @@ def take(update: Path, checkpoint: Path) -> None:
 def write_delta(
     tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: torch.dtype | None
 ) -> int:
-    """What changed between the directory `base` and these tensors, as the file `target`; its bytes.
+    """Write the changes from the directory `base` to these tensors as the file `target`; returns its size in bytes.
 
     Raises CheckpointError if they are not the same tensors.
     """
@@ -143,11 +143,11 @@ def write_delta(
         recover(base)
         if weight_version(base) != versions.start:
             raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
-        found = regions(base)
+        tensor_regions = regions(base)
         writer = DeltaWriter(staged, versions)
         try:
             for name, tensor in cast(stream, dtype):
-                region = found.pop(name, None)
+                region = tensor_regions.pop(name, None)
                 if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
                 old, new = region.read(), _bytes(tensor)
@@ -155,8 +155,8 @@ def write_delta(
                 writer.add(
                     name, Change(region.code, list(region.shape), before, after), width=region.width, old=old, new=new
                 )
-            if found:
-                raise CheckpointError(f"{base}: {min(found)} is not among the new weights; push whole ones")
+            if tensor_regions:
+                raise CheckpointError(f"{base}: {min(tensor_regions)} is not among the new weights; push whole ones")
             size = writer.finish()
             staged.rename(target)
         finally:
@@ -169,6 +169,6 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:
+def _write_versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:
     write(path, tensors)
     write_text(path / VERSION, version + "\n")

@@ -1,4 +1,4 @@
-"""One file with what changed between two versions of a checkpoint.
+"""Delta file: the changes between two versions of a checkpoint.
 
     magic | compressed parts | footer: JSON, compressed | length and BLAKE2b of the footer | magic
 
@@ -29,7 +29,7 @@ TAIL = 8 + 16 + len(MAGIC)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One tensor: `bitmap` and `values` are [offset, bytes] in the file; None where the tensor is as before."""
+    """Change of one tensor: `bitmap` and `values` are [offset, bytes] in the file; None if the tensor is unchanged."""
 
     code: str
     shape: list[int]
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """From which weights to which, and how it is written down."""
+    """First and last weight version of a delta, its encoding and its checksum algorithm."""
 
     start: str
     end: str
@@ -60,21 +60,21 @@ class DeltaWriter:
         self._file = path.open("wb")
         self._file.write(MAGIC)
 
-    def add(self, name: str, about: Change, *, width: int, old: bytes, new: bytes) -> None:
-        """A tensor by its bytes, whose checksums are in `about`; numbers are `width` bytes wide."""
-        self.changes[name] = Change(about.code, about.shape, about.before, about.after)
+    def add(self, name: str, change: Change, *, width: int, old: bytes, new: bytes) -> None:
+        """Write a tensor by its bytes; `change` has its checksums, numbers are `width` bytes wide."""
+        self.changes[name] = Change(change.code, change.shape, change.before, change.after)
         if old == new:
             return
         old_N, new_N = (np.frombuffer(data, dtype=f"<u{width}") for data in (old, new))
         changed_N = old_N != new_N
-        at = np.flatnonzero(changed_N)  # few, mostly: faster than the mask itself
-        values = new_N[at]
+        indices = np.flatnonzero(changed_N)  # few, mostly: faster than the mask itself
+        values = new_N[indices]
         if self.versions.encoding == "xor":
-            values = values ^ old_N[at]
-        self._put(name, changed_N, values)
+            values = values ^ old_N[indices]
+        self._write_parts(name, changed_N, values)
 
-    def _put(self, name: str, changed_N: Any, values: Any) -> None:
-        known = self.changes[name]
+    def _write_parts(self, name: str, changed_N: Any, values: Any) -> None:
+        change = self.changes[name]
         parts = []
         # Bytes of the same place in the number side by side: those that never change make long runs.
         planes = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), -1).T)
@@ -83,11 +83,11 @@ class DeltaWriter:
             parts.append([self._file.tell(), len(packed)])
             self._file.write(packed)
         self.changes[name] = Change(
-            known.code, known.shape, known.before, known.after, len(values), bitmap=parts[0], values=parts[1]
+            change.code, change.shape, change.before, change.after, len(values), bitmap=parts[0], values=parts[1]
         )
 
     def finish(self) -> int:
-        """Close the file; its size in bytes."""
+        """Write the footer and close the file; returns its size in bytes."""
         changes = {name: asdict(change) for name, change in self.changes.items()}
         footer = self._compressor.compress(json.dumps({**asdict(self.versions), "tensors": changes}).encode())
         self._file.write(footer + len(footer).to_bytes(8, "little") + _seal(footer) + MAGIC)
@@ -100,7 +100,7 @@ class DeltaWriter:
 
 
 class DeltaFile:
-    """A finished delta. Raises CheckpointError if it is none, or was cut short."""
+    """Reads a finished delta. Raises CheckpointError if the file is not one, or is truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,9 +108,9 @@ class DeltaFile:
         footer = self._footer()
         if footer is None:
             raise CheckpointError(f"{path}: not a whole delta; push whole weights")
-        facts: dict[str, Any] = json.loads(self._decompressor.decompress(footer))
-        tensors: Mapping[str, Any] = facts.pop("tensors")
-        self.versions = Versions(**facts)
+        metadata: dict[str, Any] = json.loads(self._decompressor.decompress(footer))
+        tensors: Mapping[str, Any] = metadata.pop("tensors")
+        self.versions = Versions(**metadata)
         self.changes = {name: Change(**change) for name, change in tensors.items()}
 
     def _footer(self) -> bytes | None:
@@ -130,22 +130,22 @@ class DeltaFile:
         return footer if tail[8:24] == _seal(footer) else None
 
     def applied(self, name: str, old: bytes, width: int) -> bytes:
-        """The new bytes of a tensor, of which `old` are the present ones."""
+        """Apply the change to the bytes `old` of a tensor; returns the new bytes."""
         change = self.changes[name]
         if change.bitmap is None or change.values is None:
             return old
         new_N = np.frombuffer(old, dtype=f"<u{width}").copy()
         bitmap = np.frombuffer(self._part(change.bitmap), np.uint8)
-        at = np.flatnonzero(np.unpackbits(bitmap, count=len(new_N)).view(bool))
+        indices = np.flatnonzero(np.unpackbits(bitmap, count=len(new_N)).view(bool))
         planes = np.frombuffer(self._part(change.values), np.uint8).reshape(width, change.changed)
         values = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
-        new_N[at] = values ^ new_N[at] if self.versions.encoding == "xor" else values
+        new_N[indices] = values ^ new_N[indices] if self.versions.encoding == "xor" else values
         return new_N.tobytes()
 
-    def _part(self, place: list[int]) -> bytes:
+    def _part(self, span: list[int]) -> bytes:
         with self.path.open("rb") as file:
-            file.seek(place[0])
-            packed = file.read(place[1])
+            file.seek(span[0])
+            packed = file.read(span[1])
         try:
             return self._decompressor.decompress(packed)
         except _zstandard().ZstdError as error:
@@ -153,7 +153,7 @@ class DeltaFile:
 
 
 def digest(kind: str, data: bytes) -> str:
-    """The checksum of a tensor's bytes."""
+    """Return the checksum of a tensor's bytes."""
     if kind == "adler32":
         return f"{zlib.adler32(data):08x}"
     return hashlib.blake2b(data, digest_size=16).hexdigest()

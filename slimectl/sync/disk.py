@@ -1,4 +1,4 @@
-"""New weights as a checkpoint that every engine reads."""
+"""Weight sync by disk: a checkpoint that every engine reads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slimectl.sync.pushing import ServerSync
 from slimectl.types import Metrics
 
 Write = Callable[[Path, NamedTensors], None]
-"""Fills an empty folder with a whole Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
+"""Fills an empty folder with a complete Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
 
 Wrote = Callable[[Path, WeightWorkers], None]
-"""Told of what has been written for a version, before these engines read it: a folder, or the file of a delta."""
+"""Called with the folder or delta file of a version, after it is written and before these engines read it."""
 
 
 class DiskSync(ServerSync):
-    """One folder a version under `folder`, which engines must see; it stays until the next one is in use.
+    """Writes one folder per version under `folder`, which engines must see; it stays until the next one is in use.
 
     Written while the engines still sample; they pause only to read it. A restarted engine reads the newest one.
     """
@@ -49,24 +49,24 @@ class DiskSync(ServerSync):
         self._newest: tuple[str, Path] | None = None
 
     def _push(self, workers: WeightWorkers, version: str) -> Metrics:
-        previous, written = self._newest, 0
+        previous, bytes_written = self._newest, 0
         target = self.folder / f"weights_{version}"
         if previous is None or previous[0] != version:
             fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
-            written = self.policy.hand_weights(fill)
+            bytes_written = self.policy.hand_weights(fill)
             if self.wrote is not None:
                 self.wrote(target, workers)
         try:
             with self.paused(workers) as watch:
                 workers.load_disk(target, version=version)
         except BaseException:
-            if written:
+            if bytes_written:
                 remove_made(target)
             raise
         self._newest = version, target
-        if written and previous is not None and not self.keep_files:
+        if bytes_written and previous is not None and not self.keep_files:
             remove_made(previous[1])
-        return {"bytes": float(written), "pause_time": watch.seconds}
+        return {"bytes": float(bytes_written), "pause_time": watch.seconds}
 
     def close(self) -> None:
         if self._newest is not None and not self.keep_files:
@@ -75,7 +75,7 @@ class DiskSync(ServerSync):
 
 
 def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: torch.dtype | None) -> int:
-    """The folder `target`, whole or not at all; the bytes of its weights.
+    """Write the folder `target`, whole or not at all; returns the bytes of its weights.
 
     It keeps the mark of a folder that may be removed. Raises StorageError, SettingsError if `target` is not ours.
     """

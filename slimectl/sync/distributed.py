@@ -1,4 +1,4 @@
-"""New weights by broadcast: the trainer's rank 0 and every engine rank in one process group."""
+"""Weight sync by broadcast: the trainer's rank 0 and every engine rank in one process group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slimectl.types import Metrics
 
 
 class DistributedSync(ServerSync):
-    """gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining, and each message of about `buffer_bytes`.
+    """Broadcasts by gloo from a CPU, nccl from a GPU; `timeout_s` bounds joining, and each message of `buffer_bytes`.
 
-    The group is made by the first push, where the weights are, and kept there; it is made anew after a failure and
-    when the workers are others. Workers that are pushed to alone get a group of their own for as long as that takes.
+    The first push creates the group, in the process that has the weights, and later pushes reuse it; it is recreated
+    after a failure and when the workers change. A push to some workers alone uses a temporary group.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DistributedSync(ServerSync):
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
     def close(self) -> None:
-        """End the group on both sides; a policy that is gone has ended it already."""
+        """Destroy the group on both sides; a policy that has ended has destroyed it already."""
         self.policy.hand_weights(partial(_leave, key=self._key))
 
 
@@ -61,7 +61,7 @@ def _send(
     dtype: torch.dtype | None,
     timeout_s: float,
 ) -> int:
-    """Where the weights are; the bytes that were sent to each worker."""
+    """Broadcast the tensors, in the process that has the weights; returns the bytes sent to each worker."""
     sent, done = 0, False
     with to_the_end(tensors) as stream:
         try:

@@ -1,4 +1,4 @@
-"""Whether the engines have what was pushed: every tensor compared by checksum on both sides."""
+"""Verifies weight sync: compares every tensor by checksum in the trainer and in the engines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from slimectl.types import Metrics
 
 HEAD = "lm_head.weight"
 NAMED = 3
-"""Tensors that an error names."""
+"""Number of tensors that an error names."""
 
 
 class CheckedSync:
-    """A transport whose every push is checked; `dtype` is the engines' precision.
+    """Transport that verifies every push; `dtype` is the engines' precision.
 
     `slimectl serve` hashes tensors under their Hugging Face names, to be compared with the trainer's. SGLang hashes its
-    own fused and sharded tensors: there they are overwritten with noise and loaded once more, from a checkpoint in
-    `folder`, and every hash must be what it was. A mismatch is a BackendError.
+    own fused and sharded tensors: there they are overwritten with noise and loaded again, from a checkpoint in
+    `folder`, and every hash must equal the earlier one. A mismatch is a BackendError.
     """
 
     def __init__(self, sync: ServerSync, *, folder: Path, write: Write, dtype: torch.dtype | None = None) -> None:
@@ -56,7 +56,7 @@ class CheckedSync:
         self.sync.close()
 
     def check(self, workers: WeightWorkers) -> None:
-        """Raises BackendError that names the first tensors that differ."""
+        """Compare the workers' tensors with the policy's. Raises BackendError, which names the first that differ."""
         if workers.checksums_by_hf_name:
             expected = [self.sync.policy.hand_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
             _compare(workers, expected, workers.checksums())
@@ -75,19 +75,23 @@ class CheckedSync:
 
 
 def _checksums(tensors: NamedTensors, *, dtype: torch.dtype | None) -> dict[str, str]:
-    """Where the weights are."""
+    """Compute the checksum of every tensor, in the process that has the weights."""
     with to_the_end(tensors) as stream:
         return {name: tensor_checksum(tensor) for name, tensor in cast(stream, dtype)}
 
 
-def _compare(workers: WeightWorkers, expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
-    for url, wanted, had in zip(workers.urls, expected, found, strict=True):
+def _compare(
+    workers: WeightWorkers, expected: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]
+) -> None:
+    for url, hashes, engine_hashes in zip(workers.urls, expected, reported, strict=True):
         # A tied head is the embedding: the trainer may name it, the engine has no tensor of its own for it.
-        ours = {name: checksum for name, checksum in wanted.items() if name in had or name != HEAD}
-        wrong = [name for name in ours.keys() | had.keys() if ours.get(name) != had.get(name)]
+        comparable = {name: checksum for name, checksum in hashes.items() if name in engine_hashes or name != HEAD}
+        wrong = [
+            name for name in comparable.keys() | engine_hashes.keys() if comparable.get(name) != engine_hashes.get(name)
+        ]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise BackendError(
-                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(wanted)} tensors differ from those"
+                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(hashes)} tensors differ from those"
                 " that were pushed; does it serve this model, in the precision of engine.dtype?"
             )

@@ -1,4 +1,4 @@
-"""New weights for an engine that lives in this process: tensor by tensor, no copy of the model in between."""
+"""Weight sync to an engine in this process: tensor by tensor, without a copy of the model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class InProcessSync:
         self.engine = engine
 
     def push(self) -> Metrics:
-        """The bytes that the engine read; it samples nothing meanwhile."""
+        """Load the weights into the engine; reports the bytes that it read. It samples nothing meanwhile."""
         sizes: list[int] = []
 
-        def weighed() -> Iterator[tuple[str, Tensor]]:
+        def counted_weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self.policy.weights():
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
         started = time.perf_counter()
-        self.engine.load_weights(weighed(), version=self.policy.weight_version)
+        self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
 
     def push_to(self, workers: object) -> Metrics:
-        """There is one engine, and it cannot be restarted alone."""
+        """Not supported: there is one engine, and it cannot be restarted alone."""
         raise NotImplementedError("an engine in this process has no workers")
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: no resource outlives the process."""

@@ -1,4 +1,4 @@
-"""What all transports do with a stream of weights: cast it, cut it into messages, read it to its end."""
+"""Operations of all transports on a stream of weights: cast it, split it into messages, read it to its end."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from slimectl.ports import NamedTensors
 Message = list[tuple[str, Tensor]]
 
 EXACT = "e_score_correction_bias"
-"""A router's bias is small beside what it decides; every engine keeps it in float32."""
+"""Suffix of tensors that stay in float32: a router's bias is small beside its effect, every engine keeps it exact."""
 
 
 def cast(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors in the engine's precision (None: as they come), where the engine would round them anyway."""
+    """Cast floating tensors to the engine's precision (None: unchanged), where the engine would round them anyway."""
     for name, tensor in tensors:
-        wide = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(EXACT)
-        yield name, tensor.detach().to(dtype) if dtype is not None and wide else tensor.detach()
+        is_cast = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(EXACT)
+        yield name, tensor.detach().to(dtype) if dtype is not None and is_cast else tensor.detach()
 
 
 def messages(tensors: NamedTensors, most_bytes: int) -> Iterator[tuple[Message, bool]]:
-    """Consecutive tensors of at most `most_bytes` together (a larger one goes alone), and whether they are the last."""
-    held: Message = []
+    """Group consecutive tensors into messages of at most `most_bytes`; yields each and whether it is the last.
+
+    A larger tensor is a message by itself.
+    """
+    message: Message = []
     size = 0
     for name, tensor in tensors:
-        if held and size + tensor.nbytes > most_bytes:
-            yield held, False
-            held, size = [], 0
-        held.append((name, tensor))
+        if message and size + tensor.nbytes > most_bytes:
+            yield message, False
+            message, size = [], 0
+        message.append((name, tensor))
         size += tensor.nbytes
-    if held:
-        yield held, True
+    if message:
+        yield message, True
 
 
 @contextmanager
 def to_the_end(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """The stream, exhausted whatever happens: other ranks take part in each tensor and would wait for ever."""
+    """Exhaust the stream on exit, even after an error: other ranks take part in each tensor and would wait for ever."""
     stream = iter(tensors)
     try:
         yield stream
@@ -49,5 +52,5 @@ def to_the_end(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
 
 
 def named(version: str, *, last: bool) -> str:
-    """The version while the message is loaded: engines that were left in between must not pass for complete."""
+    """Return the version to load a message under: engines of an interrupted push must not pass for complete."""
     return version if last else f"{version}-incomplete"

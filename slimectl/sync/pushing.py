@@ -1,4 +1,4 @@
-"""The order of a push to servers, whatever carries it: pause, load, go on."""
+"""Base of weight sync to servers, for every transport: pause, load, continue."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slimectl.ports import Policy, WeightWorkers
 from slimectl.types import Metrics
 
 LEAVE_S = 10.0
-"""How long engines get to go on after a push that failed: those that failed it may not answer at all."""
+"""Seconds that engines get to continue after a failed push: those that caused it may not answer at all."""
 
 
 class ServerSync:
-    """One push at a time, to all workers or to some; a transport adds `_push`.
+    """Pushes weights, one push at a time, to all workers or to some; a transport implements `_push`.
 
     A push reports "bytes" that were sent and the "pause_time" of the engines in seconds. It raises BackendError if an
-    engine refuses or is gone; the others go on. Push again, or end: an engine that was left in between says so in its
-    weight version.
+    engine refuses or is gone; the others continue. Push again, or end: an engine with an interrupted push has an
+    incomplete weight version.
     """
 
     def __init__(self, policy: Policy, workers: WeightWorkers, *, pause_mode: str = "in_place") -> None:
@@ -34,9 +34,9 @@ class ServerSync:
         return self.push_to(self.workers)
 
     def push_to(self, workers: WeightWorkers) -> Metrics:
-        """To these workers: engines that were restarted. From any thread, if the policy does one thing at a time."""
+        """Push to these workers, engines that were restarted. Thread-safe if the policy runs one call at a time."""
         with self.lock:
-            # The workers of this push stay the same, whoever is announced meanwhile.
+            # The workers of this push stay the same, even if others are announced meanwhile.
             workers = copy.copy(workers)
             while True:
                 version = self.policy.weight_version
@@ -49,11 +49,11 @@ class ServerSync:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave no file, group or memory behind."""
+        """Remove files, process groups and shared memory."""
 
     @contextmanager
     def paused(self, workers: WeightWorkers) -> Iterator[Stopwatch]:
-        """Nothing is sampled inside; afterwards the engines go on, even if it failed or was interrupted."""
+        """Pause sampling within the block; afterwards the engines continue, even if it failed or was interrupted."""
         watch = Stopwatch()
         workers.begin(mode=self.pause_mode)
         try:
@@ -67,7 +67,7 @@ class ServerSync:
 
 
 class Stopwatch:
-    """Seconds from its making to `stop`."""
+    """Measures the seconds from its creation to `stop`."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where in the files of a Hugging Face directory the bytes of each tensor lie."""
+"""Locates the bytes of each tensor in the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One tensor's bytes in its file."""
+    """Byte range of one tensor in its file."""
 
     file: Path
     start: int
@@ -42,7 +42,7 @@ class Region:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, data: bytes | memoryview) -> None:
-        """In place; the file keeps its size."""
+        """Overwrite the bytes in place; the file keeps its size."""
         view = memoryview(data)
         with self.file.open("r+b", buffering=0) as stream:
             stream.seek(self.start)
@@ -51,25 +51,25 @@ class Region:
 
 
 def regions(folder: Path) -> dict[str, Region]:
-    """Every tensor of the directory by name. Raises CheckpointError."""
-    found: dict[str, Region] = {}
+    """Return the byte range of every tensor in the directory, by name. Raises CheckpointError."""
+    tensor_regions: dict[str, Region] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            for name, facts in header.items():
-                start, end = facts["data_offsets"]
-                shape = tuple(facts["shape"])
-                region = Region(file, 8 + length + start, end - start, facts["dtype"], shape)
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                shape = tuple(entry["shape"])
+                region = Region(file, 8 + length + start, end - start, entry["dtype"], shape)
                 if region.nbytes != math.prod(shape) * region.width:
                     raise ValueError(f"{name} has {region.nbytes} bytes")
-                found[name] = region
+                tensor_regions[name] = region
         except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             raise CheckpointError(
                 f"{file}: cannot be read as safetensors ({error}); push whole weights again"
             ) from error
-    if not found:
+    if not tensor_regions:
         raise CheckpointError(f"{folder}: no safetensors files; push whole weights first")
-    return found
+    return tensor_regions

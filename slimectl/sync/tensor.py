@@ -1,4 +1,4 @@
-"""New weights through memory that trainer and engines share: this machine's, or a GPU's."""
+"""Weight sync through memory that trainer and engines share: this machine's, or a GPU's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slimectl.sync.pushing import ServerSync
 from slimectl.types import Metrics
 
 ON_CPU_BYTES = 64 * 2**20
-"""Enough for a message where nothing has to fit a GPU's transfers: more would only touch more memory."""
+"""Size limit of a message on a CPU, where no GPU transfer has to be filled: more would only touch more memory."""
 
 
 class TensorSync(ServerSync):
-    """Messages of at most `buffer_bytes`, in shared memory only until the engines have read the last.
+    """Sends messages of at most `buffer_bytes`, in shared memory only until the engines have read the last.
 
     `dtype` is the engines' precision: nothing wider is sent.
     """
@@ -44,14 +44,14 @@ class TensorSync(ServerSync):
 def _send(
     tensors: NamedTensors, *, workers: WeightWorkers, version: str, most_bytes: int, dtype: torch.dtype | None
 ) -> int:
-    """Where the weights are; the bytes that were sent."""
+    """Send the tensors, in the process that has the weights; returns the bytes sent."""
     sent = 0
     with to_the_end(tensors) as stream:
         first = next(stream, None)
         if first is not None and not first[1].is_cuda:
             most_bytes = min(most_bytes, ON_CPU_BYTES)
-        again = stream if first is None else chain([first], stream)
-        for message, last in messages(cast(again, dtype), most_bytes):
+        all_tensors = stream if first is None else chain([first], stream)
+        for message, last in messages(cast(all_tensors, dtype), most_bytes):
             workers.load_tensors(message, version=named(version, last=last))
             sent += sum(tensor.nbytes for _, tensor in message)
     return sent

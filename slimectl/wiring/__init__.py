@@ -1,4 +1,4 @@
-"""Settings to parts: the only package that knows adapters by name; each is imported when it is asked for."""
+"""Builds parts from settings: the only package that knows adapters by name; each is imported on first use."""
 
 from slimectl.wiring.engines import engine
 from slimectl.wiring.fleets import check_engine, client, companions, engine_gpus, engines, fleet

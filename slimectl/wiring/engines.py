@@ -1,4 +1,4 @@
-"""Settings to engines."""
+"""Builds the embedded engine from settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> EmbeddedEngine:
-    """The engine for a model directory, with its weights unless the first push brings them."""
+    """Build the engine for a model directory; with `load`, read its weights, else the first push brings them."""
     import torch
     from transformers import AutoConfig
 
@@ -24,7 +24,7 @@ def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) ->
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        made = EmbeddedEngine(
+        embedded = EmbeddedEngine(
             config,
             text,
             dtype=getattr(torch, settings.engine.dtype),
@@ -38,12 +38,12 @@ def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) ->
     except Exception as error:
         raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
     if load:
-        made.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
-    return made
+        embedded.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
+    return embedded
 
 
 def _end_tokens(folder: Path) -> list[int]:
-    """The end tokens that generation_config.json adds to those of the config: chat models often have several."""
+    """Return the end tokens that generation_config.json adds to the config's: chat models often have several."""
     file = folder / "generation_config.json"
     value = read_json(file, max_bytes=MAX_CONFIG_BYTES).get("eos_token_id") if file.exists() else None
     tokens = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Settings to servers that sample, what asks them, and an engine for a stage that stands alone."""
+"""Builds the servers that sample, their client, and an engine for a stage that runs alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def engine_gpus(settings: Settings) -> float:
-    """GPUs that one engine asks for."""
+    """Return the number of GPUs of one engine."""
     return float(settings.cluster.rollout_num_gpus_per_engine) if device(settings.engine.device) == "cuda" else 0.0
 
 
 def check_engine(settings: Settings) -> None:
-    """Before anything is made: can such servers be started here?
+    """Check, before anything is built, that the servers can be started here.
 
     Raises BackendError or SettingsError. On a Ray cluster the machines that start them say so.
     """
@@ -48,48 +48,51 @@ def check_engine(settings: Settings) -> None:
 
 
 def fleet(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool = True) -> Fleet | None:
-    """The servers that the settings ask for, up; None where an engine needs none, or runs elsewhere already.
+    """Start the servers of the settings; None if an engine needs no servers, or runs elsewhere already.
 
-    With `waiting` they answer nothing before a first push; otherwise they have the weights in `model`. What they say
+    With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
     goes to engine-0.log, … in `folder`/logs.
     """
     if settings.engine.url or not settings.uses_servers:
         return None
     from slimectl.engines.fleet import Fleet
 
-    given, logs = settings.engine, folder / "logs"
+    options, logs = settings.engine, folder / "logs"
     specs = [spec for spec in _specs(settings, model) if spec.gets_weights]
 
     def make(i: int) -> Any:
         recipe = partial(_server, settings, specs[i], log=logs / f"{specs[i].name}.log", waiting=waiting)
         return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
 
-    made = Fleet(
+    pool = Fleet(
         make,
         len(specs),
         router=_router(settings, logs),
         kinds=[spec.router_kind() | _router_key(settings) for spec in specs],
-        interval_s=given.health_check_interval,
-        timeout_s=given.health_check_timeout,
-        first_wait_s=given.health_check_first_wait,
-        max_restarts=given.max_restarts,
-        watch=given.use_fault_tolerance,
+        interval_s=options.health_check_interval,
+        timeout_s=options.health_check_timeout,
+        first_wait_s=options.health_check_first_wait,
+        max_restarts=options.max_restarts,
+        watch=options.use_fault_tolerance,
     )
-    made.start()
-    return made
+    pool.start()
+    return pool
 
 
 def companions(settings: Settings, model: Path, *, executor: Executor, folder: Path) -> tuple[list[Fleet], Settings]:
-    """The servers of other models (a judge, a teacher), which keep their weights, and settings that tell hooks where
-    they are: every group of sglang.groups has the list `url`.
+    """Start the servers of other models (a judge, a teacher), which keep their weights.
+
+    Returns them and the settings with their addresses, for hooks: every group of sglang.groups has the list `url`.
     """
     from slimectl.engines.fleet import Fleet
 
     started: list[Fleet] = []
     groups = [dict(group) for group in settings.sglang.groups]
-    every = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
+    companion_specs = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
     for group in groups:
-        specs = [spec for name, spec in every.items() if name.rpartition("-")[0] == group.get("name", "engine")]
+        specs = [
+            spec for name, spec in companion_specs.items() if name.rpartition("-")[0] == group.get("name", "engine")
+        ]
         if not specs:
             continue
 
@@ -111,7 +114,7 @@ def companions(settings: Settings, model: Path, *, executor: Executor, folder: P
 
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
-    """Every server that the settings ask for."""
+    """Return the spec of every server that the settings ask for."""
     from slimectl.engines.sglang.groups import groups_of
 
     sglang = settings.engine.kind == "sglang"
@@ -121,29 +124,29 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
         gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
         prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
         groups=settings.sglang.groups if sglang else (),
-        # Only with it SGLang gives back memory while the trainer has its turn.
+        # Only with it SGLang releases memory while the trainer runs.
         args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
     )
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-    """One server, not yet started; made where it will run."""
+    """Build one server, not yet started; called on the machine where it will run."""
     from slimectl.engines.sglang.recipes import UNPUSHED, serve_server, sglang_server
 
-    given = settings.engine
+    options = settings.engine
     shared: dict[str, Any] = {
         "log": log.absolute(),
-        "dtype": given.dtype,
-        "device": device(given.device),
+        "dtype": options.dtype,
+        "device": device(options.device),
         "max_context": settings.rollout.max_context_len,
-        "start_timeout_s": given.start_timeout_s,
+        "start_timeout_s": options.start_timeout_s,
         "keys": keys(settings, ()),
         "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
     }
-    if given.kind == "embedded":
+    if options.kind == "embedded":
         return serve_server(
             spec.model.absolute(),
-            max_running=given.max_running_requests,
+            max_running=options.max_running_requests,
             wait_for_weights=waiting,
             pause_timeout_s=settings.sync.timeout_s,
             **shared,
@@ -158,18 +161,18 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
-    """The key that the router shows to servers, where they ask for one."""
+    """Return the API key that the router sends to servers; empty if they need none."""
     key = keys(settings, ()).api_key
     return {"api_key": key} if key else {}
 
 
 def _router_policy(settings: Settings) -> str | None:
-    """sglang-router's policy; None where requests are spread by the client."""
-    chosen = settings.engine.router
-    if chosen == "auto":
+    """Return sglang-router's policy; None if the client balances requests itself."""
+    policy = settings.engine.router
+    if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        chosen = "cache_aware" if settings.engine.kind == "sglang" and len(specs) > 1 else "none"
-    return None if chosen == "none" else chosen
+        policy = "cache_aware" if settings.engine.kind == "sglang" and len(specs) > 1 else "none"
+    return None if policy == "none" else policy
 
 
 def _router(settings: Settings, logs: Path) -> Any:
@@ -200,34 +203,34 @@ def client(
     *,
     troubled: Callable[[str], None] | None = None,
 ) -> SglangEngine:
-    """What asks the servers at `addresses`. Raises BackendError if those of engine.url serve another model."""
+    """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
     from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.sglang.client import SglangEngine
     from slimectl.weights.complete import read_config
 
-    given, config = settings.engine, read_config(model)
+    options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
-    made = SglangEngine(
+    sglang_client = SglangEngine(
         addresses,
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
         decode=Detokenizer(text).decode,
-        concurrency=given.server_concurrency,
-        affinity=given.session_affinity,
-        request_timeout_s=given.request_timeout_s,
-        connect_timeout_s=given.connect_timeout_s,
+        concurrency=options.server_concurrency,
+        affinity=options.session_affinity,
+        request_timeout_s=options.request_timeout_s,
+        connect_timeout_s=options.connect_timeout_s,
         troubled=troubled,
         keys=keys(settings, workers),
     )
-    if given.url:
-        made.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
-    return made
+    if options.url:
+        sglang_client.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
+    return sglang_client
 
 
 @contextmanager
 def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
-    """An engine with the model's own weights, for a stage that stands alone; its servers end with the block."""
+    """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
     if not settings.uses_servers:
         yield engine(settings, model, text)
         return
@@ -238,11 +241,11 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = fleet(settings, model, executor=executor, folder=folder, waiting=False)
         if started is None:
-            asking = client(settings, model, text, urls(settings), urls(settings))
+            sglang_client = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
             print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)
-            asking = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
-            started.announce, started.failed = asking.set_urls, asking.fail
-        closing.callback(lambda: asyncio.run(asking.close()))
-        yield asking
+            sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
+        closing.callback(lambda: asyncio.run(sglang_client.close()))
+        yield sglang_client

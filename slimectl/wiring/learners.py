@@ -1,4 +1,4 @@
-"""Settings to everything that `slimectl train` sets in motion: what learns, and what is asked about samples."""
+"""Builds the models of `slimectl train`: those that are trained, and those that only score samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 @dataclass
 class Learners:
-    """A policy, its critic, and by field of a sample the models that fill in what it lacks.
+    """Policy, critic, and the models that fill in missing fields of a sample, by field.
 
     A reward model is policy and critic in one.
     """
@@ -30,7 +30,7 @@ class Learners:
     asked: dict[Field, LogProbs] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """The policy into `path`, a critic of its own into `path`/critic."""
+        """Save the policy into `path`, a separate critic into `path`/critic."""
         self.policy.save(path)
         if self.critic is not None and self.critic is not self.policy:
             (path / "critic").mkdir()
@@ -43,17 +43,17 @@ class Learners:
 
 
 def learners(settings: Settings, folder: Path, *, executor: Executor) -> Learners:
-    """What learns from samples, beginning as the model in `folder`."""
+    """Build the models that train on samples, initialized from the model in `folder`."""
     check_hooks(settings, *TRAINING)
     steps, algorithm = total_steps(settings), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
     if isinstance(algorithm, RewardModel):
         return Learners(values, values)
-    made = Learners(policy(settings, folder, total_steps=steps, executor=executor), values)
-    # A divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
-    if isinstance(algorithm, Dpo) and (asked := reference(settings, folder, executor=executor)):
-        made.asked["ref_log_probs"] = asked
+    models = Learners(policy(settings, folder, total_steps=steps, executor=executor), values)
+    # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
+    if isinstance(algorithm, Dpo) and (ref_model := reference(settings, folder, executor=executor)):
+        models.asked["ref_log_probs"] = ref_model
     distilled = isinstance(algorithm, PolicyGradient) and (algorithm.opd_teacher_load or algorithm.opd_teacher_url)
-    if distilled and (asked := teacher(settings, folder, executor=executor)):
-        made.asked["teacher_log_probs"] = asked
-    return made
+    if distilled and (teacher_model := teacher(settings, folder, executor=executor)):
+        models.asked["teacher_log_probs"] = teacher_model
+    return models

@@ -1,4 +1,4 @@
-"""Model directories: found, read, made and converted."""
+"""Finds, reads, creates and converts model directories."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from slimectl.settings import Settings
 from slimectl.weights.complete import raw_config
 
 PANIC = "PanicException"
-"""What the tokenizers library raises at some broken files; it is no Exception."""
+"""Name of the error that the tokenizers library raises at some broken files; it is no Exception."""
 
 
 def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
-    """The Hugging Face directory that a setting names, once its files may be opened and match their manifest.
+    """Return the Hugging Face directory that a setting names, after checking its files and their manifest.
 
     `verify` hashes weights of any size. Raises SettingsError or CheckpointError.
     """
     if path is None:
-        way = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
-        found = way.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
-        raise SettingsError(f"{setting}: no model is given; {found}")
+        remedies = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
+        remedy = remedies.get(setting, "add --model DIR, a Hugging Face checkpoint directory")
+        raise SettingsError(f"{setting}: no model is given; {remedy}")
     folder = Path(path)
     if is_gguf(path):
         raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
@@ -53,14 +53,14 @@ def is_gguf(path: str) -> bool:
 
 
 def source_of(source: str) -> Path:
-    """The directory or file that a model source names."""
+    """Resolve a model source to a directory or file."""
     from slimectl.checkpoints.locate import resolve_source
 
     return resolve_source(source)
 
 
 def tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model directory; transformers' chatter is kept away from the terminal."""
+    """Load the tokenizer of a model directory, without transformers' messages on the terminal."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -78,19 +78,19 @@ def tokenizer(folder: Path) -> Any:
 
 @contextmanager
 def _without_panics() -> Iterator[None]:
-    """Keep what the tokenizers library (0.22) writes to stderr when it panics at a broken file out of the terminal.
+    """Suppress what the tokenizers library (0.22) writes to stderr when it panics at a broken file.
 
-    It writes to the descriptor itself; what else is written there in the meantime is passed on.
+    It writes to the descriptor itself; other output in the meantime is passed on.
     """
     try:
         sys.stderr.flush()
-        before = os.dup(2)
+        saved_stderr = os.dup(2)
     except (AttributeError, OSError):
         yield  # stderr is closed
         return
-    with ExitStack() as closing, TemporaryFile() as words:
-        closing.callback(os.close, before)
-        os.dup2(words.fileno(), 2)
+    with ExitStack() as closing, TemporaryFile() as captured:
+        closing.callback(os.close, saved_stderr)
+        os.dup2(captured.fileno(), 2)
         panicked = False
         try:
             yield
@@ -99,14 +99,14 @@ def _without_panics() -> Iterator[None]:
             raise
         finally:
             sys.stderr.flush()
-            os.dup2(before, 2)
+            os.dup2(saved_stderr, 2)
             if not panicked:
-                words.seek(0)
-                os.write(2, words.read())
+                captured.seek(0)
+                os.write(2, captured.read())
 
 
 def context_length(settings: Settings, folder: Path) -> int | None:
-    """Tokens of prompt and answer together: rollout.max_context_len, or what the model in a directory was made for."""
+    """Return the maximum tokens of prompt plus answer: rollout.max_context_len, else that of the model's config."""
     from slimectl.weights.complete import read_config
 
     if settings.rollout.max_context_len is not None:
@@ -117,33 +117,33 @@ def context_length(settings: Settings, folder: Path) -> int | None:
 
 
 def new_model(card: str, into: Path, *, seed: int) -> None:
-    """Random weights for a model card, with config and tokenizer, into the folder `into`."""
+    """Create a model with random weights from a model card, with config and tokenizer, in the folder `into`."""
     from slimectl.checkpoints.create import create_model
 
-    facts = cards.load(card)
-    create_model(facts["config"], into, seed=seed, tokenizer=facts.get("tokenizer", "byte"))
+    spec = cards.load(card)
+    create_model(spec["config"], into, seed=seed, tokenizer=spec.get("tokenizer", "byte"))
 
 
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
-    """Any readable model source to a Hugging Face directory at `target`."""
+    """Convert any readable model source to a Hugging Face directory at `target`."""
     from slimectl.conversions import convert_checkpoint
 
     return convert_checkpoint(source, target, **options)
 
 
-def device(wanted: str) -> str:
-    """`auto` is the GPU if there is one. Raises SettingsError if cuda is asked for and absent."""
+def device(requested: str) -> str:
+    """Return cpu or cuda; `auto` is the GPU if there is one. Raises SettingsError if cuda is requested and absent."""
     import torch
 
-    if wanted == "auto":
+    if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device: cuda is asked for, but torch sees no GPU; use auto or cpu")
-    return wanted
+    return requested
 
 
 def version_of(folder: Path) -> str:
-    """The weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
+    """Return the weight version of a checkpoint that training wrote; "0" for a model from elsewhere."""
     file = folder / "trainer.json"
     return str(read_json(file).get("step", 0))[:20] if file.exists() else "0"
 

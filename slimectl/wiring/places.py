@@ -1,4 +1,4 @@
-"""Settings to where work runs."""
+"""Builds executors and the GPU placement from settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def placement(settings: Settings) -> Placement:
-    """Which GPU of which machine is whose."""
+    """Assign the GPUs of every machine to trainer ranks and engines."""
     cluster = settings.cluster
     on_gpu = "cuda" in (settings.train.device, settings.engine.device) or device("auto") == "cuda"
     return Placement(
@@ -33,7 +33,7 @@ def placement(settings: Settings) -> Placement:
 
 
 def check_executor(settings: Settings) -> None:
-    """Before anything is made. Raises MissingExtraError, or SettingsError for a placement that cannot be."""
+    """Check the executor before anything is built. Raises MissingExtraError, or SettingsError for a bad placement."""
     if settings.cluster.executor != "ray":
         return
     if find_spec("ray") is None:
@@ -43,9 +43,9 @@ def check_executor(settings: Settings) -> None:
 
 
 def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
-    """This machine, or a Ray cluster; what ranks and actors say goes to files in `logs` where given.
+    """Build the executor: of this machine, or of a Ray cluster; output of ranks and actors goes to files in `logs`.
 
-    Where nothing `trains`, no place is held for ranks.
+    Without `trains`, no GPUs are reserved for ranks.
     """
     if settings.cluster.executor == "ray":
         check_executor(settings)
@@ -59,7 +59,7 @@ def executor(settings: Settings, *, logs: Path | None = None, trains: bool = Tru
 
 
 def graders() -> LocalExecutor:
-    """Processes of this machine that grade what is sampled here."""
+    """Build the executor of the processes of this machine that grade samples."""
     from slimectl.executors.local import LocalExecutor
 
     return LocalExecutor()

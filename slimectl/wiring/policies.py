@@ -1,4 +1,4 @@
-"""Settings to policies: what trains, and what is only asked for log-probabilities."""
+"""Builds policies and critics: models that are trained, and frozen ones for log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ def policy(
     store_prefix: str = "",
     executor: Executor | None = None,
 ) -> Policy:
-    """The policy for a model directory, over as many ranks as [cluster] says; `lr` given is a constant one.
+    """Build the policy for a model directory, over as many ranks as [cluster] says; an explicit `lr` is constant.
 
-    `store_prefix` tells the user's functions on its ranks which model it is. The ranks live where `executor` puts them;
-    on this machine where none is given.
+    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks; without one
+    they run on this machine.
     """
-    made = _over_ranks(
+    trainer = _build_over_ranks(
         settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
     )
     if settings.uses_servers and not _has_ranks(settings):
         from slimectl.policies.exclusive import ExclusivePolicy
 
-        return ExclusivePolicy(made)
-    return made
+        return ExclusivePolicy(trainer)
+    return trainer
 
 
 def critic(
     settings: Settings, start: Path, *, total_steps: int | None = None, executor: Executor | None = None
 ) -> Critic | None:
-    """What learns values, where the algorithm has it: ppo's critic, or a reward model, which learns as [train] says.
+    """Build the value model of the algorithm: ppo's critic, or a reward model, which is trained as [train] says.
 
-    It begins as the model at `start`, or as algorithm.critic_load. None also where the policy is its own critic.
+    It is initialized from the model at `start`, or from algorithm.critic_load. None for an algorithm without one, and
+    if the policy is its own critic.
     """
     algorithm, lr = settings.algorithm, None
     if critic_is_shared(algorithm):
@@ -63,15 +64,17 @@ def critic(
         start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
     elif not isinstance(algorithm, RewardModel):
         return None
-    return _over_ranks(settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor)
+    return _build_over_ranks(
+        settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
+    )
 
 
 def _has_ranks(settings: Settings) -> bool:
     return settings.cluster.ranks > 1 or settings.cluster.executor != "local"
 
 
-def _over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor | None) -> Any:
-    """What `build` makes: in this process, or on every rank."""
+def _build_over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor | None) -> Any:
+    """Call `build` in this process, or on every rank."""
     if not _has_ranks(settings):
         return build()
     from slimectl.executors.local import LocalExecutor
@@ -81,7 +84,7 @@ def _over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor
 
 
 def check_policy(settings: Settings) -> None:
-    """Before anything is made: is Megatron-core there, and can the model be laid out so?
+    """Check, before anything is built, that Megatron-core is installed and supports the layout of the model.
 
     Raises MissingExtraError, SettingsError or CheckpointError.
     """
@@ -106,14 +109,14 @@ def check_policy(settings: Settings) -> None:
 
 
 def _check_models(settings: Settings) -> None:
-    """The models that an algorithm names are there, and the functions that [train] names."""
+    """Check that the models of the algorithm exist, and the functions that [train] names."""
     check_hooks(settings, *TRAINING)
-    given = settings.algorithm.model_dump()
-    if given.get("opd_kl_coef") and not given["opd_teacher_url"]:
-        model_folder(given["opd_teacher_load"], setting="algorithm.opd_teacher_load")
+    options = settings.algorithm.model_dump()
+    if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
+        model_folder(options["opd_teacher_load"], setting="algorithm.opd_teacher_load")
     for key in ("ref_load", "critic_load"):
-        if given.get(key):
-            model_folder(given[key], setting=f"algorithm.{key}")
+        if options.get(key):
+            model_folder(options[key], setting=f"algorithm.{key}")
 
 
 def _build(
@@ -125,7 +128,7 @@ def _build(
     values: bool,
     store_prefix: str,
 ) -> Any:
-    """What every rank builds for itself: a policy, or with `values` a critic."""
+    """Build the model of one rank: a policy, or with `values` a critic."""
     from slimectl.checkpoints.hf import HFCheckpoint
 
     train, megatron = settings.train, settings.megatron
@@ -141,7 +144,7 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
-    both = trains and critic_is_shared(settings.algorithm)
+    shares_critic = trains and critic_is_shared(settings.algorithm)
     if not values:
         shared["temperature"] = settings.rollout.temperature
     if train.policy == "fsdp":
@@ -149,7 +152,7 @@ def _build(
         from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
         from slimectl.policies.fsdp.value import FsdpCritic
 
-        return (FsdpCritic if values else FsdpPolicyWithValues if both else FsdpPolicy)(
+        return (FsdpCritic if values else FsdpPolicyWithValues if shares_critic else FsdpPolicy)(
             folder,
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
@@ -163,7 +166,7 @@ def _build(
     from slimectl.policies.megatron.value import MegatronCritic
 
     granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
-    return (MegatronCritic if values else MegatronPolicyWithValues if both else MegatronPolicy)(
+    return (MegatronCritic if values else MegatronPolicyWithValues if shares_critic else MegatronPolicy)(
         folder,
         HFCheckpoint(),
         layout=layout(settings),
@@ -178,7 +181,7 @@ def _build(
 
 
 def _batching(settings: Settings, folder: Path) -> Batching:
-    """How rows become micro-batches, and micro-batches the shares of ranks."""
+    """Return the options that pack rows into micro-batches and distribute them over ranks."""
     from slimectl.algorithms.packing import Batching
 
     train = settings.train
@@ -207,7 +210,7 @@ def _lora(settings: Settings) -> LoraOptions | None:
 
 
 def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) -> OptimizerOptions:
-    """The optimizer of [train]; `lr` given is a constant one."""
+    """Return the optimizer options of [train]; an explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
     train = settings.train
@@ -225,7 +228,7 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) ->
 
 
 def layout(settings: Settings) -> ParallelLayout:
-    """How [megatron] lays a model over ranks."""
+    """Return the parallel layout that [megatron] specifies."""
     megatron = settings.megatron
     return ParallelLayout(
         tensor=megatron.tensor_model_parallel_size,
@@ -238,13 +241,13 @@ def layout(settings: Settings) -> ParallelLayout:
 
 
 def total_steps(settings: Settings) -> int | None:
-    """Optimizer steps of a whole run, where its length is known."""
+    """Return the optimizer steps of a whole run; None if its length is unknown."""
     rounds = settings.run.num_rollout
     return None if rounds is None else rounds * settings.steps_per_round
 
 
 def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:
-    """A model that is only asked for log-probabilities."""
+    """Build a frozen model, which only computes log-probabilities."""
     return policy(
         settings, folder, total_steps=None, lr=0.0, trains=False, store_prefix=store_prefix, executor=executor
     )

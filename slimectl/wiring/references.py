@@ -1,4 +1,4 @@
-"""Settings to models that are only asked: a reference, which may follow the policy in a run, and a teacher."""
+"""Builds the frozen models: a reference, which may be updated from the policy during a run, and a teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
-    """The frozen reference, where a divergence is measured: algorithm.ref_load, else the model at `start`."""
+    """Build the frozen reference: algorithm.ref_load, else the model at `start`; None if no divergence is measured."""
     algorithm = settings.algorithm
     measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
     if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
@@ -30,7 +30,7 @@ def reference(settings: Settings, start: Path, *, executor: Executor | None = No
 
 
 def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbs | None:
-    """The frozen teacher of on-policy distillation, of the vocabulary of the model at `start`.
+    """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
 
     Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
     server that should have it does not answer.
@@ -43,9 +43,9 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
         limit = settings.engine.request_timeout_s
         urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
-        served = ServedModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
-        served.check_vocabulary(tokenizer(start), of=start)
-        return served
+        remote_model = ServedModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        remote_model.check_vocabulary(tokenizer(start), of=start)
+        return remote_model
     folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
     if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
         raise SettingsError(
@@ -55,9 +55,9 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
 
 class MovingReference:
-    """Keeps `reference` at what the policy was after the last round that algorithm.ref_update_interval divides.
+    """Updates `reference` to the policy after every round that algorithm.ref_update_interval divides.
 
-    Each stand is kept under the run's folder until no checkpoint needs it.
+    Each snapshot stays under the run's folder until no checkpoint needs it.
     """
 
     def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
@@ -66,25 +66,25 @@ class MovingReference:
         self._reference, self._folder = reference, run / "reference"
 
     def resume(self, rollout_id: int) -> None:
-        """Be where the run was after round `rollout_id`. Raises CheckpointError if that stand is gone."""
-        if self._interval and (stand := rollout_id // self._interval * self._interval):
-            self._load(stand)
+        """Load the snapshot in use after round `rollout_id`. Raises CheckpointError if it is gone."""
+        if self._interval and (snapshot := rollout_id // self._interval * self._interval):
+            self._load(snapshot)
 
     def follow(self, rollout_id: int, policy: Policy, needed: list[int]) -> None:
-        """Take the policy's weights where round `rollout_id` ends an interval; `needed` are the checkpoints' rounds."""
+        """Copy the policy's weights if round `rollout_id` ends an interval; `needed` are the checkpoints' rounds."""
         if not self._interval or rollout_id % self._interval:
             return
         self._folder.mkdir(exist_ok=True)
-        write_folder(self._place(rollout_id), policy.save, names=CHECKPOINT_FILES)
+        write_folder(self._snapshot_folder(rollout_id), policy.save, names=CHECKPOINT_FILES)
         self._load(rollout_id)
         oldest = min([*needed, rollout_id])
         for child in self._folder.iterdir():
             if child.name.isdecimal() and int(child.name) + self._interval <= oldest:
                 remove_made(child, CHECKPOINT_FILES)
 
-    def _load(self, stand: int) -> None:
+    def _load(self, snapshot: int) -> None:
         assert self._reference is not None
-        self._reference.load(self._place(stand))
+        self._reference.load(self._snapshot_folder(snapshot))
 
-    def _place(self, stand: int) -> Path:
-        return self._folder / f"{stand:06d}"
+    def _snapshot_folder(self, snapshot: int) -> Path:
+        return self._folder / f"{snapshot:06d}"

@@ -1,4 +1,4 @@
-"""Settings to a server around the embedded engine."""
+"""Builds and runs an HTTP server around the embedded engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slimectl.wiring.models import tokenizer, version_of
 
 
 def listening(host: str, port: int) -> socket:
-    """The socket of a server, before the model is read. Raises BackendError if the port is taken."""
+    """Bind the socket of a server, before the model is read. Raises BackendError if the port is taken."""
     from slimectl.engines.serve.server import bound
 
     return bound(host, port)
 
 
 def admin_key(settings: Settings) -> tuple[str, bool]:
-    """The key that everything which changes the server's state asks for, and whether it was drawn here."""
+    """Return the key for all requests that change the server's state, and whether it was generated here."""
     from slimectl.engines.keys import new_key
 
     key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
@@ -33,7 +33,7 @@ def admin_key(settings: Settings) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def left_key(key: str, port: int) -> Iterator[str]:
-    """Leave a key where this user's clients find it, as long as the block lasts; yields the words on where that is."""
+    """Store a key where this user's clients find it, for the duration of the block; yields a message with its path."""
     from slimectl.engines.keys import leave_key
 
     path = None
@@ -47,12 +47,12 @@ def left_key(key: str, port: int) -> Iterator[str]:
     finally:
         if path is not None:
             with contextlib.suppress(OSError):
-                if path.read_text(encoding="ascii").strip() == key:  # no later server's on the same port
+                if path.read_text(encoding="ascii").strip() == key:  # not that of a later server on the same port
                     path.unlink()
 
 
 def exposure(settings: Settings, host: str) -> str | None:
-    """Return in one line what a server leaves open to other machines; None on the loopback."""
+    """Return a line on what a server exposes to other machines; None on the loopback."""
     from slimectl.engines.serve.access import own_names
 
     _, loopback = own_names(host)
@@ -80,7 +80,7 @@ def serve(
     incremental: bool = False,
     pause_timeout_s: float = 60.0,
 ) -> tuple[int, bool]:
-    """Serve a model directory until a signal comes: (which, whether no thread is left behind)."""
+    """Serve a model directory until a signal; returns (its number, whether all threads have ended)."""
     from slimectl.checkpoints.hf import HFCheckpoint
     from slimectl.engines.serve.access import Guard, own_names
     from slimectl.engines.serve.server import serve as serving
@@ -88,7 +88,7 @@ def serve(
     from slimectl.weights.complete import read_config
 
     text = tokenizer(folder)
-    served = Served(
+    served_model = Served(
         folder=folder.resolve(),
         config=read_config(folder),
         tokenizer=text,
@@ -103,4 +103,4 @@ def serve(
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    return asyncio.run(serving(embedded, served, at, load=load, guard=guard, ready=ready, **limits))
+    return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))

@@ -1,4 +1,4 @@
-"""Settings to what goes through the stages: prompts, samples, rewards, agents."""
+"""Builds the inputs of the stages: prompts, samples, rewards, agents."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 def prompts(
     settings: Settings, sources: list[str], *, epochs: int | None = 1, start: int = 0, shuffle: bool = True
 ) -> Iterator[Prompt]:
-    """The prompts of `sources` from occurrence `start` on, `epochs` times over (None: without end)."""
+    """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end)."""
     from slimectl.data.prompts import open_prompts
 
     if not sources:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
-    given = settings.rollout
+    options = settings.rollout
     return open_prompts(
         sources,
-        input_key=given.input_key,
-        label_key=given.label_key,
-        metadata_key=given.metadata_key,
-        tool_key=given.tool_key,
-        shuffle_seed=given.seed if given.shuffle and shuffle else None,
-        weights=given.data_weights if sources == list(given.data) else None,
-        mix_seed=given.seed,
+        input_key=options.input_key,
+        label_key=options.label_key,
+        metadata_key=options.metadata_key,
+        tool_key=options.tool_key,
+        shuffle_seed=options.seed if options.shuffle and shuffle else None,
+        weights=options.data_weights if sources == list(options.data) else None,
+        mix_seed=options.seed,
         epochs=epochs,
         start=start,
     )
@@ -65,10 +65,10 @@ def training_samples(
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
 ) -> Iterator[Sample]:
-    """The samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
+    """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
-    For what learns from pairs also plain preferences: rows with the answers `chosen` and `rejected`. Of both, what is
-    longer than `context` is `left_out`.
+    Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `left_out` is called
+    for demonstrations and preferences longer than `context`.
     """
     from slimectl.data.jsonl import read_samples
 
@@ -76,15 +76,15 @@ def training_samples(
         from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
-        given = settings.rollout
+        options = settings.rollout
         pairs = open_preferences(
             [path],
-            input_key=given.input_key,
-            metadata_key=given.metadata_key,
-            tool_key=given.tool_key,
-            shuffle_seed=given.seed if given.shuffle else None,
+            input_key=options.input_key,
+            metadata_key=options.metadata_key,
+            tool_key=options.tool_key,
+            shuffle_seed=options.seed if options.shuffle else None,
         )
-        return preferred(pairs, text, given, context=context, left_out=left_out)
+        return preferred(pairs, text, options, context=context, left_out=left_out)
     if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
@@ -102,7 +102,7 @@ def _has_tokens(path: str) -> bool:
 
 
 def reward(settings: Settings) -> Grader:
-    """What grades samples, a reward model's folder checked as any other. Raises SettingsError or CheckpointError."""
+    """Build the grader of samples; a reward model's folder is checked too. Raises SettingsError or CheckpointError."""
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():
         model_folder(path, setting="score.rm_options.path", verify=settings.model.verify)
@@ -110,20 +110,20 @@ def reward(settings: Settings) -> Grader:
 
 
 def agent(settings: Settings) -> Agent | None:
-    """The user's own generate function, with the settings among what it is offered."""
-    found, args = hook(settings, "rollout.custom_generate_function_path"), Args(settings)
-    if found is None:
+    """Return the user's generate function, which may take the settings; None without one."""
+    user_fn, args = hook(settings, "rollout.custom_generate_function_path"), Args(settings)
+    if user_fn is None:
         return None
 
     from slimectl.stages.sample_hooks import as_agent
 
-    return as_agent(found, args)
+    return as_agent(user_fn, args)
 
 
 def data_source(settings: Settings) -> Any:
-    """The user's own source of groups, made anew; None where prompts come from rollout.data."""
-    found, args = hook(settings, "rollout.data_source_path"), Args(settings)
-    return None if found is None else found({"args": args, "settings": args})
+    """Build the user's source of groups; None if prompts come from rollout.data."""
+    user_fn, args = hook(settings, "rollout.data_source_path"), Args(settings)
+    return None if user_fn is None else user_fn({"args": args, "settings": args})
 
 
 def rolled_out(
@@ -135,7 +135,7 @@ def rolled_out(
     source: Any,
     left_out: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
-    """Ungraded samples, of the rounds that the user's function makes where there is one, else a group a prompt."""
+    """Yield ungraded samples: of the rounds of the user's rollout function if there is one, else a group per prompt."""
     from slimectl.stages.own_rollout import own_samples
     from slimectl.stages.rollout import rollout
     from slimectl.stages.sample_hooks import agent_at, on_sample
@@ -154,32 +154,32 @@ def rolled_out(
 
 
 def keep(settings: Settings) -> Keep | None:
-    """The filter of finished groups."""
-    found, args = hook(settings, "rollout.dynamic_sampling_filter_path"), Args(settings)
-    if found is None:
+    """Return the user's filter of finished groups; None without one."""
+    user_fn, args = hook(settings, "rollout.dynamic_sampling_filter_path"), Args(settings)
+    if user_fn is None:
         return None
 
     def passes(samples: list[Sample]) -> bool | tuple[bool, str]:
-        answer = found({"args": args, "settings": args, "samples": samples})
-        kept = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
-        if not isinstance(kept, bool) and plain_number(kept) not in (0, 1):
-            raise found.returned(answer, "True, False or (False, 'the reason')")
-        return (bool(kept), str(answer[1])) if isinstance(answer, tuple) else bool(kept)
+        answer = user_fn({"args": args, "settings": args, "samples": samples})
+        retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+        if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
+            raise user_fn.returned(answer, "True, False or (False, 'the reason')")
+        return (bool(retained), str(answer[1])) if isinstance(answer, tuple) else bool(retained)
 
     return passes
 
 
 def from_buffer(settings: Settings) -> FromBuffer | None:
-    """Who picks among the groups that wait."""
-    found, args = hook(settings, "rollout.buffer_filter_path"), Args(settings)
-    if found is None:
+    """Return the user's function that selects among buffered groups; None without one."""
+    user_fn, args = hook(settings, "rollout.buffer_filter_path"), Args(settings)
+    if user_fn is None:
         return None
 
-    def picked(buffer: list[list[Sample]], count: int, rollout_id: int) -> list[list[Sample]]:
-        offered = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
-        groups = found(offered)
+    def select(buffer: list[list[Sample]], count: int, rollout_id: int) -> list[list[Sample]]:
+        arguments = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
+        groups = user_fn(arguments)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
-            raise found.returned(groups, "a list of groups")
+            raise user_fn.returned(groups, "a list of groups")
         return groups
 
-    return picked
+    return select

@@ -1,4 +1,4 @@
-"""Settings to trackers."""
+"""Builds the trackers of [track]."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from slimectl.trackers.identity import Identity
 
 EXTRAS = ("tensorboard", "wandb", "swanlab")
-"""Trackers that need a library, of their own name, which the extra of that name installs."""
+"""Trackers that need a library of the same name, which the extra of that name installs."""
 
 ID_LENGTH = 8
 SUFFIX_LENGTH = 6
 
 
 def check_trackers(settings: Settings) -> None:
-    """Raises MissingExtraError if a tracker's library is not installed; none is loaded."""
+    """Check that the trackers' libraries are installed, without loading them. Raises MissingExtraError."""
     for name in settings.track.with_:
         if name in EXTRAS and find_spec(name) is None:
             raise MissingExtraError(name, extra=name, wanted_by="track.with")
 
 
 def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None, done: int = 0) -> list[Tracker]:
-    """The trackers of [track]; the run's own metrics.jsonl is written besides.
+    """Build the trackers of [track]; the run's metrics.jsonl is written independently of them.
 
     Raises MissingExtraError, SettingsError or BackendError if one cannot start; those that have started are closed.
     """
@@ -48,20 +48,20 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
         "wandb": partial(_wandb, settings, folder),
         "swanlab": partial(_swanlab, settings, folder),
     }
-    made: list[Tracker] = []
+    started: list[Tracker] = []
     try:
         for name in settings.track.with_:
             tracker = makers[name](settings.track.kwargs.get(name, {}))
-            made.append(Guarded(name, tracker if name == "stdout" else _named(tracker, settings)))
+            started.append(Guarded(name, tracker if name == "stdout" else _renamed(tracker, settings)))
     except BaseException:
-        for tracker in made:
+        for tracker in started:
             tracker.close()
         raise
-    return made
+    return started
 
 
-def _named(tracker: Tracker, settings: Settings) -> Tracker:
-    """The tracker, getting the names that [track] asks for; the words on the terminal are not named after metrics."""
+def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
+    """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has other words, and is not wrapped."""
     from slimectl.trackers.roll_names import Renamed
 
     if settings.track.naming == "slime":
@@ -70,7 +70,7 @@ def _named(tracker: Tracker, settings: Settings) -> Tracker:
 
 
 def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
-    """A live bar on a terminal, a plain line a step elsewhere."""
+    """Build a live progress bar on a terminal, a plain line per step elsewhere."""
     import sys
 
     if sys.stderr.isatty():
@@ -83,7 +83,7 @@ def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
 
 
 def _jsonl(folder: Path, kwargs: dict[str, Any]) -> Tracker:
-    """What every tracker gets, metrics and times in one line; metrics.jsonl has only what the seed decides."""
+    """Build the JSONL tracker: metrics and times in a line; metrics.jsonl has only values that the seed determines."""
     from slimectl.trackers.jsonl import JsonlTracker
 
     return JsonlTracker(Path(kwargs.get("path", folder / "tracked.jsonl")))
@@ -99,34 +99,34 @@ def _wandb(settings: Settings, folder: Path, kwargs: dict[str, Any]) -> Tracker:
     from slimectl.trackers.wandb import WandbTracker
 
     track = settings.track
-    where = Path(track.dir) if track.dir else folder  # wandb makes a folder `wandb` in it
-    return WandbTracker(where, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
+    log_dir = Path(track.dir) if track.dir else folder  # wandb makes a folder `wandb` in it
+    return WandbTracker(log_dir, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
 
 
 def _swanlab(settings: Settings, folder: Path, kwargs: dict[str, Any]) -> Tracker:
     from slimectl.trackers.swanlab import SwanlabTracker
 
     track = settings.track
-    where = Path(track.dir) if track.dir else folder / "swanlab"
-    return SwanlabTracker(where, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
+    log_dir = Path(track.dir) if track.dir else folder / "swanlab"
+    return SwanlabTracker(log_dir, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
 
 
 def identity(settings: Settings, folder: Path) -> Identity:
-    """As what services know this run; its id is drawn once, and kept in the run's folder for a resume."""
+    """Return the run identity of hosted trackers; its id is drawn once, and saved in the run's folder for a resume."""
     from slimectl.data.rundir import write_text
     from slimectl.trackers.identity import Identity
 
-    track, kept = settings.track, folder / "track.json"
-    if not kept.exists():
+    track, file = settings.track, folder / "track.json"
+    if not file.exists():
         letters = string.ascii_lowercase + string.digits
-        write_text(kept, json.dumps({"run_id": "".join(secrets.choice(letters) for _ in range(ID_LENGTH))}) + "\n")
-    drawn: str = json.loads(kept.read_text())["run_id"]
+        write_text(file, json.dumps({"run_id": "".join(secrets.choice(letters) for _ in range(ID_LENGTH))}) + "\n")
+    saved_id: str = json.loads(file.read_text())["run_id"]
     name = settings.run.name or "run"
     config = redact(settings.model_dump(mode="json", by_alias=True))
     config["track"].pop("kwargs")
     return Identity(
-        run_id=track.run_id or drawn,
-        name=f"{name}-{drawn[:SUFFIX_LENGTH]}" if track.random_suffix else name,
+        run_id=track.run_id or saved_id,
+        name=f"{name}-{saved_id[:SUFFIX_LENGTH]}" if track.random_suffix else name,
         project=track.project,
         entity=track.entity,
         group=track.group,

@@ -1,4 +1,4 @@
-"""Settings to how new weights reach the engines."""
+"""Builds the transports of weight sync from settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class Transport(Protocol):
-    """Carries the policy's weights to every engine, or to those that were restarted."""
+    """Pushes the policy's weights to every engine, or to those that were restarted."""
 
     def push(self) -> Metrics: ...
 
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
 
 def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
-    """The keys of the servers: those of [engine], those that SGLang is given, or one that a server here has left."""
+    """Return the keys of the servers: of [engine], of [sglang.args], or one stored by a server of this machine."""
     from slimectl.engines.keys import Keys
 
     engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
@@ -47,14 +47,14 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
 
 
 def urls(settings: Settings) -> list[str]:
-    """The servers of engine.url, as they are asked."""
+    """Return the addresses of engine.url, with secrets revealed."""
     return list(reveal(settings.engine.url, setting="engine.url"))
 
 
 def keyed(settings: Settings) -> Settings:
-    """The settings with all secrets that servers need at hand, and a key for those that will be started from them.
+    """Return the settings with all secrets of servers revealed, and an admin key for servers that will be started.
 
-    Whoever gets these settings may live elsewhere, in another environment; they are never written down.
+    Their recipient may run elsewhere, in another environment; these settings are never written to a file.
     """
     from pydantic import SecretStr
 
@@ -80,21 +80,21 @@ def keyed(settings: Settings) -> Settings:
 
 
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
-    """The engines' end of a push."""
+    """Build the engines' side of a push."""
     from slimectl.engines.sglang.control import HttpWorkers
 
     return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
-    """For one engine that takes tensors itself."""
+    """Build the transport to one engine in this process."""
     from slimectl.sync.in_process import InProcessSync
 
     return InProcessSync(policy, receiver)
 
 
 def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, model: Path, folder: Path) -> Transport:
-    """What sync.transport names; files go below `folder` unless sync.update_weight_disk_dir says where."""
+    """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
     import torch
 
     from slimectl.sync.delta import DeltaSync
@@ -110,12 +110,12 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
     common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
     buffer_bytes = sync.update_weight_buffer_size * 2**20
     on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
-    on_disk["wrote"] = _wrote(settings)
+    on_disk["wrote"] = _post_write_hook(settings)
     name = sync.transport
     if name == "auto":
-        here = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
+        all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
         shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
-        name = "tensor" if here and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
+        name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
     transport: ServerSync
     if name == "tensor":
         transport = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
@@ -131,18 +131,18 @@ def to_servers(settings: Settings, policy: Policy, receivers: WeightWorkers, *, 
     return CheckedSync(transport, folder=files, write=write, dtype=dtype)
 
 
-def _wrote(settings: Settings) -> Callable[[Path, WeightWorkers], None] | None:
-    """The user's function that is told of files."""
-    found, args = hook(settings, "sync.custom_post_write_path"), Args(settings)
-    if found is None:
+def _post_write_hook(settings: Settings) -> Callable[[Path, WeightWorkers], None] | None:
+    """Return the user's function that is called after files are written; None without one."""
+    user_fn, args = hook(settings, "sync.custom_post_write_path"), Args(settings)
+    if user_fn is None:
         return None
-    return lambda path, receivers: found(
+    return lambda path, receivers: user_fn(
         {"args": args, "settings": args, "version_dir": path, "rollout_engines": receivers}
     )
 
 
 def _whole_checkpoint(model: Path, folder: Path, tensors: NamedTensors) -> None:
-    """A directory that an engine can load: weights, and config and tokenizer of the model."""
+    """Write a directory that an engine can load: weights, and config and tokenizer of the model."""
     from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 
     copy_companions(model, folder)

@@ -400,7 +400,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_broadcast_ends_it(
     group = broadcast._GROUPS[sync._key]  # type: ignore[attr-defined]
     os.kill(spare.pid() or 0, signal.SIGSTOP)
     large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than sockets hold: it stays under way
-    work = broadcast._sent(group, large, 30.0)
+    work = broadcast._start_broadcast(group, large, 30.0)
     time.sleep(0.3)
     assert not work.is_completed()
     os.kill(spare.pid() or 0, signal.SIGKILL)

@@ -100,10 +100,10 @@ def test_filters_of_one_row_do_not_touch_another_and_log_probs_stay_whole() -> N
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.001}, {"top_k": 3000, "top_p": 0.5}])
 def test_filters_beyond_the_window_match_a_full_sort(filters: dict[str, Any]) -> None:
-    from slimectl.engines.embedded.sampler import _drawable
+    from slimectl.engines.embedded.sampler import _filter
 
     probs = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    kept = _drawable(probs, batch_of(*[SamplingParams(**filters)] * 2, vocabulary=4000)) > 0
+    kept = _filter(probs, batch_of(*[SamplingParams(**filters)] * 2, vocabulary=4000)) > 0
     for row in range(2):
         ordered = probs[row].sort(descending=True)
         within = torch.arange(4000) < filters.get("top_k", 4000)

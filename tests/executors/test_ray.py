@@ -80,7 +80,7 @@ def test_another_version_of_ray_is_said(executor: RayExecutor):
     client.internal_kv_put(key[0], json.dumps(json.loads(written) | {"ray_version": "2.9.0"}).encode(), True, key[1])
     try:
         with pytest.raises(BackendError, match=r"Ray: 2\.9\.0 .* Ray: \d.*; install the versions of the cluster"):
-            cluster._try(ray.get_runtime_context().gcs_address)
+            cluster._check_is_ray_head(ray.get_runtime_context().gcs_address)
     finally:
         client.internal_kv_put(key[0], written, True, key[1])
 
@@ -106,7 +106,7 @@ def test_an_address_without_a_cluster_is_one_line(
 ):
     monkeypatch.setattr(cluster, "REACH_S", 0.2)
     with pytest.raises(kind) as caught:
-        cluster._reach(address)
+        cluster._check_reachable(address)
     assert str(caught.value).startswith(message)
 
 
@@ -116,7 +116,7 @@ def test_what_listens_but_is_no_cluster_is_given_up(monkeypatch: pytest.MonkeyPa
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(BackendError, match="did not answer as a Ray head does in 3 s"),
     ):
-        cluster._try(f"127.0.0.1:{server.getsockname()[1]}")
+        cluster._check_is_ray_head(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 ALONE = """

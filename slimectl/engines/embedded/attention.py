@@ -1,4 +1,4 @@
-"""How the tokens of a step see the past: whole prompts, or one token a sequence.
+"""Attention of a step: prefill of whole prompts, and decoding of one token per sequence.
 
 N rows · B sequences · H query heads · K key-value heads · G query heads a key-value head · D head dimension ·
 T tokens · L layers.
@@ -17,7 +17,7 @@ FEW = 16
 
 
 class Decode:
-    """One new token for each of the first B slots of the cache."""
+    """Attention of one new token for each of the first B slots of the cache."""
 
     def __init__(self, cache: Cache, positions_B: Tensor, longest: int, *, heads: int, dtype: torch.dtype) -> None:
         self._cache = cache
@@ -36,7 +36,7 @@ class Decode:
             self._mask = mask_BT.repeat_interleave(cache.heads, 0)[:, None]
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
-        """Attention output [N, H * D]. The query heads of a key-value head go in as if they were a sequence."""
+        """Return attention output [N, H * D]. The query heads of a key-value head are passed as a sequence."""
         rows, all_heads, head_dim = qkv_NHD.shape
         heads = self._heads
         kv_heads = (all_heads - heads) // 2
@@ -57,7 +57,7 @@ class Decode:
 
 
 class Prefill:
-    """Whole prompts laid end to end; their keys and values are kept in `keys_values` [L, N, 2, K, D]."""
+    """Attention of whole prompts, concatenated; stores their keys and values in `keys_values` [L, N, 2, K, D]."""
 
     def __init__(self, lengths: list[int], *, layers: int, heads: int, device: torch.device) -> None:
         self._layers = layers
@@ -77,7 +77,7 @@ class Prefill:
         self._present = None if even else present_BT.flatten().nonzero().squeeze(1).to(device)
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
-        """Attention output [N, H * D]."""
+        """Return attention output [N, H * D]."""
         rows, all_heads, head_dim = qkv_NHD.shape
         heads = self._heads
         kv_heads = (all_heads - heads) // 2

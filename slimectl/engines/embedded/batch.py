@@ -1,4 +1,4 @@
-"""The rows of a step as tensors; kept from step to step until a sequence joins or leaves.
+"""Rows of a step as tensors, reused from step to step until a sequence joins or leaves.
 
 B rows · C columns.
 """
@@ -19,7 +19,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Batch:
-    """Inputs of the model and parameters of the draw, one row a sequence."""
+    """Inputs of the model and sampling parameters, one row per sequence."""
 
     def __init__(self, sequences: list[Sequence], *, device: torch.device, vocabulary: int) -> None:
         self.sequences = sequences
@@ -27,9 +27,9 @@ class Batch:
         state_BC = np.array([_state(sequence) for sequence in sequences])
         self.tokens_B, self.positions_B = torch.from_numpy(state_BC[:, :2].T.copy()).to(device)
         self.longest = int(state_BC[:, 1].max()) + 1  # tokens, those that the step feeds included
-        self._drawn_B, self._seeds_B = state_BC[:, 2].astype(np.uint64), _mixed(state_BC[:, 3].astype(np.uint64))
-        self._to_ban = int((state_BC[:, 4] - state_BC[:, 2]).max())
-        knobs_BC = np.array([_knobs(sequence.params) for sequence in sequences], dtype=np.float32)
+        self._drawn_B, self._seeds_B = state_BC[:, 2].astype(np.uint64), _mix_bits(state_BC[:, 3].astype(np.uint64))
+        self._steps_to_ban = int((state_BC[:, 4] - state_BC[:, 2]).max())
+        knobs_BC = np.array([_sampling_values(sequence.params) for sequence in sequences], dtype=np.float32)
         knobs_BC[(knobs_BC[:, 1] <= 0) | (knobs_BC[:, 1] > vocabulary), 1] = vocabulary
         greedy_B = knobs_BC[:, 0] == 0
         self.all_greedy = bool(greedy_B.all())
@@ -41,22 +41,22 @@ class Batch:
         self.min_p_B1 = self._column(knobs_BC[:, 3], neutral=0.0)
 
     def _column(self, values_B: Array, *, neutral: float) -> Tensor | None:
-        """One value a row; None where no row asks for anything."""
+        """Return a column of one value per row; None if all rows have the neutral value."""
         if (values_B == neutral).all():
             return None
         return torch.from_numpy(values_B.copy()).to(self._device).unsqueeze(1)
 
     def advance(self, tokens_B: Tensor) -> None:
-        """The sampled tokens become the next step's inputs."""
+        """Make the sampled tokens the next step's inputs."""
         self.tokens_B = tokens_B
         self.positions_B += 1
         self.longest += 1
         self._drawn_B += np.uint64(1)
-        self._to_ban -= 1
+        self._steps_to_ban -= 1
 
     def banned(self) -> tuple[Tensor, Tensor] | None:
-        """Index pairs of the end tokens that may not be drawn yet."""
-        if self._to_ban <= 0:
+        """Return the index pairs (row, token) of the end tokens that may not be drawn yet."""
+        if self._steps_to_ban <= 0:
             return None
         pairs = [
             (row, token)
@@ -70,27 +70,27 @@ class Batch:
         return rows, tokens
 
     def uniforms_B1(self) -> Tensor:
-        """A number in [0, 1) for each row, a function of its seed and of how many tokens it has drawn: nothing else."""
-        bits = _mixed(self._seeds_B + GOLDEN * (self._drawn_B + np.uint64(1)))
+        """Return a number in [0, 1) for each row, a function of its seed and number of drawn tokens alone."""
+        bits = _mix_bits(self._seeds_B + GOLDEN * (self._drawn_B + np.uint64(1)))
         # 24 bits: every value and its product with a total near 1 is exact enough in float32 to stay below the total.
         values = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return torch.from_numpy(values).to(self._device).unsqueeze(1)
 
 
 def _state(sequence: Sequence) -> tuple[int, int, int, int, int]:
-    """Last token, its position, tokens drawn, seed, tokens before the end is allowed."""
+    """Return last token, its position, tokens drawn, seed, minimum tokens before an end token."""
     tokens = sequence.tokens
     drawn = len(tokens)
     last = tokens[-1] if tokens else sequence.prompt[-1]
     return last, len(sequence.prompt) + drawn - 1, drawn, sequence.seed, sequence.params.min_tokens
 
 
-def _knobs(params: SamplingParams) -> tuple[float, float, float, float]:
+def _sampling_values(params: SamplingParams) -> tuple[float, float, float, float]:
     return params.temperature, params.top_k, params.top_p, params.min_p
 
 
-def _mixed(state: Array) -> Array:
-    """The finaliser of SplitMix64 (Steele et al. 2014): neighbouring counters become unrelated bits."""
+def _mix_bits(state: Array) -> Array:
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014), which decorrelates neighbouring counters."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Array = state ^ (state >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Keys and values of the running sequences, one slot each.
+"""KV cache of the running sequences, one slot each.
 
 L layers · S slots · T tokens · K key-value heads · D head dimension · N rows.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Cache:
-    """A slab [L, 2, S, K, T, D] that grows with what is asked of it; slots 0, 1, 2 … are the running sequences.
+    """Tensor [L, 2, S, K, T, D] that grows on demand; slots 0, 1, 2 … are the running sequences.
 
-    The tokens of a head lie side by side: attention reads memory in long runs, twice as fast as token by token.
+    The tokens of a head are contiguous: attention reads memory in long runs, twice as fast as token by token.
     """
 
     def __init__(self, layers: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -24,11 +24,11 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a slot holds."""
+        """Token capacity of a slot."""
         return self._slab.shape[4]
 
     def reserve(self, *, slots: int, tokens: int, max_slots: int, max_tokens: int) -> None:
-        """Make room, at least doubling what is too small, within the limits."""
+        """Grow to the requested slots and tokens, at least doubling what is too small, within the limits."""
         layers, _, old_slots, heads, old_tokens, head_dim = self._slab.shape
         if slots <= old_slots and tokens <= old_tokens:
             return
@@ -37,7 +37,7 @@ class Cache:
         if tokens > old_tokens:
             tokens = min(max(-(-tokens // 64) * 64, 2 * old_tokens), -(-max_tokens // 16) * 16)
         slots, tokens = max(slots, old_slots), max(tokens, old_tokens)
-        # Zeros: what the attention mask hides is still multiplied by its zero weight, and must be finite.
+        # Zeros: masked positions are still multiplied by their zero weight, and must be finite.
         grown = self._slab.new_zeros(layers, 2, slots, heads, tokens, head_dim)
         grown[:, :, :old_slots, :, :old_tokens] = self._slab
         self._slab = grown
@@ -52,18 +52,18 @@ class Cache:
         self._slab[:, :, target, :, :tokens] = self._slab[:, :, source, :, :tokens]
 
     def rows(self, positions_N: Tensor) -> Tensor:
-        """Where token `positions_N` of slots 0, 1, 2 … goes: indices [N, 2K] for `append`."""
+        """Return the indices [N, 2K] for `append` of tokens at `positions_N` in slots 0, 1, 2 …"""
         _, _, slots, heads, tokens, _ = self._slab.shape
         device = positions_N.device
         slot_N1 = torch.arange(positions_N.shape[0], device=device)[:, None] * (heads * tokens)
         head_K = torch.arange(heads, device=device) * tokens
-        both_2K = torch.cat((head_K, head_K + slots * heads * tokens))
-        return slot_N1 + both_2K + positions_N[:, None]
+        key_value_2K = torch.cat((head_K, head_K + slots * heads * tokens))
+        return slot_N1 + key_value_2K + positions_N[:, None]
 
     def append(self, layer: int, rows: Tensor, keys_values_N2KD: Tensor) -> None:
-        """Write one token's keys and values for each slot where `rows` says."""
+        """Write one token's keys and values for each slot at the indices `rows`."""
         self._slab[layer].view(-1, keys_values_N2KD.shape[-1]).index_put_((rows,), keys_values_N2KD)
 
     def views(self, layer: int, *, slots: int, tokens: int) -> Tensor:
-        """Keys, then values [2, S, K, T, D] of the first slots and tokens, not copied."""
+        """Return views of keys, then values [2, S, K, T, D] of the first slots and tokens."""
         return self._slab[layer, :, :slots, :, :tokens]

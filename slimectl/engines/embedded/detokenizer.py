@@ -1,4 +1,4 @@
-"""Text from tokens, as they come."""
+"""Incremental detokenization and search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_WAIT = 16
-"""Tokens after which text that still ends in a broken character is taken as it is: the model wrote broken bytes."""
+"""Tokens after which text that still ends in a broken character is accepted: the model wrote broken bytes."""
 
 
 class Detokenizer:
-    """Decodes whole answers; special tokens leave no text, unless `keep_special`.
+    """Decodes whole answers; special tokens are skipped, unless `keep_special`.
 
-    Asks the tokenizer's backend: transformers' wrapper around it is several times slower.
+    Calls the tokenizer's backend: transformers' wrapper around it is several times slower.
     """
 
     def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
@@ -24,7 +24,7 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Grows the text of one answer token by token and looks for stop strings where it has grown.
+    """Extends the text of one answer token by token and searches the new part for stop strings.
 
     Decodes a window only: the tokens not yet in `text`, after those of the piece before them, because a decoder may
     treat the first token of a string differently. Tokens wait while they end inside a multi-byte character.
@@ -33,25 +33,25 @@ class StopScanner:
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
         self._decode = detokenizer.decode
         self._stop = stop
-        self._reach = max(map(len, stop), default=1) - 1
+        self._stop_overlap = max(map(len, stop), default=1) - 1
         self._window = 0  # first token of the window
-        self._taken = 0  # tokens before this one are in the text
-        self._window_text = ""  # what the window's tokens before `taken` decode to
+        self._consumed = 0  # tokens before this one are in the text
+        self._window_text = ""  # text of the window's tokens before `_consumed`
         self.text = ""
         self.matched = ""  # the stop string that ended it
 
     def scan(self, tokens: list[int], *, stopping: bool) -> bool:
-        """Take the new tokens into the text; with `stopping`, cut it at the first stop string in what is new."""
+        """Append the new tokens to the text; with `stopping`, cut it at the first stop string in the new part."""
         text = self._decode(tokens[self._window :])
-        if text.endswith(UNFINISHED) and len(tokens) - self._taken < LONGEST_WAIT:
+        if text.endswith(UNFINISHED) and len(tokens) - self._consumed < LONGEST_WAIT:
             return False
-        searched = max(0, len(self.text) - self._reach)
+        search_start = max(0, len(self.text) - self._stop_overlap)
         self.text += text[len(self._window_text) :]
-        self._window, self._taken = self._taken, len(tokens)
+        self._window, self._consumed = self._consumed, len(tokens)
         self._window_text = self._decode(tokens[self._window :])
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, searched)) >= 0]
-        if not stopping or not found:
+        matches = [(position, stop) for stop in self._stop if (position := self.text.find(stop, search_start)) >= 0]
+        if not stopping or not matches:
             return False
-        at, self.matched = min(found)
-        self.text = self.text[:at]
+        position, self.matched = min(matches)
+        self.text = self.text[:position]
         return True

@@ -1,4 +1,4 @@
-"""Many prompts in flight in this process: continuous batching on a CPU or one GPU."""
+"""Engine in this process: continuous batching on a CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from slimectl.types import Completion, SamplingParams
 
 
 class EmbeddedEngine:
-    """Samples text with the weights that it was given, as a whole (`load_weights`) or in parts (`update_weights`).
+    """Samples text with weights loaded as a whole (`load_weights`) or in parts (`update_weights`).
 
-    `max_running` answers are written at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
-    for keys and values grows with what runs. `generate` may be called from successive event loops; the one that
-    awaits drives the engine. Weights may come from another thread: they wait for the step under way.
+    `max_running` answers are generated at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
+    for keys and values grows with the running sequences. `generate` may be called from successive event loops; the one
+    that awaits drives the engine. Another thread may load weights: it waits for the current step.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class EmbeddedEngine:
     ) -> None:
         self.max_context = max_context or int(config.max_position_embeddings)
         self.device = device
-        place = torch.device(device)
-        self._model = Model(config, dtype=dtype, device=place)
-        self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=place)
+        torch_device = torch.device(device)
+        self._model = Model(config, dtype=dtype, device=torch_device)
+        self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=torch_device)
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
         self._intake = Intake(self._model.weights)
@@ -66,12 +66,12 @@ class EmbeddedEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a whole set has come, and no update has torn it since."""
+        """Whether the weights are complete: no update has left them partial."""
         return self._intake.whole
 
     @property
     def accepts(self) -> bool:
-        """Whether requests may queue: there are weights, or were when the update under way began."""
+        """Whether requests may queue: there are weights, or were when the current update began."""
         return self._intake.usable
 
     @property
@@ -80,7 +80,7 @@ class EmbeddedEngine:
 
     @property
     def held_since(self) -> float | None:
-        """The start of the hold that has lasted longest, by time.monotonic; None if there is none."""
+        """Start of the longest hold, by time.monotonic; None without one."""
         return min(list(self._holds.values()), default=None)
 
     @property
@@ -110,7 +110,7 @@ class EmbeddedEngine:
             raise
 
     def request(self, tokens: list[int], params: SamplingParams) -> Running:
-        """The sequence for a request, its answer awaited in the running event loop. Raises SettingsError."""
+        """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError."""
         return requested(
             tokens,
             params,
@@ -127,28 +127,28 @@ class EmbeddedEngine:
                 raise BackendError("the embedded engine has no weights; call load_weights before generate")
             if sequence.limit:
                 self._runner.scheduler.add(sequence)
-        if not sequence.limit:  # nothing is to be written
+        if not sequence.limit:  # nothing to generate
             sequence.finish = "length"
             self._deliver(sequence)
-        self._drive_here()
+        self._ensure_driver()
 
     def log_probs(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
-        """log p(token), at temperature 1, of what follows place `start` in each given sequence; one pass, no sampling.
+        """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence, in one pass.
 
         Raises SettingsError for a sequence that the model cannot read, BackendError while there are no weights.
         """
         for tokens in sequences:
-            check_tokens(tokens, vocabulary=self._model.vocabulary, most=self.max_context)
+            check_tokens(tokens, vocabulary=self._model.vocabulary, max_tokens=self.max_context)
         with self._lock, torch.inference_mode():
             if not self._intake.whole:
                 raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
-            found = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
-        if not all(map(math.isfinite, itertools.chain.from_iterable(found))):
+            values = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
+        if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
             raise not_numbers(self.weight_version)
-        return found
+        return values
 
     async def abort(self) -> None:
-        """End every request in flight; each returns what it has, with finish "abort"."""
+        """End every request in flight; each returns its tokens so far, with finish "abort"."""
         self.end_all()
 
     def end_all(self) -> None:
@@ -158,29 +158,29 @@ class EmbeddedEngine:
             self.end(sequence)
 
     def end(self, sequence: Running) -> None:
-        """End one request; it returns what it has. Called in the event loop that drives the engine."""
+        """End one request; it returns its tokens so far. Called in the event loop that drives the engine."""
         sequence.finish = sequence.finish or "abort"
         self._deliver(sequence)
 
     async def close(self) -> None:
-        """Abort, and give back the memory of the cache; the engine may be used again."""
+        """Abort, and free the memory of the cache; the engine may be used again."""
         await self.abort()
         self.free()
 
-    def hold(self, why: str, *, retract: bool = False) -> None:
-        """Take no step until `go_on(why)`; what runs keeps its keys and values, or with `retract` loses them."""
-        self._holds.setdefault(why, time.monotonic())
+    def hold(self, reason: str, *, retract: bool = False) -> None:
+        """Take no step until `go_on(reason)`; running sequences keep their keys and values, unless `retract`."""
+        self._holds.setdefault(reason, time.monotonic())
         if retract:
             with self._lock:
                 self._runner.retract()
 
-    def go_on(self, why: str) -> None:
+    def go_on(self, reason: str) -> None:
         """Withdraw a hold; called in the event loop that is to drive the engine."""
-        self._holds.pop(why, None)
-        self._drive_here()
+        self._holds.pop(reason, None)
+        self._ensure_driver()
 
     def free(self) -> None:
-        """Give back the memory of the cache; what was running will be computed anew."""
+        """Free the memory of the cache; running sequences will be recomputed."""
         with self._lock:
             self._runner.retract()
             self._runner.free()
@@ -192,40 +192,40 @@ class EmbeddedEngine:
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
 
-        Answers in flight go on with the new weights and the keys and values of the old ones.
+        Answers in flight continue with the new weights and the keys and values of the old ones.
         """
-        self._take(lambda: self._intake.load(tensors, version=version))
+        self._apply_weights(lambda: self._intake.load(tensors, version=version))
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> None:
         """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
-        self._take(lambda: self._intake.update(list(tensors), version=version))
+        self._apply_weights(lambda: self._intake.update(list(tensors), version=version))
 
     def begin_update(self) -> None:
-        """What comes until `end_update` is one version; no step is taken between the two."""
-        self._take(self._intake.begin)
+        """Open an update session: tensors until `end_update` are one version; no step is taken between the two."""
+        self._apply_weights(self._intake.begin)
         self.hold("update")
 
     def end_update(self) -> None:
-        """Raises CheckpointError if tensors are missing: then the engine has no weights until they have come."""
+        """Close the session. Raises CheckpointError if tensors are missing: the engine then has no weights."""
         try:
-            self._take(self._intake.end)
+            self._apply_weights(self._intake.end)
         finally:
             self.go_on("update")
 
     def checksums(self, checksum: Callable[[Tensor], str]) -> dict[str, str]:
-        """A checksum of every tensor as it is held."""
+        """Return a checksum of every tensor as it is stored."""
         with self._lock:
             return {name: checksum(tensor) for name, tensor in self._model.weights.tensors()}
 
-    def _take(self, intake: Callable[[], None]) -> None:
+    def _apply_weights(self, intake: Callable[[], None]) -> None:
         self._loader_waits = True
         with self._lock:
             self._loader_waits = False
             self._runner.forget_prefixes()
             intake()
 
-    def _drive_here(self) -> None:
-        """Have the running event loop take the steps, unless it does so already."""
+    def _ensure_driver(self) -> None:
+        """Start the driver in the running event loop, unless it runs there already."""
         if self._holds or not self._runner.scheduler.has_work():
             return
         loop = asyncio.get_running_loop()
@@ -233,7 +233,7 @@ class EmbeddedEngine:
             self._driver = loop.create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Step while there is work, letting others run between steps."""
+        """Step while there is work; other tasks of the loop run between steps."""
         while self._runner.scheduler.has_work() and not self._holds:
             try:
                 with self._lock:
@@ -263,5 +263,5 @@ class EmbeddedEngine:
 
 
 def _ids(ids: int | Sequence[int] | None) -> frozenset[int]:
-    """Token ids, given as one, several or none."""
+    """Normalize one token id, several or none to a set."""
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,4 +1,4 @@
-"""Matrix products with weights that are packed once for the CPU.
+"""Linear layers with weights that are packed once for the CPU.
 
 N rows · O outputs · I inputs.
 """
@@ -37,7 +37,7 @@ def _product(rows_NI: Tensor, packed_OI: Tensor, bias_O: Tensor | None) -> Tenso
 class Linear:
     """One product for several stacked weights (q, k and v; gate and up): `parts` are views, one for each.
 
-    `weight_OI` may be given to share storage (a tied head). `refresh` packs again what has been written to the parts.
+    `weight_OI` may be passed to share storage (a tied head). `refresh` repacks weights that were written to the parts.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Linear:
 
     def refresh(self) -> None:
         if self._packs:
-            self._packed = None  # freed before its successor is made
+            self._packed = None  # freed before its successor is allocated
             self._packed = _pack(self.weight_OI)
 
     def __call__(self, rows_NI: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Linear:
         return _product(rows_NI, self._packed, self.bias_O)
 
     def added_to(self, residual_NO: Tensor, rows_NI: Tensor) -> Tensor:
-        """residual + self(rows), in one pass where packed."""
+        """Return residual + self(rows), in one pass if packed."""
         if self._packed is None or (self._small and rows_NI.shape[0] == 1):
             return F.linear(rows_NI, self.weight_OI, self.bias_O).add_(residual_NO)
         sum_NO: Tensor = torch.ops.mkldnn._linear_pointwise.binary(

@@ -22,14 +22,14 @@ from slimectl.errors import CheckpointError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 CHUNK_LOGITS = 2**23
-"""Logits that are held at once where given tokens are judged: 32 MiB in float32."""
+"""Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
 
 
 @dataclass(slots=True)
 class Prefix:
-    """A computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token.
+    """Computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token.
 
-    `used` once a sequence has been given it.
+    `used` is set when the first sequence takes it.
     """
 
     keys_values: Tensor
@@ -37,12 +37,12 @@ class Prefix:
     used: bool = False
 
     def detached(self) -> Prefix:
-        """A copy of its own, for one that outlives the prompts that it was computed with."""
+        """Return a copy with its own storage, which outlives the prompts of the same pass."""
         return Prefix(self.keys_values.clone(), self.logits_V.clone(), self.used)
 
 
 class Model:
-    """Weights and the way through them; the cache belongs to whoever decodes."""
+    """Weights and forward pass; the caller owns the cache."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
         _check(config)
@@ -61,29 +61,29 @@ class Model:
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> list[Prefix]:
         """Compute whole prompts in one pass."""
-        attend, _, stream_NE = self._passed(prompts)
+        attend, _, stream_NE = self._prefill_pass(prompts)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values, [len(prompt) for prompt in prompts], dim=1)
         return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
 
     def given(self, sequences: list[tuple[int, ...]], starts: list[int]) -> list[list[float]]:
-        """log p(token), at temperature 1, of all tokens after place `start` of each sequence, in one pass."""
-        _, tokens_N, stream_NE = self._passed(sequences)
-        found: list[list[float]] = []
+        """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence in one pass."""
+        _, tokens_N, stream_NE = self._prefill_pass(sequences)
+        values: list[list[float]] = []
         first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
         for sequence, start in zip(sequences, starts, strict=True):
             log_probs: list[float] = []
             last = first + len(sequence) - 1
-            for at in range(first + start, last, chunk):
-                end = min(at + chunk, last)
-                log_p_CV = torch.log_softmax(self._logits(stream_NE[at:end]), -1, dtype=torch.float32)
-                log_probs += log_p_CV.gather(1, tokens_N[at + 1 : end + 1, None])[:, 0].tolist()
-            found.append(log_probs)
+            for position in range(first + start, last, chunk):
+                end = min(position + chunk, last)
+                log_p_CV = torch.log_softmax(self._logits(stream_NE[position:end]), -1, dtype=torch.float32)
+                log_probs += log_p_CV.gather(1, tokens_N[position + 1 : end + 1, None])[:, 0].tolist()
+            values.append(log_probs)
             first = last + 1
-        return found
+        return values
 
-    def _passed(self, prompts: list[tuple[int, ...]]) -> tuple[Prefill, Tensor, Tensor]:
-        """Whole prompts laid end to end: what attended, their tokens [N], the residual stream [N, E]."""
+    def _prefill_pass(self, prompts: list[tuple[int, ...]]) -> tuple[Prefill, Tensor, Tensor]:
+        """Run concatenated prompts; returns the attention, the tokens [N] and the residual stream [N, E]."""
         lengths = [len(prompt) for prompt in prompts]
         attend = Prefill(lengths, layers=len(self.weights.layers), heads=self.heads, device=self._device)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
@@ -91,12 +91,12 @@ class Model:
         return attend, tokens_N, self._hidden(tokens_N, rope, attend)
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: Cache) -> Tensor:
-        """Logits [B, V] after one more token in each of the first B slots; no sequence is longer than `longest`."""
+        """Return logits [B, V] after one more token in each of the first B slots; `longest` bounds their length."""
         attend = Decode(cache, positions_B, longest, heads=self.heads, dtype=self._dtype)
         return self._logits(self._hidden(tokens_B, self._rope.rows(positions_B, longest), attend))
 
     def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The residual stream [N, E] after the last block."""
+        """Return the residual stream [N, E] after the last block."""
         cos_N1D, sin_N1D = rope
         inner = self.weights.layers[0].gate_up.parts[0].shape[0]
         rotated_heads = self.heads + self.kv_heads

@@ -1,4 +1,4 @@
-"""A request becomes a sequence, or is refused."""
+"""Creates the sequence of a request, or refuses the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def requested(
     end_tokens: frozenset[int],
     detokenizer: Detokenizer,
 ) -> Sequence:
-    """The sequence that continues `tokens`, its answer awaited in the running event loop. Raises SettingsError."""
+    """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError."""
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
     return Sequence(
         prompt=tuple(tokens),

@@ -1,4 +1,4 @@
-"""Rotary positions with every scaling that transformers knows.
+"""Rotary position embeddings with every scaling that transformers implements.
 
 N rows · D head dimension · P positions.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from slimectl.errors import CheckpointError
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Scalings whose frequencies depend on how long the sequence is."""
+"""Scalings whose frequencies depend on the sequence length."""
 
 
 class Rope:
     """Cosines and signed sines by position; tables grow with the longest sequence seen.
 
-    For scalings that look at the length, a decoded token is rotated for the length that it ends, and a prompt for its
+    For scalings that depend on the length, a decoded token is rotated for the length that it ends, and a prompt for its
     own length, as transformers does with a single sequence.
     """
 
@@ -36,13 +36,13 @@ class Rope:
         self._frequencies(1)
 
     def rows(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, D] for tokens that each end their sequence; no position is `longest` or beyond."""
+        """Return cos and sin [N, 1, D] for tokens that each end their sequence; all positions are below `longest`."""
         if longest > self._cos_P1D.shape[0]:
             self._grow(max(longest, 2 * self._cos_P1D.shape[0], 256))
         return self._cos_P1D[positions_N], self._sin_P1D[positions_N]
 
     def prompt_rows(self, positions_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, D] for whole prompts, laid end to end."""
+        """Return cos and sin [N, 1, D] for whole prompts, concatenated."""
         cos_N1D, sin_N1D = self.rows(positions_N, max(lengths))
         if self._kind in BY_LENGTH:
             start = 0
@@ -75,14 +75,14 @@ class Rope:
         )
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Inverse frequencies [D/2] and the factor on cos and sin, for a sequence of this length."""
+        """Return inverse frequencies [D/2] and the factor on cos and sin, for a sequence of this length."""
         if self._kind == "default":
             exponents_D2 = torch.arange(0, self._head_dim, 2, dtype=torch.int64).float() / self._head_dim
             return 1.0 / (self._config.rope_parameters["rope_theta"] ** exponents_D2), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         if self._kind not in ROPE_INIT_FUNCTIONS:
-            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-            raise CheckpointError(f"config.json: rope_type {self._kind!r} is not known; known are {known}")
+            types = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise CheckpointError(f"config.json: rope_type {self._kind!r} is not known; known are {types}")
         inverse_D2, scale = ROPE_INIT_FUNCTIONS[self._kind](self._config, torch.device("cpu"), seq_len=length)
         return inverse_D2.float(), float(scale)

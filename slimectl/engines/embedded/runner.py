@@ -1,4 +1,4 @@
-"""One step after another: who runs, through the model, to the next tokens.
+"""Runs the steps of the engine: schedule sequences, run the model, sample the next tokens.
 
 B rows · V vocabulary.
 """
@@ -24,7 +24,7 @@ AHEAD = 512
 
 @dataclass(slots=True)
 class Stats:
-    """What has been done so far; a prompt that siblings share counts once."""
+    """Counters since the start; a prompt that siblings share counts once."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -46,7 +46,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, weight_version: str) -> list[Sequence]:
-        """One more token for every running sequence, the newly admitted ones included; those that it finished."""
+        """Sample one more token for every running sequence, newly admitted ones included; returns the finished ones."""
         admitted = self.scheduler.admit()
         if not self.scheduler.running:
             return []  # those who waited were cancelled
@@ -57,21 +57,21 @@ class Runner:
         if not math.isfinite(sum(log_probs)):
             raise not_numbers(weight_version)
         for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
-            if not sequence.finish:  # else it was aborted, and its answer is somebody's already
+            if not sequence.finish:  # else it was aborted, and its answer is delivered already
                 sequence.append(token, log_prob, weight_version)
         batch.advance(tokens_B)
         self.stats.steps += 1
         return self._retire()
 
     def _rows(self, *, changed: bool) -> Batch:
-        """The running sequences as a batch: the last one, unless some have joined or left."""
+        """Return the running sequences as a batch: the last one, unless some have joined or left."""
         if self._batch is None or changed:
             running = list(self.scheduler.running)
             self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
         return self._batch
 
     def _logits(self, batch: Batch, admitted: dict[tuple[int, ...], list[Sequence]]) -> Tensor:
-        """Logits of the next token: decoded for those that ran already, then those of the new ones' prompts."""
+        """Return logits of the next token: decoded for running sequences, then those after the new prompts."""
         self._cache.reserve(
             slots=len(batch.sequences),
             tokens=batch.longest,
@@ -87,7 +87,7 @@ class Runner:
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _prefill(self, admitted: dict[tuple[int, ...], list[Sequence]], *, slot: int) -> Tensor:
-        """Compute new prompts, give each to all its siblings, from `slot` on; the logits [B, V] after them."""
+        """Compute new prompts, copy each to all its siblings, from `slot` on; returns the logits [B, V] after them."""
         self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
         logits = []
         for prompt, siblings in admitted.items():
@@ -103,18 +103,18 @@ class Runner:
         return torch.stack(logits)
 
     def _compute(self, prompts: list[tuple[int, ...]]) -> None:
-        """Compute prompts, and while at it short ones that come next: a pass over few tokens costs as much."""
+        """Compute prompts, and short ones next in the queue in the same pass: a pass over few tokens costs as much."""
         if not prompts:
             return
         ahead = self.scheduler.upcoming(prompts, tokens=AHEAD)
         new = prompts + [prompt for prompt in ahead if prompt not in self._prefixes]
         self.stats.prefill_tokens += sum(map(len, new))
         for prompt, prefix in zip(new, self.model.prefill(new), strict=True):
-            # A copy where it outlives this step: a piece would keep all that it was computed with.
+            # A copy if it outlives this step: a view would keep the memory of the whole pass.
             self._prefixes[prompt] = prefix.detached() if self.scheduler.awaits(prompt) else prefix
 
     def _retire(self) -> list[Sequence]:
-        """Let finished sequences go and close the gaps that they leave in the cache."""
+        """Remove finished sequences and close the gaps that they leave in the cache."""
         finished, moves = self.scheduler.retire()
         for source, target in moves:
             self._cache.move(source, target, tokens=self.scheduler.running[target].length)
@@ -123,23 +123,23 @@ class Runner:
         return finished
 
     def forget_prefixes(self) -> None:
-        """Compute prompts anew from now on: the weights have changed."""
+        """Discard computed prompts: the weights have changed."""
         self._prefixes.clear()
 
     def retract(self) -> None:
-        """Stop what runs without ending it; keys and values will be computed anew."""
+        """Stop running sequences without ending them; keys and values will be recomputed."""
         self._batch = None
         self._prefixes.clear()
         self.scheduler.retract()
 
     def clear(self) -> list[Sequence]:
-        """Drop everything in flight, and return it."""
+        """Drop all sequences in flight, and return them."""
         self._batch = None
         self._prefixes.clear()
         return self.scheduler.clear()
 
     def free(self) -> None:
-        """Give back the memory of the cache; nothing may run."""
+        """Free the memory of the cache; no sequence may run."""
         self._cache = self.model.new_cache()
 
 

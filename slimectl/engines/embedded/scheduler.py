@@ -1,4 +1,4 @@
-"""Who waits, who runs, and in which slot of the cache."""
+"""Scheduler: queue of waiting sequences, and running sequences in slots of the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimectl.engines.embedded.sequence import Sequence
 
 
 class Scheduler:
-    """First come, first served; the running sequences fill slots 0, 1, 2 … without gaps.
+    """Admits sequences first come, first served; running sequences fill slots 0, 1, 2 … without gaps.
 
     `max_prefill` bounds the padded area (prompts times the longest) of one prefill, unless a single prompt is larger.
     """
@@ -50,7 +50,7 @@ class Scheduler:
         return admitted
 
     def upcoming(self, prompts: list[tuple[int, ...]], *, tokens: int) -> list[tuple[int, ...]]:
-        """Prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
+        """Return prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
         longest, ahead = max(map(len, prompts)), dict.fromkeys(prompts)
         for sequence in self._waiting:
             longest = max(longest, len(sequence.prefix))
@@ -60,21 +60,21 @@ class Scheduler:
         return list(ahead)[len(prompts) :]
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
-        """Drop finished sequences; the last ones move into their slots: (finished, moves from slot to slot)."""
+        """Drop finished sequences; the last ones move into their slots. Returns (finished, moves from slot to slot)."""
         finished = [sequence for sequence in self.running if sequence.finish]
         if not finished:
             return [], []
-        kept = len(self.running) - len(finished)
-        targets = [slot for slot in range(kept) if self.running[slot].finish]
-        sources = [slot for slot in range(kept, len(self.running)) if not self.running[slot].finish]
+        remaining = len(self.running) - len(finished)
+        targets = [slot for slot in range(remaining) if self.running[slot].finish]
+        sources = [slot for slot in range(remaining, len(self.running)) if not self.running[slot].finish]
         moves = list(zip(sources, targets, strict=True))
         for source, target in moves:
             self.running[target] = self.running[source]
-        del self.running[kept:]
+        del self.running[remaining:]
         return finished, moves
 
     def retract(self) -> None:
-        """Put what runs back in front of the queue: prompt and answer so far will be computed anew."""
+        """Put running sequences back in front of the queue: prompt and answer so far will be recomputed."""
         for sequence in reversed(self.running):
             if not sequence.finish:
                 sequence.prefix = (*sequence.prompt, *sequence.tokens)
@@ -87,7 +87,7 @@ class Scheduler:
         return len(self._waiting)
 
     def clear(self) -> list[Sequence]:
-        """Everything that waited or ran, and forget it."""
+        """Drop all waiting and running sequences, and return them."""
         dropped = [*self.running, *self._waiting]
         self.running.clear()
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, and when it ends."""
+"""Sequence in generation: its tokens, and the conditions that end it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what has been sampled after it.
+    """Prompt and the tokens sampled after it.
 
     `limit` is the number of tokens it may grow to (max_tokens, or what the context leaves); `end_tokens` end it from
-    `min_tokens` on. `scanner` looks for stop strings, where there are any. `finish` is "" while it runs. `prefix` is
-    what has to be computed before the next token: the prompt, for a retracted one also what it has written. `spans`
-    say from which token on which weight version wrote. `grown` is called after every token, in the engine's thread.
+    `min_tokens` on. `scanner` searches for stop strings, if there are any. `finish` is "" while it runs. `prefix` has
+    the tokens to compute before the next one: the prompt, for a retracted sequence also its answer so far. `spans` has
+    each weight version with the index of its first token. `grown` is called after every token, in the engine's thread.
     """
 
     prompt: tuple[int, ...]
@@ -46,7 +46,7 @@ class Sequence:
         return len(self.prompt) + len(self.tokens)
 
     def append(self, token: int, log_prob: float, version: str) -> None:
-        """Take a sampled token and decide whether it was the last one."""
+        """Append a sampled token and decide whether it is the last one."""
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, len(self.tokens)))
         self.tokens.append(token)
@@ -62,13 +62,13 @@ class Sequence:
 
     @property
     def matched(self) -> str | int | None:
-        """The stop string, or the token, that ended it."""
+        """Stop string, or token, that ended the sequence."""
         if self.scanner is not None and self.scanner.matched:
             return self.scanner.matched
         return self.tokens[-1] if self.finish == "stop" else None
 
     def deliver(self, text: str) -> None:
-        """Hand the answer to whoever awaits it, in whatever event loop that is."""
+        """Resolve the future with the answer, in the event loop that awaits it."""
         versions = [version for version, _ in self.spans]
         answer = Completion(self.tokens, self.log_probs, text, self.finish, versions, cached_tokens=self.cached_tokens)
         self._resolve(answer)
@@ -90,5 +90,5 @@ class Sequence:
             return
         if loop is asyncio.get_running_loop():
             settle()
-        else:  # asked for in a loop that rests while another one drives the engine
+        else:  # requested in a loop that rests while another one drives the engine
             loop.call_soon_threadsafe(settle)

@@ -1,4 +1,4 @@
-"""Where every weight of a model lives, under its Hugging Face name.
+"""Storage of every weight of a model, by its Hugging Face name.
 
 V vocabulary · E hidden size · H heads · D head dimension.
 """
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Place:
-    """Where a named tensor goes: a view of the storage, and the product that packs it (None: nothing does)."""
+    """Target of a named tensor: a view of the storage, and the linear layer that packs it (None: not packed)."""
 
     view: Tensor
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Weights:
     def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self._head_dim = head_dim
-        self._made: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._packs = can_pack(dtype, device)
         self.places: dict[str, Place] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
@@ -54,14 +54,14 @@ class Weights:
         self.tied = bool(config.tie_word_embeddings)
         if self.tied:
             self.head = Linear(
-                hidden, [vocabulary], bias=False, packs=self._packs, weight_OI=self.embedding_VE, **self._made
+                hidden, [vocabulary], bias=False, packs=self._packs, weight_OI=self.embedding_VE, **self._tensor_options
             )
             self.places["model.embed_tokens.weight"].linear = self.head
         else:
             self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
 
     def place(self, name: str, tensor: Tensor) -> Place | None:
-        """Where a tensor goes; None for one that is not needed here.
+        """Return the target of a tensor; None for one that this model does not store.
 
         Raises CheckpointError if it is not part of the model, or misshapen.
         """
@@ -78,58 +78,58 @@ class Weights:
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Write tensors to their places, in any order; the names of those written. Raises as `place` does."""
-        written: set[str] = set()
+        """Copy tensors into the storage, in any order; returns the names of those written. Raises as `place` does."""
+        names: set[str] = set()
         touched: dict[int, Linear] = {}
         for name, tensor in tensors:
             place = self.place(name, tensor)
             if place is not None:
                 place.view.copy_(tensor)
-                written.add(name)
+                names.add(name)
                 if place.linear is not None:
                     touched[id(place.linear)] = place.linear
         for linear in touched.values():
             linear.refresh()
-        return written
+        return names
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor as it is held, under its name."""
+        """Yield every tensor as it is stored, with its name."""
         for name, place in self.places.items():
             yield name, place.view[0] if place.view.dim() > len(place.shape) else place.view
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        storage = torch.empty(*shape, **self._made)
+        storage = torch.empty(*shape, **self._tensor_options)
         self.places[name] = Place(storage, shape)
         return storage
 
     def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool) -> Linear:
-        """One product for the projections named in `outputs`, each with its width."""
-        linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self._packs, **self._made)
+        """Create one linear layer for the projections named in `outputs`, each with its width."""
+        linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self._packs, **self._tensor_options)
         for kind, views in (("weight", linear.parts), ("bias", linear.bias_parts)):
             for name, view in zip(outputs, views, strict=False):
                 self.places[f"{name}.{kind}"] = Place(view, tuple(view.shape), linear)
         return linear
 
     def _layer(self, prefix: str) -> Layer:
-        config, at, mlp = self._config, f"{prefix}self_attn.", f"{prefix}mlp."
+        config, attention, mlp = self._config, f"{prefix}self_attn.", f"{prefix}mlp."
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-        widths = {f"{at}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
+        widths = {f"{attention}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
         biased = bool(getattr(config, "attention_bias", False))
         biased_mlp = bool(getattr(config, "mlp_bias", False))
         return Layer(
             input_norm_E=self._tensor(f"{prefix}input_layernorm.weight", hidden),
             qkv=self._linear(hidden, widths, bias=biased or config.model_type == "qwen2"),
-            qk_norm_HD=self._qk_norm(at, heads["q"], heads["k"]) if config.model_type == "qwen3" else None,
-            o=self._linear(heads["q"] * self._head_dim, {f"{at}o_proj": hidden}, bias=biased),
+            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if config.model_type == "qwen3" else None,
+            o=self._linear(heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=biased),
             post_norm_E=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
             gate_up=self._linear(hidden, {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, bias=biased_mlp),
             down=self._linear(inner, {f"{mlp}down_proj": hidden}, bias=biased_mlp),
         )
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
-        """Both norms head by head in one table; a [D] tensor written to a view of it spreads over the heads."""
-        table_HD = torch.empty(queries + keys, self._head_dim, **self._made)
+        """Create one table of both norms, head by head; a [D] tensor written to a view of it spreads over the heads."""
+        table_HD = torch.empty(queries + keys, self._head_dim, **self._tensor_options)
         for name, view in (("q_norm", table_HD[:queries]), ("k_norm", table_HD[queries:])):
             self.places[f"{prefix}{name}.weight"] = Place(view, (self._head_dim,))
         return table_HD

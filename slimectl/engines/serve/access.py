@@ -1,4 +1,4 @@
-"""Access to a server: its names, the pages that may not reach it, and the two keys.
+"""Access control of a server: its host names, cross-site requests, and the two keys.
 
 - Host names one of the server's own names: a page whose name was made to resolve to this machine (DNS rebinding) sends
   its own name there.
@@ -22,14 +22,14 @@ from aiohttp import web
 from slimectl.engines.serve.refusals import Handler, Refused
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::\d{1,5})?")
-"""A Host header: a name or an address, IPv6 in brackets, perhaps a port."""
+"""Pattern of a Host header: a name or an address, IPv6 in brackets, an optional port."""
 
 SAME_SITE = ("same-origin", "none")
-"""Values of Sec-Fetch-Site that a browser sends for a page of this server, or for what a person typed in."""
+"""Values of Sec-Fetch-Site that a browser sends for a page of this server, or for a typed address."""
 
 
 class Access(Enum):
-    """The key that an endpoint asks for."""
+    """Key that an endpoint requires."""
 
     OPEN = "open"
     API_KEY = "API key"
@@ -38,30 +38,30 @@ class Access(Enum):
 
 @dataclass(frozen=True)
 class Guard:
-    """The names of a server and its keys; `api_key` None leaves asking open."""
+    """Names of a server and its keys; without `api_key`, generation is open."""
 
     admin_key: str = field(repr=False)
     api_key: str | None = field(default=None, repr=False)
     names: frozenset[str] = frozenset({"localhost"})
-    """Host names under which it may be asked, beside addresses."""
+    """Host names that requests may use, beside addresses."""
     loopback_only: bool = True
-    """Whether it listens on the loopback only, so that no other address can be its own."""
+    """Whether it listens on the loopback only, so that no other address is its own."""
 
     def check(self, request: web.Request, access: Access) -> None:
-        """Raises Refused for a request that may not be answered."""
-        host = self._checked_host(request)
+        """Raise Refused for a request that may not be answered."""
+        host = self._check_host(request)
         _check_origin(request, host)
         self._check_key(request, access)
 
-    def _checked_host(self, request: web.Request) -> str:
+    def _check_host(self, request: web.Request) -> str:
         """Return the Host header, which names this server."""
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1:
             raise Refused(f"Host: {len(hosts)} headers where one is needed", status=400)
         target = request.raw_path
         # A proxy's form of request names the host in its target too.
-        named = [hosts[0], *([] if target.startswith("/") else [urlsplit(target).netloc])]
-        for host in named:
+        candidates = [hosts[0], *([] if target.startswith("/") else [urlsplit(target).netloc])]
+        for host in candidates:
             match = HOST.fullmatch(host)
             if match is None:
                 raise Refused(f"Host: {host[:100]!a} is no host", status=400)
@@ -91,7 +91,7 @@ class Guard:
         sent = request.headers.getall("Authorization", [])
         scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
         bearer = token.encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
-        # Every key is compared: how long it takes says nothing of them.
+        # Every key is compared: the duration reveals nothing about them.
         matches = [hmac.compare_digest(bearer, key.encode()) for key in keys]
         if not any(matches):
             raise Refused(
@@ -123,12 +123,12 @@ def own_names(host: str, allowed: Collection[str] = ()) -> tuple[frozenset[str],
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 ACCESS: web.AppKey[dict[object, Access]] = web.AppKey("access", dict)
-"""What each handler asks for."""
+"""Access that each handler requires."""
 
 
 @web.middleware
 async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse who may not ask, before anything of the request is read."""
+    """Refuse requests without access, before their body is read."""
     access = request.app[ACCESS].get(request.match_info.handler, Access.OPEN)
     request.app[GUARD].check(request, access)
     return await handler(request)

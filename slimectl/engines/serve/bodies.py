@@ -1,4 +1,4 @@
-"""Bodies of requests in memory: how large one may be, how long it may take, and how much all of them may hold."""
+"""Limits on request bodies: size of one, time to receive it, and memory of all of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slimectl.engines.serve.refusals import Refused, line
 
 LONGEST_BODY = 32 << 20
 MOST_TOGETHER = 128 << 20
-"""Bytes of all bodies that are being read or parsed: each of thousands of clients could send a large one."""
+"""Maximum bytes of all bodies that are being read or parsed: thousands of clients could each send a large one."""
 BODY_S = 60.0
-"""How long one may take."""
+"""Seconds that one may take."""
 
 
 class BodyMemory:
@@ -27,7 +27,7 @@ class BodyMemory:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The whole body; its bytes count until the block is left.
+        """Read the whole body; its bytes count until the end of the block.
 
         Raises Refused for one that is too long, comes too slowly or compressed, or does not fit beside the others.
         """

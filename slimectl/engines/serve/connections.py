@@ -1,7 +1,7 @@
-"""Connections of a server, bounded: how many, how long one may be silent, and what is said when there are too many.
+"""Limits on the connections of a server: their number, the silence of each, and the notice when there are too many.
 
 asyncio's own accept loop prints a traceback for each of 4096 tries when no descriptor is left (CPython 3.11); here
-nothing is accepted beyond the bound, and who comes later waits in the system's queue.
+nothing is accepted beyond the bound, and later connections wait in the system's queue.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slimectl.engines.serve.refusals import line, reply
 
 MOST_CONNECTIONS = 8192
 RESERVED = 64
-"""Descriptors that are left for files of weights, groups of trainers and the engine."""
+"""Descriptors reserved for weight files, process groups of trainers and the engine."""
 
 FIRST_REQUEST_S = 20.0
-"""How long a new connection may take to send the head of its first request."""
+"""Seconds that a new connection may take to send the head of its first request."""
 KEEP_ALIVE_S = 75.0
-"""How long a connection may rest between two requests, or take to read an answer."""
+"""Seconds that a connection may be idle between two requests, or take to read an answer."""
 PRESSED_S = 3.0
-"""The same for both, and for a body that does not come, while others wait for a connection."""
+"""The same limits, and that of a body that does not come, while others wait for a connection."""
 SWEEP_S = 0.5
 RETRY_S = 0.2
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -51,7 +51,7 @@ def most_connections() -> int:
 
 
 class Connection(web.RequestHandler):
-    """A client's connection that knows since when it has been waiting for its client, and answers in our own form."""
+    """Client connection that records since when it has waited for its client, and formats errors as JSON."""
 
     __slots__ = ("_door", "reading", "requests", "waits_since")
 
@@ -60,9 +60,9 @@ class Connection(web.RequestHandler):
         self._door = door
         self.requests = 0
         self.waits_since: float | None = self._loop.time()
-        """When it began to wait for the next request; None while one is answered."""
+        """Loop time at which it began to wait for the next request; None while one is answered."""
         self.reading: float | None = None
-        """When it began to read a body; None while it does not."""
+        """Loop time at which it began to read a body; None while it reads none."""
 
     @property
     def is_writing(self) -> bool:
@@ -85,7 +85,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP, or went wrong outside of every handler, with one line; and close."""
+        """Answer malformed HTTP, or a failure outside of every handler, with one line, and close the connection."""
         if status >= 500 and not isinstance(exc, ConnectionError):  # the client went away
             self.log_exception("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
@@ -121,11 +121,11 @@ class Door:
         self._closed.set()
 
     async def accept(self, listener: socket.socket, server: web.Server, **options: Any) -> None:
-        """Take connections until cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         while True:
-            await self._room()
+            await self._wait_for_room()
             try:
                 client, _ = await loop.sock_accept(listener)
             except ConnectionAbortedError:
@@ -139,11 +139,11 @@ class Door:
                 continue
             try:
                 await loop.connect_accepted_socket(lambda: Connection(server, self, **options), client)
-            except OSError:  # it has gone already
+            except OSError:  # the client has disconnected already
                 client.close()
 
     async def sweep(self) -> None:
-        """Close, until cancelled, connections whose clients have been silent too long."""
+        """Close connections whose clients have been silent too long, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -155,12 +155,12 @@ class Door:
     def _is_silent(self, connection: Connection, now: float) -> bool:
         if connection.waits_since is None:
             return self.pressed and connection.reading is not None and now - connection.reading > PRESSED_S
-        patience_s = KEEP_ALIVE_S if connection.requests else FIRST_REQUEST_S
+        timeout_s = KEEP_ALIVE_S if connection.requests else FIRST_REQUEST_S
         if self.pressed and not connection.is_writing:
-            patience_s = min(PRESSED_S, patience_s)
-        return now - connection.waits_since > patience_s
+            timeout_s = min(PRESSED_S, timeout_s)
+        return now - connection.waits_since > timeout_s
 
-    async def _room(self) -> None:
+    async def _wait_for_room(self) -> None:
         """Wait until one more connection may be opened."""
         while len(self._connections) >= self.limit:
             self._tell_full(f"{self.limit} connections are open, as many as the limit of descriptors allows")

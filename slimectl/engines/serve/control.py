@@ -1,4 +1,4 @@
-"""Who is there, how it is, and what is to stop: health, facts, loads, abort, pause, memory."""
+"""Admin endpoints: health, server info, load, abort, pause, memory."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ PAUSES = ("abort", "retract", "in_place")
 
 
 async def ping(request: web.Request) -> web.Response:
-    """The process lives, with weights or without."""
+    """Answer while the process is alive, with weights or without."""
     return web.json_response({"status": request.app[SERVICE].state})
 
 
 async def health(request: web.Request) -> web.Response:
-    """There are weights to answer with."""
+    """Answer 200 if the engine has weights, else 503."""
     service = request.app[SERVICE]
     return web.json_response({"status": service.state}, status=200 if service.ready else 503)
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """The engine writes a token, unless it is held or busy writing others."""
+    """Generate one token, unless the engine is paused or busy."""
     service = request.app[SERVICE]
     service.check_ready()
     engine = service.thread.engine
     if not (engine.held or engine.running):
         wish = Wish(SamplingParams(temperature=0.0, max_tokens=1))
         rid = f"health-{id(request)}"
-        with service.desk.ask([([0], wish)], [rid], rid=rid) as going:
-            await going.finished()
+        with service.desk.ask([([0], wish)], [rid], rid=rid) as pending:
+            await pending.finished()
     return web.json_response({"status": service.state})
 
 
 async def model_info(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return web.json_response(_facts(service))
+    return web.json_response(_model_info(service))
 
 
 async def server_info(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     engine = service.thread.engine
     return web.json_response(
-        _facts(service)
+        _model_info(service)
         | {
             "version": __version__,
             "status": service.state,
@@ -87,7 +87,7 @@ async def loads(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End one request, or all; each returns what it has."""
+    """End one request, or all; each returns its tokens so far."""
     service, fields = request.app[SERVICE], await read(request)
     rid = fields.text("rid", "")
     if fields.flag("abort_all"):
@@ -98,17 +98,17 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def pause_generation(request: web.Request) -> web.Response:
-    """No step until continue_generation; what is in flight ends, keeps its keys and values, or loses them."""
+    """Take no step until continue_generation; sequences in flight end, keep their keys and values, or lose them."""
     service, fields = request.app[SERVICE], await read(request)
     mode = fields.choice("mode", "abort", PAUSES)
     engine = service.thread.engine
 
-    def paused() -> None:
+    def pause() -> None:
         engine.hold("pause", retract=mode == "retract")
         if mode == "abort":
             engine.end_all()
 
-    await service.thread.call(paused)
+    await service.thread.call(pause)
     return _done("Generation paused successfully.")
 
 
@@ -117,19 +117,19 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Compute prompts anew from now on; what is being written keeps its keys and values."""
+    """Discard computed prompts; running sequences keep their keys and values."""
     return await _between_steps(request, lambda service: service.thread.engine.forget_prefixes(), "Cache flushed.")
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:
-    """Give back the keys and values, and write nothing until resume_memory_occupation; weights stay."""
+    """Free the keys and values, and generate nothing until resume_memory_occupation; weights stay."""
 
-    def released(service: Service) -> None:
+    def release(service: Service) -> None:
         engine = service.thread.engine
         engine.hold("memory", retract=True)
         engine.free()
 
-    return await _between_steps(request, released, "Memory released.")
+    return await _between_steps(request, release, "Memory released.")
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ def _done(message: str) -> web.Response:
     return web.json_response({"success": True, "status": "ok", "message": message})
 
 
-def _facts(service: Service) -> dict[str, Any]:
+def _model_info(service: Service) -> dict[str, Any]:
     served = service.served
     return {
         "engine": "slimectl",

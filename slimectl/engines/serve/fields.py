@@ -1,4 +1,4 @@
-"""Bodies of requests, field by field: what has the wrong type or size is refused by name."""
+"""Parsing of request bodies: a field of the wrong type or size is refused by name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from slimectl.engines.serve.refusals import Refused
 from slimectl.engines.serve.thread import apart
 
 NUMBERS = 2**31
-"""Counts beyond this are no counts."""
+"""Upper bound of counts."""
 LARGE = 1 << 20
-"""Bytes from which a body is parsed outside the server's loop."""
+"""Bytes from which a body is parsed in a separate thread."""
 
 
 async def read(request: web.Request) -> Fields:
-    """The JSON object in a request's body; an empty body is an empty object."""
+    """Parse the JSON object in a request's body; an empty body is an empty object."""
     if request.body_exists and request.content_type not in ("application/json", "application/octet-stream"):
         raise Refused(f"content type {request.content_type!r} is not application/json", status=415)
     async with request.app[BODIES].body(request) as raw:
-        parse = partial(json.loads, raw, parse_constant=_no_number)
+        parse = partial(json.loads, raw, parse_constant=_reject_constant)
         try:
-            # A large one would keep all others waiting.
+            # A large one would block all other requests.
             value = (await apart(parse) if len(raw) > LARGE else parse()) if raw.strip() else {}
         except RecursionError:
             raise Refused("the body is nested too deeply") from None
@@ -39,12 +39,12 @@ async def read(request: web.Request) -> Fields:
     return Fields(value)
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
 class Fields:
-    """A JSON object whose fields are taken with their type; absent and null are the default."""
+    """JSON object with typed access to its fields; absent and null mean the default."""
 
     def __init__(self, values: dict[str, Any], *, at: str = "") -> None:
         self._values = values
@@ -56,19 +56,19 @@ class Fields:
     def raw(self, name: str) -> Any:
         return self._values.get(name)
 
-    def refuse(self, name: str, why: str) -> Refused:
-        """The refusal to raise."""
-        return Refused(f"{self._at}{name}: {why}", field=self._at + name)
+    def refuse(self, name: str, reason: str) -> Refused:
+        """Return the error to raise for a field."""
+        return Refused(f"{self._at}{name}: {reason}", field=self._at + name)
 
-    def check_names(self, known: Collection[str]) -> None:
+    def check_names(self, allowed: Collection[str]) -> None:
         for name in self._values:
-            if name not in known:
-                near = difflib.get_close_matches(name[:100], known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
+            if name not in allowed:
+                near = difflib.get_close_matches(name[:100], allowed, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(allowed))}"
                 raise self.refuse(_short(name), f"unknown{hint}")
 
     def refuse_beyond(self, neutral: dict[str, tuple[Any, ...]]) -> None:
-        """Refuse what the engine cannot do, unless it is asked for nothing: null, empty, or a neutral value."""
+        """Refuse unsupported fields, unless they have no effect: null, empty, or a neutral value."""
         for name, values in neutral.items():
             value = self._values.get(name)
             asks_nothing = value is None or value is False or (isinstance(value, str | list | dict) and not value)
@@ -121,7 +121,7 @@ class Fields:
         return value
 
     def checked(self, name: str, value: str, *, longest: int | None = None) -> str:
-        """The string, if it can be written as UTF-8."""
+        """Return the string, if it can be encoded as UTF-8."""
         if longest is not None and len(value) > longest:
             raise self.refuse(name, f"is longer than {longest} characters")
         try:
@@ -130,15 +130,15 @@ class Fields:
             raise self.refuse(name, "holds half of a surrogate pair, which is no text") from None
         return value
 
-    def texts(self, name: str, *, most: int) -> list[str]:
-        """One string or a list of them."""
+    def texts(self, name: str, *, max_count: int) -> list[str]:
+        """Return one string or a list of them as a list."""
         value = self._values.get(name)
         values = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
             raise self.refuse(name, "is neither a string nor a list of strings")
-        if len(values) > most:
-            raise self.refuse(name, f"are {len(values)} strings, and {most} are the most")
-        return [self.checked(name, each) for each in values]
+        if len(values) > max_count:
+            raise self.refuse(name, f"are {len(values)} strings, and {max_count} are the most")
+        return [self.checked(name, text) for text in values]
 
     def tokens(self, name: str, value: Any) -> list[int]:
         if not isinstance(value, list) or not all(type(token) is int for token in value):
@@ -147,7 +147,7 @@ class Fields:
 
     def objects(self, name: str) -> list[dict[str, Any]] | None:
         value = self._values.get(name)
-        if value is not None and (not isinstance(value, list) or not all(isinstance(each, dict) for each in value)):
+        if value is not None and (not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value)):
             raise self.refuse(name, "is not a list of objects")
         return value
 
@@ -157,17 +157,17 @@ class Fields:
             raise self.refuse(name, "is not an object")
         return value or {}
 
-    def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
         value = self._values.get(name)
         if value is None:
             return default
-        if value not in known:
-            raise self.refuse(name, f"{_short(value)} is not one of {', '.join(known)}")
+        if value not in choices:
+            raise self.refuse(name, f"{_short(value)} is not one of {', '.join(choices)}")
         return str(value)
 
 
 def _short(value: Any) -> str:
-    """A value for a message; a list or a number of a thousand digits is not printed whole."""
+    """Shorten a value for a message; a list or a number of a thousand digits is not printed whole."""
     if isinstance(value, str):
         return ascii(value[:60])
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's own form of asking for answers."""
+"""POST /generate: SGLang's generation API."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service.check_ready()
     fields.refuse_beyond(UNSUPPORTED)
     prompts, many = await _prompts(fields, service)
-    asked = list(zip(prompts, _wishes(fields, len(prompts), service.streaming.interval), strict=True))
-    if sum(wish.n for _, wish in asked) > MOST_ANSWERS:
-        raise Refused(f"{sum(wish.n for _, wish in asked)} answers at once, and {MOST_ANSWERS} are the most")
+    wishes = list(zip(prompts, _wishes(fields, len(prompts), service.streaming.interval), strict=True))
+    if sum(wish.n for _, wish in wishes) > MOST_ANSWERS:
+        raise Refused(f"{sum(wish.n for _, wish in wishes)} answers at once, and {MOST_ANSWERS} are the most")
     rid, rids = _rids(fields, len(prompts), many)
-    known = await judged(service, prompts, starts(fields, prompts))
+    input_scores = await judged(service, prompts, starts(fields, prompts))
     form = Form(
         log_probs=fields.flag("return_logprob"),
         with_text=fields.flag("return_text_in_logprobs"),
         incremental=fields.flag("incremental_streaming_output", service.streaming.incremental),
-        listed=many or asked[0][1].n > 1,
+        listed=many or wishes[0][1].n > 1,
         token_text=service.desk.token_text,
         version=service.thread.engine.weight_version,
-        inputs=[each for each, (_, wish) in zip(known, asked, strict=True) for _ in range(wish.n)],
+        inputs=[score for score, (_, wish) in zip(input_scores, wishes, strict=True) for _ in range(wish.n)],
     )
     if fields.flag("stream"):
-        return await _streamed(request, service, asked, rids, rid, form)
-    with service.desk.ask(asked, rids, rid=rid) as going:
-        written = [form.whole(answer) for answer in await going.finished()]
-    text = f"[{','.join(written)}]" if form.listed else written[0]
+        return await _stream_answers(request, service, wishes, rids, rid, form)
+    with service.desk.ask(wishes, rids, rid=rid) as pending:
+        outputs = [form.whole(answer) for answer in await pending.finished()]
+    text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
     return web.Response(text=text, content_type="application/json")
 
 
-async def _streamed(
-    request: web.Request, service: Service, asked: list[tuple[list[int], Wish]], rids: list[str], rid: str, form: Form
+async def _stream_answers(
+    request: web.Request, service: Service, wishes: list[tuple[list[int], Wish]], rids: list[str], rid: str, form: Form
 ) -> web.StreamResponse:
     stream = EventStream(request)
-    with service.desk.ask(asked, rids, rid=rid) as going:
+    with service.desk.ask(wishes, rids, rid=rid) as pending:
         try:
-            async for answer in going.growing():
+            async for answer in pending.growing():
                 await stream.send(form.chunk(answer))
         except STREAMED as error:
             await stream.fail(error)
@@ -64,38 +64,38 @@ async def _streamed(
 
 
 async def _prompts(fields: Fields, service: Service) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether they came as a list."""
+    """Return the token ids of every prompt, and whether the request has a list of prompts."""
     text, ids = fields.raw("text"), fields.raw("input_ids")
     if (text is None) == (ids is None):
         raise Refused("text, input_ids: give one of the two")
     if text is not None:
-        many, texts = isinstance(text, list), fields.texts("text", most=MOST_ANSWERS)
-        encoded = [await service.encoded(each) for each in texts]
+        many, texts = isinstance(text, list), fields.texts("text", max_count=MOST_ANSWERS)
+        encoded = [await service.encoded(prompt) for prompt in texts]
     else:
         many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-        encoded = [fields.tokens("input_ids", each) for each in (ids if many else [ids])]
+        encoded = [fields.tokens("input_ids", prompt) for prompt in (ids if many else [ids])]
     if not encoded:
         raise Refused("text: is an empty list", field="text")
     return encoded, many
 
 
 def _wishes(fields: Fields, count: int, interval: int) -> list[Wish]:
-    """One for all, or one for each prompt."""
-    given = fields.raw("sampling_params")
-    if not isinstance(given, list):
+    """Parse the sampling parameters of each prompt: one object for all, or one for each."""
+    raw = fields.raw("sampling_params")
+    if not isinstance(raw, list):
         params = Fields(fields.object("sampling_params"), at="sampling_params.")
         return [from_sglang(params, interval=interval)] * count
-    each = fields.objects("sampling_params") or []
-    if len(each) != count:
-        raise fields.refuse("sampling_params", f"are {len(each)} for {count} prompts")
-    listed = [Fields(params, at=f"sampling_params[{i}].") for i, params in enumerate(each)]
-    return [from_sglang(params, interval=interval) for params in listed]
+    objects = fields.objects("sampling_params") or []
+    if len(objects) != count:
+        raise fields.refuse("sampling_params", f"are {len(objects)} for {count} prompts")
+    all_fields = [Fields(params, at=f"sampling_params[{i}].") for i, params in enumerate(objects)]
+    return [from_sglang(params, interval=interval) for params in all_fields]
 
 
 def _rids(fields: Fields, count: int, many: bool) -> tuple[str, list[str]]:
-    """The id of the request, and one for each of its prompts."""
+    """Return the id of the request, and one for each of its prompts."""
     if isinstance(fields.raw("rid"), list):
-        rids = fields.texts("rid", most=count)
+        rids = fields.texts("rid", max_count=count)
         if len(rids) != count or len(set(rids)) != count:
             raise fields.refuse("rid", f"is not one of its own for each of {count} prompts")
         return uuid.uuid4().hex, rids
@@ -104,10 +104,10 @@ def _rids(fields: Fields, count: int, many: bool) -> tuple[str, list[str]]:
 
 
 class Form:
-    """How answers are written for one request: whole, or chunk by chunk.
+    """Formats the answers of one request as JSON: whole, or chunk by chunk.
 
-    A chunk holds all that has been written so far, as SGLang's does, or with `incremental` only what is new. What has
-    been written as JSON once is kept: a stream of n tokens costs n numbers, not n squared.
+    A chunk has all tokens so far, as SGLang's does, or with `incremental` only the new ones. JSON that was encoded once
+    is cached: a stream of n tokens encodes n numbers, not n squared.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Form:
         self._with_text = with_text
         self._incremental = incremental
         self._token_text = token_text
-        self._inputs = [self._triples(each) for each in inputs]
-        self._before: dict[int, tuple[str, str]] = {}
+        self._inputs = [self._triples(scores) for scores in inputs]
+        self._sent_parts: dict[int, tuple[str, str]] = {}
 
     def whole(self, answer: Answer) -> str:
-        return self._object(answer, *self._numbers(answer, 0, answer.count), text=answer.text())
+        return self._to_json(answer, *self._numbers(answer, 0, answer.count), text=answer.text())
 
     def chunk(self, answer: Answer) -> str:
         count, text = answer.count, answer.text()
@@ -139,14 +139,14 @@ class Form:
         if self._incremental:
             text, answer.told_text = text[answer.told_text :], max(len(text), answer.told_text)
         else:
-            before = self._before.get(answer.index, ("", ""))
-            new = (_joined(before[0], new[0]), _joined(before[1], new[1]))
-            self._before[answer.index] = new
+            previous = self._sent_parts.get(answer.index, ("", ""))
+            new = (_join(previous[0], new[0]), _join(previous[1], new[1]))
+            self._sent_parts[answer.index] = new
         answer.told = count
-        return self._object(answer, *new, text=text, count=count)
+        return self._to_json(answer, *new, text=text, count=count)
 
     def _numbers(self, answer: Answer, start: int, end: int) -> tuple[str, str]:
-        """Token ids, and their log-probabilities as [logprob, id, text or null], as the insides of JSON lists."""
+        """Encode token ids, and log-probabilities as [logprob, id, text or null], as the insides of JSON lists."""
         tokens = answer.sequence.tokens[start:end]
         if not self._log_probs:
             return ",".join(map(str, tokens)), ""
@@ -154,17 +154,17 @@ class Form:
         return ",".join(map(str, tokens)), self._triples(pairs)
 
     def _triples(self, pairs: Iterable[tuple[float | None, int]]) -> str:
-        """[logprob, id, text or null], as the inside of a JSON list."""
-        told = (lambda token: dumped(self._token_text(token))) if self._with_text else (lambda token: "null")
-        return ",".join(f"[{'null' if p is None else repr(p)},{token},{told(token)}]" for p, token in pairs)
+        """Encode [logprob, id, text or null] as the inside of a JSON list."""
+        text_of = (lambda token: dumped(self._token_text(token))) if self._with_text else (lambda token: "null")
+        return ",".join(f"[{'null' if p is None else repr(p)},{token},{text_of(token)}]" for p, token in pairs)
 
-    def _object(self, answer: Answer, tokens: str, log_probs: str, *, text: str, count: int | None = None) -> str:
+    def _to_json(self, answer: Answer, tokens: str, log_probs: str, *, text: str, count: int | None = None) -> str:
         count = answer.count if count is None else count
         meta = dumped(self._meta(answer, count))
         if self._log_probs:
             inputs = self._inputs[answer.index]
-            listed = f'"input_token_logprobs":[{inputs}],"output_token_logprobs":[{log_probs}]'
-            meta = f'{meta[:-1]},{listed},"output_token_logprobs_length":{count}}}'
+            log_prob_fields = f'"input_token_logprobs":[{inputs}],"output_token_logprobs":[{log_probs}]'
+            meta = f'{meta[:-1]},{log_prob_fields},"output_token_logprobs_length":{count}}}'
         index = f',"index":{answer.index}' if self.listed else ""
         return f'{{"text":{dumped(text)},"output_ids":[{tokens}],"meta_info":{meta}{index}}}'
 
@@ -182,5 +182,5 @@ class Form:
         return meta if finish is None else meta | {"e2e_latency": round(answer.latency_s, 6)}
 
 
-def _joined(before: str, new: str) -> str:
-    return f"{before},{new}" if before and new else before or new
+def _join(previous: str, new: str) -> str:
+    return f"{previous},{new}" if previous and new else previous or new

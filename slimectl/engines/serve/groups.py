@@ -1,4 +1,4 @@
-"""Process groups in which a trainer broadcasts weights, compatible with those that SGLang's scheduler joins."""
+"""Process groups for weight broadcasts of a trainer, compatible with those of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor that is to come."""
+"""Name, dtype and shape of a tensor to receive."""
 
 
 class BroadcastGroup:
-    """A group beside torch's default one; the trainer is rank 0 and holds the store."""
+    """Group beside torch's default one; the trainer is rank 0 and hosts the store."""
 
     def __init__(
         self, *, host: str, port: int, rank: int, world: int, name: str, backend: str, device: str, timeout_s: float
     ) -> None:
-        """Blocks until all are in, or raises when `timeout_s` have passed."""
+        """Block until all ranks have joined, or raise after `timeout_s` seconds."""
         timeout = datetime.timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
         # The prefixes have to be the sender's: the group's name twice, then the kind of device.
@@ -31,7 +31,7 @@ class BroadcastGroup:
         self._device, self._timeout = torch.device(device), timeout
 
     def receive(self, forms: Sequence[Form], *, flattened: bool) -> list[tuple[str, Tensor]]:
-        """The next tensors that rank 0 broadcasts, one by one or as the bytes of all of them."""
+        """Receive the next tensors that rank 0 broadcasts, one by one or as the bytes of all of them."""
         if flattened:
             sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in forms]
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)

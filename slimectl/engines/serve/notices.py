@@ -1,4 +1,4 @@
-"""Words of a server on stderr: a line an episode, however often the same thing happens."""
+"""Notices of a server on stderr: one line per episode of repeated trouble."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from aiohttp import web
 
 QUIET_S = 30.0
-"""An episode is over when so long nothing of its kind has happened."""
+"""Seconds without trouble of a kind after which its episode is over."""
 
 
 def say(text: str) -> None:
@@ -19,7 +19,7 @@ def say(text: str) -> None:
 
 
 class Notices:
-    """Says the first of every kind of trouble, and again when it comes back after `QUIET_S` without it."""
+    """Prints the first notice of each kind, and again when the kind returns after `QUIET_S` without it."""
 
     def __init__(self, write: Callable[[str], None] = say) -> None:
         self._write = write

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: OpenAI's way of asking, for agents and judges."""
+"""POST /v1/completions and /v1/chat/completions: OpenAI's API, for agents and judges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimectl.engines.serve.thread import apart
 from slimectl.types import Prompt
 
 DEFAULT_COMPLETION = 16
-"""Tokens of a completion that names no length, as OpenAI has it; a chat goes on to the end of the context."""
+"""Default max_tokens of a completion, as in OpenAI's API; a chat's default is the whole context."""
 
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
     "echo": (), "suffix": (), "best_of": (1,), "top_logprobs": (0,), "functions": (), "function_call": (),
@@ -34,16 +34,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     log_probs = "logprobs" in fields and fields.whole("logprobs", 0, high=1) >= 0
     prompt = fields.raw("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        prompts = [fields.tokens("prompt", each) for each in prompt]
+        prompts = [fields.tokens("prompt", tokens) for tokens in prompt]
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
         prompts = [fields.tokens("prompt", prompt)]
     else:
-        prompts = [await service.encoded(text) for text in fields.texts("prompt", most=MOST_ANSWERS)]
+        prompts = [await service.encoded(text) for text in fields.texts("prompt", max_count=MOST_ANSWERS)]
     if not prompts:
         raise Refused("prompt: is missing", field="prompt")
     wish = from_openai(fields, default_max=DEFAULT_COMPLETION, interval=service.streaming.interval)
     form = _form(COMPLETION, fields, service, wish, log_probs=log_probs)
-    return await _answered(request, service, fields, prompts, wish, form)
+    return await _respond(request, service, fields, prompts, wish, form)
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -53,7 +53,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields.refuse_beyond(UNSUPPORTED)
     if fields.object("response_format").get("type", "text") != "text":
         raise fields.refuse("response_format", "only plain text is supported by `slimectl serve`")
-    messages = [_message(fields, i, each) for i, each in enumerate(fields.objects("messages") or [])]
+    messages = [_message(fields, i, message) for i, message in enumerate(fields.objects("messages") or [])]
     if not messages:
         raise Refused("messages: is missing or empty", field="messages")
     rendered = partial(
@@ -66,11 +66,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
     longest = service.thread.engine.max_context
     wish = from_openai(fields, default_max=longest, interval=service.streaming.interval)
     form = _form(CHAT, fields, service, wish, log_probs=fields.flag("logprobs"))
-    return await _answered(request, service, fields, [tokens], wish, form)
+    return await _respond(request, service, fields, [tokens], wish, form)
 
 
 def _message(fields: Fields, i: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates know it: content in one string, a tool call's arguments as an object."""
+    """Normalize a message for chat templates: content in one string, a tool call's arguments as an object."""
     at = f"messages[{i}]"
     if not isinstance(message.get("role"), str):
         raise fields.refuse(f"{at}.role", "is not a string")
@@ -84,8 +84,8 @@ def _message(fields: Fields, i: int, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise fields.refuse(f"{at}.tool_calls", "is not a list of objects")
-    known = {**message, "content": None if content is None else fields.checked(f"{at}.content", content)}
-    return known | {"tool_calls": [_call(call) for call in calls]} if calls else known
+    normalized = {**message, "content": None if content is None else fields.checked(f"{at}.content", content)}
+    return normalized | {"tool_calls": [_call(call) for call in calls]} if calls else normalized
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -110,30 +110,30 @@ def _form(kind: Kind, fields: Fields, service: Service, wish: Wish, *, log_probs
     )
 
 
-async def _answered(
+async def _respond(
     request: web.Request, service: Service, fields: Fields, prompts: list[list[int]], wish: Wish, form: Form
 ) -> web.StreamResponse:
     if wish.n * len(prompts) > MOST_ANSWERS:
         raise Refused(f"{wish.n * len(prompts)} answers at once, and {MOST_ANSWERS} are the most", field="n")
     rid = fields.text("rid", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
-    asked = [(prompt, wish) for prompt in prompts]
+    wishes = [(prompt, wish) for prompt in prompts]
     if not fields.flag("stream"):
-        with service.desk.ask(asked, rids, rid=rid) as going:
-            return web.json_response(form.whole(await going.finished()), dumps=dumped)
+        with service.desk.ask(wishes, rids, rid=rid) as pending:
+            return web.json_response(form.whole(await pending.finished()), dumps=dumped)
     with_usage = Fields(fields.object("stream_options"), at="stream_options.").flag("include_usage")
     stream = EventStream(request)
-    with service.desk.ask(asked, rids, rid=rid) as going:
+    with service.desk.ask(wishes, rids, rid=rid) as pending:
         try:
-            openings = form.openings(going.answers)
-            async for answer in going.growing():
-                # Not before there is something to say: until then a refusal still has a status.
-                while openings:
-                    await stream.send(dumped(openings.pop(0)))
+            first_chunks = form.openings(pending.answers)
+            async for answer in pending.growing():
+                # Not before there is a chunk to send: until then a refusal still has an HTTP status.
+                while first_chunks:
+                    await stream.send(dumped(first_chunks.pop(0)))
                 if (chunk := form.delta(answer)) is not None:
                     await stream.send(dumped(chunk))
             if with_usage:
-                await stream.send(dumped(form.frame([], whole=False) | {"usage": form.usage(going.answers)}))
+                await stream.send(dumped(form.frame([], complete=False) | {"usage": form.usage(pending.answers)}))
         except STREAMED as error:
             await stream.fail(error)
     return await stream.end()

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, or as what is new since the last chunk."""
+"""Formats answers for OpenAI's API: whole, or as the delta since the last chunk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slimectl.engines.serve.answers import Answer
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the two endpoints differ in what they answer."""
+    """Response fields that differ between the two endpoints."""
 
     prefix: str
-    whole: str
+    complete: str
     chunk: str
     chat: bool
 
@@ -26,7 +26,7 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 
 
 class Form:
-    """How one request is answered; `n` answers a prompt."""
+    """Formats the response of one request, with `n` answers per prompt."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Form:
         self._with_tokens = with_tokens
         self._token_text = token_text
 
-    def frame(self, choices: list[dict[str, Any]], *, whole: bool) -> dict[str, Any]:
+    def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
         return {
             "id": self.rid,
-            "object": self._kind.whole if whole else self._kind.chunk,
+            "object": self._kind.complete if complete else self._kind.chunk,
             "created": self._created,
             "model": self._model,
             "choices": choices,
@@ -60,44 +60,44 @@ class Form:
         choices = []
         for answer in answers:
             text = answer.text()
-            said = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
-            choices.append(self._choice(answer, said, 0, answer.count))
+            content = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
+            choices.append(self._choice(answer, content, 0, answer.count))
         spans = answers[0].spans()
         versions = {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else {}
-        return self.frame(choices, whole=True) | {"usage": self.usage(answers), "metadata": versions}
+        return self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
 
     def openings(self, answers: list[Answer]) -> list[dict[str, Any]]:
-        """A chat's stream begins by saying who speaks."""
+        """Return the first chunks of a chat's stream, which name the role."""
         if not self._kind.chat:
             return []
         choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self.frame([{"index": answer.index, **choice}], whole=False) for answer in answers]
+        return [self.frame([{"index": answer.index, **choice}], complete=False) for answer in answers]
 
     def delta(self, answer: Answer) -> dict[str, Any] | None:
-        """What is new; None while that is only tokens that have no text yet."""
+        """Return the delta of an answer; None while its new tokens have no text yet."""
         count, text = answer.count, answer.text()
         new = text[answer.told_text :]
         if not new and not answer.done and not (self._log_probs or self._with_tokens):
             return None
-        said = {"delta": {"content": new}} if self._kind.chat else {"text": new}
-        choice = self._choice(answer, said, answer.told, count)
+        content = {"delta": {"content": new}} if self._kind.chat else {"text": new}
+        choice = self._choice(answer, content, answer.told, count)
         answer.told, answer.told_text = count, max(answer.told_text, len(text))
-        return self.frame([choice], whole=False)
+        return self.frame([choice], complete=False)
 
     def usage(self, answers: list[Answer]) -> dict[str, Any]:
-        """Tokens; a prompt with n answers counts once."""
-        asked = sum(len(answer.sequence.prompt) for answer in answers[:: self._n])
-        written = sum(answer.count for answer in answers)
+        """Count tokens; a prompt with n answers counts once."""
+        prompt_tokens = sum(len(answer.sequence.prompt) for answer in answers[:: self._n])
+        completion_tokens = sum(answer.count for answer in answers)
         return {
-            "prompt_tokens": asked,
-            "completion_tokens": written,
-            "total_tokens": asked + written,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(answer.sequence.cached_tokens for answer in answers)},
         }
 
-    def _choice(self, answer: Answer, said: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    def _choice(self, answer: Answer, content: dict[str, Any], start: int, end: int) -> dict[str, Any]:
         finish = answer.finish_reason()
-        choice = {"index": answer.index, **said, "logprobs": self._chosen(answer, start, end)}
+        choice = {"index": answer.index, **content, "logprobs": self._log_probs_of(answer, start, end)}
         choice["finish_reason"] = finish["type"] if finish else None
         if finish:
             choice["matched_stop"] = finish.get("matched")
@@ -106,8 +106,8 @@ class Form:
             choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
         return choice
 
-    def _chosen(self, answer: Answer, start: int, end: int) -> dict[str, Any] | None:
-        """The log-probabilities of the tokens that were drawn; of others none are known."""
+    def _log_probs_of(self, answer: Answer, start: int, end: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of the sampled tokens; those of other tokens are not available."""
         if not self._log_probs:
             return None
         tokens, log_probs = answer.sequence.tokens[start:end], answer.sequence.log_probs[start:end]

@@ -1,4 +1,4 @@
-"""What a server says when it does not do what it is asked: one line, and a status."""
+"""Error responses of the server: one line, and a status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimectl.errors import BackendError, SlimectlError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LONGEST = 300
 PAUSED = "engine_paused"
-"""Type of the error that a request gets when the engine stays paused: it may be asked again."""
+"""Type of the error that a request gets when the engine stays paused: the client may retry."""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Refused(Exception):
-    """A request that is not answered; `field` names what has to be mended."""
+    """Error: a request is refused; `field` names the field to correct."""
 
     def __init__(self, message: str, *, status: int = 400, field: str | None = None, kind: str | None = None) -> None:
         super().__init__(message)
@@ -29,13 +29,13 @@ class Refused(Exception):
 
 @web.middleware
 async def explained(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure as JSON with one line; nothing else reaches a client."""
+    """Convert every failure to JSON with one line; nothing else reaches a client."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return reply(error.status, _told(error, request))
+        return reply(error.status, _http_message(error, request))
     except (Refused, SlimectlError) as error:
         return reply(
             status_of(error), line(error), field=getattr(error, "field", None), kind=getattr(error, "kind", None)
@@ -57,7 +57,7 @@ def status_of(error: Exception) -> int:
 
 
 def reply(status: int, message: str, *, field: str | None = None, kind: str | None = None) -> web.Response:
-    """An error as both APIs have it; weight updates also look for `success`."""
+    """Build an error response in the format of both APIs; weight updates also look for `success`."""
     answer = body(status, message, field=field, kind=kind)
     return web.json_response(answer, status=status, headers=HEADERS.get(status))
 
@@ -70,11 +70,11 @@ def body(status: int, message: str, *, field: str | None = None, kind: str | Non
 
 
 def line(error: Exception) -> str:
-    """The first line of an error, or its name where it has no words."""
+    """Return the first line of an error, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:LONGEST]
 
 
-def _told(error: web.HTTPException, request: web.Request) -> str:
+def _http_message(error: web.HTTPException, request: web.Request) -> str:
     if error.status == 404:
         return f"{request.path[:LONGEST]}: no such endpoint; docs/serving.md lists them"
     if isinstance(error, web.HTTPMethodNotAllowed):

@@ -1,4 +1,4 @@
-"""How answers are to be drawn and written out, in SGLang's words and in OpenAI's."""
+"""Parses sampling parameters and output options of SGLang's and OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from slimectl.engines.serve.fields import NUMBERS, Fields
 from slimectl.types import SamplingParams
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below are 0, as SGLang has it: logits divided by them are no numbers."""
+"""Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
 MOST_STOPS = 32
 MOST_ANSWERS = 4096
-"""Answers of one request: prompts times n."""
+"""Maximum answers of one request: prompts times n."""
 
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
     "json_schema": (), "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "custom_params": (),
     "beam_width": (1,),
 }  # fmt: skip
-"""What the engine does not do, and the values that ask for nothing."""
+"""Fields that the engine does not support, and their values without effect."""
 
 KNOWN = {
     "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
@@ -30,52 +30,52 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for each prompt."""
+    """Sampling parameters and output options of one prompt."""
 
     params: SamplingParams
     n: int = 1
     keep_special: bool = False
-    """Special tokens leave text."""
+    """Whether special tokens appear in the text."""
     keep_stop: bool = False
-    """The stop string stays in the text."""
+    """Whether the stop string stays in the text."""
     interval: int = 1
     """Tokens between two chunks of a stream."""
 
     def seeded(self, i: int) -> SamplingParams:
-        """The params of answer i: seeds count up, so that the first is what n = 1 would have written."""
+        """Return the params of answer i: seeds count up, so that the first equals the answer of n = 1."""
         seed = self.params.seed
         return self.params if i == 0 or seed is None else replace(self.params, seed=seed + i)
 
 
 def from_sglang(fields: Fields, *, interval: int = 1) -> Wish:
-    """The `sampling_params` of /generate; `interval` where they name none."""
+    """Parse the `sampling_params` of /generate; `interval` is the default stream_interval."""
     fields.check_names(KNOWN)
     fields.refuse_beyond(UNSUPPORTED)
     params = SamplingParams(
         max_tokens=fields.whole("max_new_tokens", 128),
         min_tokens=fields.whole("min_new_tokens", 0),
         seed=fields.seed("sampling_seed"),
-        **_shared(fields),
+        **_shared_params(fields),
     )
-    return _checked(fields, params, interval)
+    return _build_wish(fields, params, interval)
 
 
 def from_openai(fields: Fields, *, default_max: int, interval: int = 1) -> Wish:
-    """The parameters of a completion, with the extras that SGLang takes there, too."""
+    """Parse the parameters of a completion, with SGLang's extra fields."""
     fields.refuse_beyond(UNSUPPORTED)
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     params = SamplingParams(
         max_tokens=fields.whole(longest, default_max, low=1),
         min_tokens=fields.whole("min_tokens", 0),
         seed=fields.seed("seed"),
-        **_shared(fields),
+        **_shared_params(fields),
     )
-    return _checked(fields, params, interval)
+    return _build_wish(fields, params, interval)
 
 
-def _shared(fields: Fields) -> dict[str, Any]:
+def _shared_params(fields: Fields) -> dict[str, Any]:
     temperature = fields.number("temperature", 1.0, low=0.0, high=1e4)
-    stops = fields.texts("stop", most=MOST_STOPS)
+    stops = fields.texts("stop", max_count=MOST_STOPS)
     if not all(0 < len(stop) <= 1024 for stop in stops):
         raise fields.refuse("stop", "a stop string has 1 to 1024 characters")
     stop_tokens = fields.tokens("stop_token_ids", fields.raw("stop_token_ids") or [])
@@ -92,7 +92,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _checked(fields: Fields, params: SamplingParams, interval: int) -> Wish:
+def _build_wish(fields: Fields, params: SamplingParams, interval: int) -> Wish:
     if params.min_tokens > params.max_tokens:
         raise fields.refuse("min_new_tokens", f"{params.min_tokens} is more than max_new_tokens, {params.max_tokens}")
     return Wish(

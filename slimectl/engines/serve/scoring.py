@@ -1,4 +1,4 @@
-"""How likely the prompt itself is: what /generate adds where logprob_start_len says from which token on."""
+"""Log-probabilities of prompt tokens, which /generate returns from logprob_start_len on."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from slimectl.engines.serve.fields import Fields
 from slimectl.engines.serve.service import Service
 
 TOGETHER = 4096
-"""Tokens, padding included, that one pass judges; between two passes others get their next token."""
+"""Tokens, padding included, per pass; between two passes other requests get their next token."""
 
 Judged = list[tuple[float | None, int]]
-"""(log-probability, token) of a prompt's tokens; the first has none, as nothing is known to stand before it."""
+"""(log-probability, token) of a prompt's tokens; the first has none, because it has no context."""
 
 
 def starts(fields: Fields, prompts: list[list[int]]) -> list[int | None]:
-    """The first token of each prompt that is asked about: logprob_start_len, one for all or a list; None for none.
+    """Parse logprob_start_len, one for all prompts or a list: the first token to score of each; None for none.
 
     Raises Refused for one outside its prompt.
     """
-    name, given = "logprob_start_len", fields.raw("logprob_start_len")
-    if not fields.flag("return_logprob") or given is None:
+    name, raw = "logprob_start_len", fields.raw("logprob_start_len")
+    if not fields.flag("return_logprob") or raw is None:
         return [None] * len(prompts)
-    listed = given if isinstance(given, list) else [given] * len(prompts)
+    listed = raw if isinstance(raw, list) else [raw] * len(prompts)
     if len(listed) != len(prompts):
         raise fields.refuse(name, f"are {len(listed)} for {len(prompts)} prompts")
-    found: list[int | None] = []
+    positions: list[int | None] = []
     for prompt, start in zip(prompts, listed, strict=True):
         if type(start) is not int or not -1 <= start < max(1, len(prompt)):
             raise fields.refuse(name, f"is no place in a prompt of {len(prompt)} tokens, nor -1 for none")
-        found.append(None if start == -1 else start)
-    return found
+        positions.append(None if start == -1 else start)
+    return positions
 
 
 async def judged(service: Service, prompts: list[list[int]], begins: list[int | None]) -> list[Judged]:
-    """Of each prompt what is asked about. Raises what the engine raises."""
-    found: list[Judged] = [[] for _ in prompts]
+    """Score each prompt from its start position on. Raises what the engine raises."""
+    scores: list[Judged] = [[] for _ in prompts]
     for members in _passes([i for i, start in enumerate(begins) if start is not None], prompts):
         places = [begins[i] or 0 for i in members]
         engine = service.thread.engine
-        known = await service.thread.call(partial(engine.log_probs, [prompts[i] for i in members], places))
-        for i, start, log_probs in zip(members, places, known, strict=True):
-            found[i] = list(zip([None, *log_probs], prompts[i][start:], strict=True))
-    return found
+        batch_log_probs = await service.thread.call(partial(engine.log_probs, [prompts[i] for i in members], places))
+        for i, start, log_probs in zip(members, places, batch_log_probs, strict=True):
+            scores[i] = list(zip([None, *log_probs], prompts[i][start:], strict=True))
+    return scores
 
 
-def _passes(wanted: list[int], prompts: list[list[int]]) -> list[list[int]]:
-    """Indices of the prompts that go through the model together, in order."""
+def _passes(indices: list[int], prompts: list[list[int]]) -> list[list[int]]:
+    """Group the prompt indices that one pass of the model computes together, in order."""
     passes: list[list[int]] = []
     longest = 0
-    for i in wanted:
+    for i in indices:
         longest = max(longest, len(prompts[i]))
         if passes and (len(passes[-1]) + 1) * longest <= TOGETHER:
             passes[-1].append(i)

@@ -1,4 +1,4 @@
-"""The HTTP server around an engine: its routes, its start, its end."""
+"""HTTP server around an engine: routes, startup and shutdown."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from slimectl.errors import BackendError, SettingsError
 
 BACKLOG = 4096
 GRACE_S = 0.5
-"""How long open connections may take to hear that all ends."""
+"""Seconds that open connections get at shutdown."""
 LOOK_S = 0.25
-"""Between two looks for requests that wait too long."""
+"""Seconds between checks for requests that wait too long."""
 
 GET, POST = ("GET",), ("POST",)
 ASKING, STEERING = Access.API_KEY, Access.ADMIN_KEY
@@ -67,7 +67,7 @@ ROUTES = {
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises BackendError if it is taken, SettingsError for a bad host."""
+    """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except (socket.gaierror, UnicodeError):
@@ -96,17 +96,17 @@ async def running(
     streaming: Streaming = Streaming(),
     pause_timeout_s: float = 60.0,
 ) -> AsyncIterator[Service]:
-    """A server that answers within the block."""
+    """Run the server within the block."""
     thread, notices = EngineThread(engine), Notices()
     service = Service(served, thread, Desk(thread, served.tokenizer), streaming=streaming)
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _words(context)))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
     app = web.Application(client_max_size=LONGEST_BODY, middlewares=[counted, explained, admitted])
     app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
     app[ACCESS] = {handler: access for handler, _, access in ROUTES.values()}
     for path, (handler, methods, _) in ROUTES.items():
         for method in methods:
             app.router.add_route(method, path, handler)
-    # A client that goes away cancels its handler, and what it asked for ends.
+    # A client that disconnects cancels its handler, and its sequences end.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
     await runner.setup()
     assert runner.server is not None
@@ -127,14 +127,14 @@ async def running(
 
 
 async def _end_waits(service: Service, longest_s: float) -> None:
-    """End, until cancelled, requests that wait too long for a paused engine."""
+    """Fail requests that wait too long for a paused engine, until cancelled."""
     while True:
         await asyncio.sleep(LOOK_S)
         service.desk.end_waits(longest_s)
 
 
-def _words(context: Mapping[str, Any]) -> str:
-    """Return what asyncio says of an error that nobody awaited, in one line."""
+def _describe(context: Mapping[str, Any]) -> str:
+    """Describe an error that nobody awaited, as asyncio reports it, in one line."""
     error = context.get("exception")
     return f"{context.get('message')}: {line(error)}" if isinstance(error, Exception) else str(context.get("message"))
 
@@ -150,10 +150,10 @@ async def serve(
     pause_timeout_s: float,
     ready: Callable[[], None],
 ) -> tuple[int, bool]:
-    """Answer until SIGINT or SIGTERM comes: (which of them, whether no thread was left behind).
+    """Serve until SIGINT or SIGTERM; returns (signal number, whether all threads have ended).
 
-    With `load` the weights of the folder are read first, else they are waited for; `ready` is called then. Raises
-    CheckpointError if they cannot be read.
+    With `load` the weights of the folder are read first, else a push brings them; `ready` is called after reading, or
+    at once. Raises CheckpointError if they cannot be read.
     """
     raise_descriptor_limit()
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -166,8 +166,8 @@ async def serve(
             loading: asyncio.Future[None] = asyncio.ensure_future(
                 service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))
             )
-            both: list[asyncio.Future[Any]] = [loading, stopped]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            futures: list[asyncio.Future[Any]] = [loading, stopped]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
         if not stopped.done():

@@ -1,4 +1,4 @@
-"""What every endpoint of a server shares."""
+"""State that all endpoints of a server share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slimectl.engines.serve.thread import EngineThread, apart
 from slimectl.errors import SlimectlError
 
 LONG = 20_000
-"""Characters from which a text is tokenised outside the server's loop."""
+"""Characters from which a text is tokenised in a separate thread."""
 
 SEND_S = 60.0
-"""How long a client may read nothing of a stream."""
+"""Seconds that a client may read nothing of a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served: the model's folder and its facts, its tokenizer, and how a folder of new weights is read."""
+    """Served model: its folder, config and tokenizer, and the reader of folders with new weights."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -44,12 +44,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How streams are cut where a request does not say."""
+    """Default stream options of requests."""
 
     interval: int = 1
     """Tokens between two chunks."""
     incremental: bool = False
-    """Whether a chunk of /generate tells only what is new."""
+    """Whether a chunk of /generate has only the new tokens."""
 
 
 @dataclass(slots=True)
@@ -58,14 +58,14 @@ class Service:
     thread: EngineThread
     desk: Desk
     status: str = "loading weights"
-    """What is waited for while there are no weights."""
+    """Status message while there are no weights."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights come: one after another."""
+    """Held while weights are loaded: one update at a time."""
     groups: dict[str, Any] = field(default_factory=dict)
-    """Process groups that weights are broadcast in, by name."""
+    """Process groups for weight broadcasts, by name."""
     streaming: Streaming = Streaming()
     clean: bool = True
-    """Whether no thread was left behind at the end."""
+    """Whether all threads have ended at shutdown."""
     born: float = field(default_factory=time.time)
 
     @property
@@ -74,16 +74,16 @@ class Service:
 
     @property
     def state(self) -> str:
-        """ "ok", or what is waited for."""
+        """Return "ok", or the status message while there are no weights."""
         return "ok" if self.ready else self.status
 
     def check_ready(self) -> None:
-        """Raises Refused while nothing can be answered; requests that come during an update wait for its end."""
+        """Raise Refused while the engine has no weights; requests during an update wait for its end."""
         if not self.thread.engine.accepts:
             raise Refused(f"the engine has no weights yet: {self.status}", status=503)
 
     async def encoded(self, text: str) -> list[int]:
-        """Token ids, as SGLang and OpenAI tokenise a prompt: with the tokens that the tokenizer puts around it."""
+        """Tokenise a prompt as SGLang and OpenAI do: with the special tokens that the tokenizer adds."""
         encode = partial(self.served.tokenizer.encode, text, add_special_tokens=True)
         return list(encode() if len(text) < LONG else await apart(encode))
 
@@ -92,7 +92,7 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 class EventStream:
-    """Server-sent events, one JSON value each."""
+    """Response of server-sent events, one JSON value each."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -106,7 +106,7 @@ class EventStream:
         await self._write(f"data: {value}\n\n".encode())
 
     async def fail(self, error: Exception) -> None:
-        """Say in the stream what went wrong; a status can be sent no more."""
+        """Send an error as an event: an HTTP status can no longer be sent."""
         if not self._response.prepared:
             raise error
         await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
@@ -117,7 +117,7 @@ class EventStream:
         return self._response
 
     async def _write(self, data: bytes) -> None:
-        """Raises ConnectionResetError if the client does not read: what it asked for then ends."""
+        """Raise ConnectionResetError if the client does not read, which ends its sequences."""
         try:
             async with asyncio.timeout(SEND_S):
                 await self._response.write(data)
@@ -127,7 +127,7 @@ class EventStream:
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))
 STREAMED = (Refused, SlimectlError)
-"""What may go wrong once a stream has begun."""
+"""Errors that are reported within a stream."""
 
 
 def dumped(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tensors that a process of this machine has laid out in POSIX shared memory: bytes and a table, no pickles."""
+"""Reads tensors from POSIX shared memory of this machine: bytes and a table, no pickles."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def shape_of(fields: Fields, name: str, value: Any) -> tuple[int, ...]:
 
 
 def mapped(fields: Fields) -> list[tuple[str, Tensor]]:
-    """The tensors that {"name": block, "tensors": [[name, dtype, shape, offset], …]} tells of; not copied.
+    """Map the tensors of {"name": block, "tensors": [[name, dtype, shape, offset], …]}, without a copy.
 
-    The block stays mapped as long as they live. Raises Refused for a block that is not there, or smaller than told.
+    The block stays mapped as long as they live. Raises Refused for a block that does not exist, or is too small.
     """
     block = fields.needed("name").removeprefix("/")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", block):
         raise fields.refuse("name", "is not the name of a block of shared memory")
     try:
-        # Neither a link to elsewhere nor a pipe, which to open would take for ever: anybody may put one there.
+        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
         with open(os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
-        why = "is empty" if isinstance(error, ValueError) else error.strerror
-        raise fields.refuse("name", f"{FOLDER / block}: {why}; is the sender on this machine?") from None
+        reason = "is empty" if isinstance(error, ValueError) else error.strerror
+        raise fields.refuse("name", f"{FOLDER / block}: {reason}; is the sender on this machine?") from None
     rows = fields.raw("tensors")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 4 for row in rows):
         raise fields.refuse("tensors", "is not a list of [name, dtype, shape, offset]")
-    return [_placed(fields, memory, row) for row in rows]
+    return [_tensor_view(fields, memory, row) for row in rows]
 
 
-def _placed(fields: Fields, memory: mmap.mmap, row: list[Any]) -> tuple[str, Tensor]:
+def _tensor_view(fields: Fields, memory: mmap.mmap, row: list[Any]) -> tuple[str, Tensor]:
     name, dtype, shape = row[0], dtype_of(fields, "tensors", row[1]), shape_of(fields, "tensors", row[2])
     if not isinstance(name, str):
         raise fields.refuse("tensors", "a name is not a string")

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, so that a step never keeps the server from answering."""
+"""Runs the engine in a separate thread, so that a step never blocks the server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slimectl.errors import BackendError
 
 Result = TypeVar("Result")
 PATIENCE_S = 1.0
-"""How long a step under way is waited for when all ends."""
+"""Seconds that shutdown waits for the current step."""
 
 
 class EngineThread:
-    """An event loop that drives the engine; what it is told from the server's loop happens between two steps."""
+    """Event loop that drives the engine; calls from the server's loop run between two steps."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine = engine
@@ -27,23 +27,23 @@ class EngineThread:
         self._thread.start()
 
     async def call(self, fn: Callable[[], Result]) -> Result:
-        """What `fn` returns or raises, called between two steps."""
+        """Call `fn` between two steps; returns or raises what it does."""
 
-        async def called() -> Result:
+        async def call_fn() -> Result:
             return fn()
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_fn(), self._loop))
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; its future says if it could not be."""
+        """Queue a sequence; its future gets the error if the engine refuses it."""
 
-        def queued() -> None:
+        def submit_to_engine() -> None:
             try:
                 self.engine.submit(sequence)
             except BackendError as error:
                 sequence.fail(error)
 
-        self._loop.call_soon_threadsafe(queued)
+        self._loop.call_soon_threadsafe(submit_to_engine)
 
     def end(self, sequence: Sequence) -> None:
         self._loop.call_soon_threadsafe(self.engine.end, sequence)
@@ -52,7 +52,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self.engine.end_all)
 
     def stop(self) -> bool:
-        """End the thread; False if a step under way does not let it."""
+        """End the thread; returns False if the current step does not end in time."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
@@ -62,29 +62,29 @@ class EngineThread:
 
 
 class Bell:
-    """Wakes waiters of the server's loop from the engine's thread: one call across for all that a step woke."""
+    """Wakes waiters of the server's loop from the engine's thread, with one call for all waiters of a step."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rung: deque[asyncio.Event] = deque()
-        self._on_its_way = False
+        self._events: deque[asyncio.Event] = deque()
+        self._wake_scheduled = False
 
     def ring(self, event: asyncio.Event) -> None:
-        """From any thread."""
-        self._rung.append(event)
-        if not self._on_its_way and not self._loop.is_closed():
-            self._on_its_way = True
-            self._loop.call_soon_threadsafe(self._tell)
+        """Set an event of the server's loop; thread-safe."""
+        self._events.append(event)
+        if not self._wake_scheduled and not self._loop.is_closed():
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self._set_events)
 
-    def _tell(self) -> None:
-        # First of all: what is rung from here on either is still seen below, or makes a call of its own.
-        self._on_its_way = False
-        while self._rung:
-            self._rung.popleft().set()
+    def _set_events(self) -> None:
+        # First of all: an event added from here on is either still set below, or schedules another call.
+        self._wake_scheduled = False
+        while self._events:
+            self._events.popleft().set()
 
 
 async def apart(work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, from a thread that nobody has to wait for when all ends."""
+    """Run `work` in a daemon thread, which shutdown does not wait for; returns or raises what it does."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -95,7 +95,7 @@ async def apart(work: Callable[[], Result]) -> Result:
             else:
                 future.set_exception(error)
 
-    def worked() -> None:
+    def run() -> None:
         try:
             outcome: tuple[Result | None, Exception | None] = (work(), None)
         except Exception as error:
@@ -103,5 +103,5 @@ async def apart(work: Callable[[], Result]) -> Result:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=worked, name="apart", daemon=True).start()
+    threading.Thread(target=run, name="apart", daemon=True).start()
     return await future

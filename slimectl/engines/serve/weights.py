@@ -1,4 +1,4 @@
-"""New weights: from disk, from shared memory or by broadcast, in one call or in several between begin and end."""
+"""Weight update endpoints: from disk, shared memory or broadcast, in one call or several between begin and end."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from slimectl.engines.serve.thread import apart
 
 GROUP = "weight_update_group"
 TIMEOUT_S = 600.0
-"""How long a group waits for its trainer."""
+"""Seconds that a group waits for its trainer."""
 LONGEST_VERSION = 200
 ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 async def update_from_disk(request: web.Request) -> web.Response:
-    """All tensors of a Hugging Face directory."""
+    """Load all tensors of a Hugging Face directory."""
     service, fields = request.app[SERVICE], await read(request)
     folder, version = Path(fields.needed("model_path")), _version(fields)
     if not folder.is_dir():
         raise fields.refuse("model_path", f"{str(folder)[:200]} is not a directory on this machine")
     engine = service.thread.engine
 
-    def loaded() -> None:
+    def load() -> None:
         engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
 
-    await _taken(service, fields, loaded)
+    await _load(service, fields, load)
     return _done("Succeeded to update model weights.", num_paused_requests=0)
 
 
 async def update_from_tensor(request: web.Request) -> web.Response:
-    """Tensors that lie in shared memory."""
+    """Load tensors from shared memory."""
     service, fields = request.app[SERVICE], await read(request)
     if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
         raise Refused(
@@ -49,12 +49,12 @@ async def update_from_tensor(request: web.Request) -> web.Response:
             'send load_format "shared_memory" with name and tensors (docs/serving.md)'
         )
     tensors, version = mapped(fields), _version(fields)
-    await _taken(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
     return _done("Success")
 
 
 async def update_from_distributed(request: web.Request) -> web.Response:
-    """Tensors that the trainer broadcasts in a group; they are received before they are judged, so that it goes on."""
+    """Load tensors that the trainer broadcasts; received before they are checked, so that it does not block."""
     service, fields = request.app[SERVICE], await read(request)
     group = service.groups.get(fields.text("group_name", GROUP) or GROUP)
     if group is None:
@@ -62,16 +62,16 @@ async def update_from_distributed(request: web.Request) -> web.Response:
     columns = [fields.raw(name) for name in ("names", "dtypes", "shapes")]
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         raise fields.refuse("names", "names, dtypes and shapes are not lists of one length")
-    names = fields.texts("names", most=len(columns[0]))
+    names = fields.texts("names", max_count=len(columns[0]))
     dtypes = [dtype_of(fields, "dtypes", value) for value in columns[1]]
     shapes = [shape_of(fields, "shapes", value) for value in columns[2]]
     forms, version = list(zip(names, dtypes, shapes, strict=True)), _version(fields)
     flattened = fields.choice("load_format", "auto", ("auto", "flattened_bucket")) == "flattened_bucket"
     try:
         tensors = await apart(partial(group.receive, forms, flattened=flattened))
-    except (RuntimeError, ValueError) as error:  # gloo's and nccl's own words: the trainer went away, or sent others
+    except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer went away, or sent others
         raise Refused(f"the broadcast failed; has the trainer gone? {line(error)}") from None
-    await _taken(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
     return _done("Succeeded to update parameter online.")
 
 
@@ -85,7 +85,7 @@ async def init_group(request: web.Request) -> web.Response:
     host = fields.needed("master_address")
     if not ADDRESS.fullmatch(host):
         raise fields.refuse("master_address", f"{host[:100]!a} is neither a host name nor an address")
-    joined = partial(
+    join = partial(
         BroadcastGroup,
         host=host,
         port=fields.whole("master_port", 0, low=1, high=65535),
@@ -98,9 +98,9 @@ async def init_group(request: web.Request) -> web.Response:
     )
     if not world or "master_port" not in fields:
         raise Refused("world_size, master_port: are missing")
-    service.groups[name] = None  # taken, while the others are waited for
+    service.groups[name] = None  # reserved while waiting for the other ranks
     try:
-        service.groups[name] = await apart(joined)
+        service.groups[name] = await apart(join)
     except (RuntimeError, ValueError, OSError) as error:
         raise Refused(f"cannot join the group {name!a}: {line(error)}") from None
     finally:
@@ -119,7 +119,7 @@ async def destroy_group(request: web.Request) -> web.Response:
 
 
 async def begin_update(request: web.Request) -> web.Response:
-    """What comes until end_weight_update is one version; until then nothing is sampled."""
+    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled."""
     service = request.app[SERVICE]
     await read(request)
     await service.thread.call(service.thread.engine.begin_update)
@@ -134,7 +134,7 @@ async def end_update(request: web.Request) -> web.Response:
 
 
 async def update_version(request: web.Request) -> web.Response:
-    """Call the weights by another name."""
+    """Rename the weight version."""
     service, fields = request.app[SERVICE], await read(request)
     version = fields.needed("new_version")[:LONGEST_VERSION]
     if fields.flag("abort_all_requests", True):
@@ -144,19 +144,19 @@ async def update_version(request: web.Request) -> web.Response:
 
 
 async def check(request: web.Request) -> web.Response:
-    """A checksum of every tensor as the engine holds it, under its Hugging Face name."""
+    """Return a checksum of every tensor as the engine stores it, by its Hugging Face name."""
     service, fields = request.app[SERVICE], await read(request)
     fields.choice("action", "checksum", ("checksum",))
     checksums = await service.thread.call(lambda: service.thread.engine.checksums(tensor_checksum))
     return _done("Success", ranks=[{"checksums": checksums}])
 
 
-async def _taken(service: Service, fields: Fields, take: Callable[[], None]) -> None:
-    """Take weights between two steps. Raises CheckpointError for those that do not fit."""
+async def _load(service: Service, fields: Fields, load: Callable[[], None]) -> None:
+    """Load weights between two steps. Raises CheckpointError for those that do not fit."""
     if fields.flag("abort_all_requests"):
         await service.thread.call(service.thread.engine.end_all)
     async with service.updating:
-        await service.thread.call(take)
+        await service.thread.call(load)
 
 
 def _version(fields: Fields) -> str | None:

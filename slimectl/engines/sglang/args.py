@@ -1,4 +1,4 @@
-"""`[sglang.args]`: any field of SGLang's ServerArgs, checked against the installed SGLang and written as flags."""
+"""Converts `[sglang.args]`, any field of SGLang's ServerArgs, to flags, checked against the installed SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.errors import BackendError, SettingsError
 INSIDE = Path(__file__).parent / "inside"
 REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 SUPPORTED = ((0, 5, 18), (0, 5, 21))
-"""Versions of SGLang, both included: they pin the torch and transformers that slimectl lives with."""
+"""First and last supported version of SGLang: they pin the torch and transformers that slimectl works with."""
 
 OWNED = {
     "model_path": "model.path",
@@ -29,50 +29,50 @@ OWNED = {
     "weight_version": "the weights that are pushed",
     "disaggregation_mode": "sglang.prefill_num_servers or sglang.groups",
 }
-"""Fields that are written from elsewhere, and from where."""
+"""Fields that slimectl sets, and the setting that each comes from."""
 
 WORDS = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300
 
 
 def interpreter(python: str | None) -> str:
-    """The Python that runs SGLang: the one named, else this one. Raises BackendError if it has no SGLang of use."""
-    chosen = python or sys.executable
-    version = _installed(chosen, "sglang")
+    """Return the Python that runs SGLang: `python`, else this one. Raises BackendError if it has none supported."""
+    path = python or sys.executable
+    version = _installed_version(path, "sglang")
     if version is None:
-        raise BackendError(f"engine.kind = sglang: {chosen} has no sglang; run: {_remedy(chosen)}")
+        raise BackendError(f"engine.kind = sglang: {path} has no sglang; run: {_remedy(path)}")
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
         low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
         raise BackendError(
-            f"engine.kind = sglang: {chosen} has sglang {version}, and {low} to {high} are supported; run: "
-            f"{_remedy(chosen)}"
+            f"engine.kind = sglang: {path} has sglang {version}, and {low} to {high} are supported; run: "
+            f"{_remedy(path)}"
         )
-    return chosen
+    return path
 
 
 def router_interpreter(python: str | None) -> str:
-    """The same for sglang-router."""
-    chosen = python or sys.executable
-    if _installed(chosen, "sglang-router") is None:
+    """Return the Python that runs sglang-router: `python`, else this one. Raises BackendError if it has none."""
+    path = python or sys.executable
+    if _installed_version(path, "sglang-router") is None:
         raise BackendError(
-            f"engine.router: {chosen} has no sglang-router; run: {chosen} -m pip install sglang-router==0.3.2, "
+            f"engine.router: {path} has no sglang-router; run: {path} -m pip install sglang-router==0.3.2, "
             f"or set engine.router = none"
         )
-    return chosen
+    return path
 
 
 def flags(args: Mapping[str, Any], python: str) -> list[str]:
-    """`[sglang.args]` as command-line flags. Raises SettingsError for what the installed SGLang does not take."""
+    """Convert `[sglang.args]` to command-line flags. Raises SettingsError for args that the SGLang rejects."""
     if not args:
         return []
     fields = fields_of(python)
-    return [word for name, value in args.items() for word in _flag(name, value, fields)]
+    return [argument for name, value in args.items() for argument in _flag(name, value, fields)]
 
 
 @functools.lru_cache(maxsize=8)
 def fields_of(python: str) -> Mapping[str, dict[str, Any]]:
-    """What the SGLang of that Python takes, by field; asked once, in a process of its own (5 s)."""
+    """Return the flags of that Python's SGLang, by field; read once, in a separate process (5 s)."""
     command = [python, "-E", str(INSIDE / "launch.py"), "--describe"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     if result.returncode:
@@ -94,7 +94,7 @@ def _flag(name: str, value: Any, fields: Mapping[str, dict[str, Any]]) -> Iterat
         return
     values = value if field["takes"] == "many" and isinstance(value, list) else [value]
     yield field["flag"]
-    yield from (_word(name, each, field) for each in values)
+    yield from (_word(name, element, field) for element in values)
 
 
 def _switch(name: str, value: Any, field: Mapping[str, Any]) -> Iterator[str]:
@@ -115,8 +115,8 @@ def _word(name: str, value: Any, field: Mapping[str, Any]) -> str:
     return json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
 
 
-def _installed(python: str, package: str) -> str | None:
-    """The version of a package that another Python has. Raises BackendError if there is no such Python."""
+def _installed_version(python: str, package: str) -> str | None:
+    """Return the version of a package in another Python. Raises BackendError if there is no such Python."""
     code = (
         "import importlib.metadata as m, sys\n"
         "try: print(m.version(sys.argv[1]))\n"
@@ -127,8 +127,8 @@ def _installed(python: str, package: str) -> str | None:
             [python, "-E", "-c", code, package], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
-        raise BackendError(f"sglang.python: {python} is not a Python that runs: {why}; give its path") from error
+        reason = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
+        raise BackendError(f"sglang.python: {python} is not a Python that runs: {reason}; give its path") from error
     return result.stdout.strip() or None
 
 

@@ -1,4 +1,4 @@
-"""One question to many HTTP servers at once, from code that has no event loop."""
+"""Sends one request to many HTTP servers concurrently, from code without an event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.engines.keys import Keys
 from slimectl.errors import BackendError
 
 Json = Mapping[str, Any] | bytes
-"""A body, or what it is made of."""
+"""Request body, or the object to encode as one."""
 
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_WORDS = 500
@@ -25,7 +25,7 @@ NO_KEYS = Keys()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker answered: the status and the body, as JSON where it is."""
+    """Response of a worker: the status, and the body, parsed if it is JSON."""
 
     url: str
     path: str
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """The worker's own explanation, in one line."""
+        """Error message of the worker, in one line."""
         body = self.body
         if isinstance(body, dict):
             body = body.get("message") or body.get("error") or body.get("detail") or body
@@ -61,8 +61,8 @@ async def ask(
     keys: Keys = NO_KEYS,
 ) -> Answer:
     # Not as bytes: aiohttp would send a large body in one piece and block the loop.
-    written = body if isinstance(body, bytes) else json.dumps(body).encode()
-    data = io.BytesIO(written) if method == "POST" else None
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = io.BytesIO(payload) if method == "POST" else None
     headers = {"Content-Type": "application/json", **keys.headers(url, path)}
     try:
         async with session.request(method, url + path, data=data, headers=headers) as response:
@@ -84,12 +84,12 @@ async def ask(
 def gathered(
     question: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, Any]], urls: Sequence[str], *, limit_s: float
 ) -> list[Any]:
-    """What `question` found at every URL, exceptions in their places; returns when the last has answered.
+    """Run `question` for every URL concurrently; returns all results, exceptions in their places.
 
-    A server that is not there, or takes longer than `limit_s`, is a BackendError.
+    A server that is not running, or takes longer than `limit_s`, gives a BackendError.
     """
 
-    async def one(session: aiohttp.ClientSession, url: str) -> Any:
+    async def ask_one(session: aiohttp.ClientSession, url: str) -> Any:
         try:
             return await asyncio.wait_for(question(session, url), limit_s)
         except TimeoutError:
@@ -97,9 +97,9 @@ def gathered(
                 f"engine at {url} has not answered within {limit_s:g} s; look at its log, or raise sync.timeout_s"
             ) from None
 
-    async def every() -> list[Any]:
+    async def ask_each() -> list[Any]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            return await asyncio.gather(*(one(session, url) for url in urls), return_exceptions=True)
+            return await asyncio.gather(*(ask_one(session, url) for url in urls), return_exceptions=True)
 
-    return asyncio.run(every())
+    return asyncio.run(ask_each())

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for connections that outlive the loops of their users."""
+"""Event loop in a separate thread, for connections that outlive the event loops of their users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """Started by the first coroutine that comes; may be used again after `stop`."""
+    """Event loop thread that the first coroutine starts; may be used again after `stop`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class Background:
         return self._loop is not None
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Its result, for any thread to wait for; cancelling this cancels the coroutine."""
+        """Schedule a coroutine; returns a future for any thread. Cancelling it cancels the coroutine."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -34,7 +34,7 @@ class Background:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        """End the thread; what still runs is cancelled."""
+        """Cancel all running coroutines and end the thread."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -46,7 +46,7 @@ class Background:
 
 
 async def _cancel_all() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""An engine that is reached over HTTP: SGLang's servers, `slimectl serve`, or a router in front of either."""
+"""HTTP client engine: for SGLang's servers, `slimectl serve`, or a router in front of either."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUCKET_BYTES = 512 * 2**20
 class SglangEngine:
     """ports.Engine and ports.WeightReceiver over HTTP, for any event loop and thread.
 
-    `urls` are asked for answers (one router, or servers, among which requests are spread here); `workers` are the
-    servers themselves, where that differs. A request whose server fails is asked again from its beginning, of whichever
-    server `set_urls` has named by then: it is answered once, by one server. `vocabulary` and `max_context` bound
-    prompts; `decode` gives the text of tokens (without it the server's own is taken). `troubled` is told of every
-    server that failed, so that whoever watches over it looks now. For `load_weights`: `receiver` makes the engines' end
-    of a push from worker addresses, `forms` says which tensors the model has. `keys` open the servers.
+    `urls` take generation requests (one router, or servers, among which requests are balanced here); `workers` are the
+    servers themselves, if they differ. A request whose server fails is retried from its beginning, on a server of the
+    latest `set_urls`: one server gives the whole answer. `vocabulary` and `max_context` bound prompts; `decode`
+    converts tokens to text (without it the server's text is used). `troubled` is called with every server that failed,
+    so that its monitor checks it now. For `load_weights`: `receiver` builds the engines' side of a push from worker
+    addresses, `forms` returns the tensors of the model. `keys` authenticate the requests.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class SglangEngine:
         self.max_context = max_context
         self.troubled = troubled
         self._vocabulary, self._decode = vocabulary, decode
-        self._asked_for = {"return_logprob": True, "stream": True}
+        self._request_options = {"return_logprob": True, "stream": True}
         if routed_experts:
-            self._asked_for["return_routed_experts"] = True
+            self._request_options["return_routed_experts"] = True
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
         self._receiver, self._forms = receiver, forms
@@ -77,7 +77,7 @@ class SglangEngine:
             raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
         limit = min(params.max_tokens, self.max_context - len(tokens))
         flight = Flight(
-            {"input_ids": tokens, "sampling_params": sampling(params, limit=limit), **self._asked_for},
+            {"input_ids": tokens, "sampling_params": sampling(params, limit=limit), **self._request_options},
             key=hash(tuple(tokens)),
             stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
             min_tokens=params.min_tokens,
@@ -86,32 +86,32 @@ class SglangEngine:
         return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
 
     async def abort(self) -> None:
-        """End every request in flight; each returns what it has, with finish "abort"."""
+        """End every request in flight; each returns its tokens so far, with finish "abort"."""
         if self._background.runs:
             await asyncio.wrap_future(self._background.submit(self._abort()))
 
     async def close(self) -> None:
         """Abort, and close all connections; the engine may be used again."""
         if self._background.runs:
-            await asyncio.wrap_future(self._background.submit(self._shut()))
+            await asyncio.wrap_future(self._background.submit(self._close_dispatch()))
             self._background.stop()
 
     def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
-        """From now on these are asked; waiting requests go there. None at all: wait, there will be some again."""
+        """Replace the servers; waiting requests go there. An empty list makes requests wait for the next call."""
         self._urls, self._workers = list(urls), list(urls if workers is None else workers)
         if self._background.runs:
             self._background.submit(self._announce()).result()
 
     def fail(self, error: BaseException) -> None:
-        """No server will come back: whoever waits for one gets this error."""
+        """Fail all waiting requests with this error: no server will come back."""
         self._failure = error
         if self._background.runs:
             self._background.submit(self._announce()).result()
 
     def check_model(self, expected: Mapping[str, Any]) -> None:
-        """Ask every worker what it serves: `expected` may have model_type, architectures, vocab_size and the like.
+        """Check the model of every worker: `expected` may have model_type, architectures, vocab_size and the like.
 
-        Not from within an event loop. Raises BackendError if one does not answer or serves another model.
+        Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
         """
         for url in self._workers:
             try:
@@ -121,16 +121,16 @@ class SglangEngine:
                 raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
             if reply.status != 200 or not isinstance(reply.body, dict):
                 raise BackendError(f"engine at {url}: /model_info: {reply.words}; is it SGLang or `slimectl serve`?")
-            for name, wanted in expected.items():
-                found = reply.body.get(name)
-                if found is not None and wanted is not None and found != wanted:
+            for name, value in expected.items():
+                served = reply.body.get(name)
+                if served is not None and value is not None and served != value:
                     raise BackendError(
-                        f"engine at {url} serves another model: its {name} is {found}, that of model.path {wanted}"
+                        f"engine at {url} serves another model: its {name} is {served}, that of model.path {value}"
                     )
-            self._take_context(url)
+            self._limit_context(url)
 
-    def _take_context(self, url: str) -> None:
-        """Ask no more of a server than it reads: it may have been started with a shorter context than the model's."""
+    def _limit_context(self, url: str) -> None:
+        """Limit `max_context` to that of a server, which may have been started with less than the model's."""
         reply = asyncio.run(get(f"{url}/server_info", timeout_s=CONNECT_S))
         length = reply.body.get("context_length") if reply.status == 200 and isinstance(reply.body, dict) else None
         if isinstance(length, int) and length > 0:
@@ -139,7 +139,7 @@ class SglangEngine:
     def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
 
-        After that nothing is sampled until whole weights have come: a part of them may be there already.
+        After an error nothing is sampled until whole weights are loaded: a part of the new ones may be in place.
         """
         assert self._receiver is not None, "made without `receiver`"
         assert self._forms is not None, "made without `forms`"
@@ -153,14 +153,14 @@ class SglangEngine:
             workers.end()
         self._lost_weights = False
 
-    def _trouble(self, url: str) -> None:
+    def _report_failure(self, url: str) -> None:
         if self.troubled is not None:
             self.troubled(url)
 
-    # From here on: in the background's loop.
+    # The methods below run in the background loop.
 
     async def _complete(self, flight: Flight) -> Completion:
-        return await self._opened().complete(flight)
+        return await self._get_dispatch().complete(flight)
 
     async def _abort(self) -> None:
         if self._dispatch is not None:
@@ -172,16 +172,16 @@ class SglangEngine:
             if self._failure is not None:
                 self._dispatch.balance.fail(self._failure)
 
-    async def _shut(self) -> None:
+    async def _close_dispatch(self) -> None:
         await self._abort()
         dispatch, self._dispatch = self._dispatch, None
         if dispatch is not None:
             await dispatch.close()
 
-    def _opened(self) -> Dispatch:
+    def _get_dispatch(self) -> Dispatch:
         if self._dispatch is None:
             balance = Balance(self._urls, **self._balance_options)
             if self._failure is not None:
                 balance.fail(self._failure)
-            self._dispatch = Dispatch(balance, troubled=self._trouble, keys=self._keys, **self._timeouts)
+            self._dispatch = Dispatch(balance, troubled=self._report_failure, keys=self._keys, **self._timeouts)
         return self._dispatch

@@ -1,4 +1,4 @@
-"""Requests in flight, until each has its answer; lives in one event loop."""
+"""Dispatches requests to servers until each has its answer; belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from slimectl.errors import BackendError
 from slimectl.types import Completion
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Pauses between tries double from one to the other; each is drawn uniformly from zero to there."""
+"""Bounds of the exponential backoff between tries; each pause is drawn uniformly from zero to the backoff."""
 
 PAUSED_S = 2.0
-"""How long one at most waits before a paused server is asked again."""
+"""Maximum seconds before a paused server is asked again."""
 
 CONNECT_S = 10.0
 ABORT_GRACE_S = 5.0
-"""How long servers may take to hand over what an aborted request has; then what came until now counts."""
+"""Seconds that servers may take to return the tokens of an aborted request; then those received so far count."""
 
 ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
 class Dispatch:
-    """Asks servers until one has answered whole. `troubled` hears of each that failed; one that is paused has not."""
+    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Dispatch:
         )
 
     async def complete(self, flight: Flight) -> Completion:
-        """Raises SettingsError or BackendError where there will be no answer."""
+        """Return the completion of a request. Raises SettingsError or BackendError if there will be none."""
         task = asyncio.current_task()
         assert task is not None
         self._flights[id(flight)] = flight, task
         try:
-            await self._answered(flight)
+            await self._ask_until_answered(flight)
             return flight.completion()
         except asyncio.CancelledError:
             if not flight.aborted:
@@ -70,7 +70,7 @@ class Dispatch:
             del self._flights[id(flight)]
 
     async def abort(self, workers: Sequence[str]) -> None:
-        """Servers hand over what they have; who waits for a server, or has a silent one, returns at once."""
+        """Abort all requests: servers return their tokens so far; requests without an answering server end at once."""
         pending = set()
         for flight, task in list(self._flights.values()):
             flight.aborted = True
@@ -80,7 +80,7 @@ class Dispatch:
         deadline = time.monotonic() + ABORT_GRACE_S
         while pending and time.monotonic() < deadline:
             await asyncio.gather(*(_abort_at(url, self._keys) for url in workers))
-            # Asked again: a request that a server had not yet seen was not among those it ended.
+            # Repeated: a request that had not reached its server yet was not among those it ended.
             _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         for task in pending:
             task.cancel()
@@ -88,7 +88,7 @@ class Dispatch:
             await asyncio.wait(pending)
 
     def announce(self, urls: Sequence[str]) -> None:
-        """From now on these are asked; what others were asked is asked again: a machine that is lost says nothing."""
+        """Replace the servers; requests on removed servers are retried: a machine that is lost reports nothing."""
         self.balance.announce(urls)
         for url, limit in self._asking.values():
             if url not in urls and not limit.expired():
@@ -97,19 +97,21 @@ class Dispatch:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _answered(self, flight: Flight) -> None:
-        """Raises BackendError once no server has answered for `connect_timeout_s`; waiting for one to be named is not
-        counted.
+    async def _ask_until_answered(self, flight: Flight) -> None:
+        """Retry a request until it is answered.
+
+        Raises BackendError once no server has answered for `connect_timeout_s`; waiting for a server to be announced is
+        not counted.
         """
         tries, silent_s, started = 0, 0.0, time.monotonic()
         while True:
             url = await self.balance.take(flight.key)
-            begun = time.monotonic()
-            failure = await self._tried(url, flight)
+            try_started = time.monotonic()
+            failure = await self._try_server(url, flight)
             if failure is None:
                 return
             if isinstance(failure, Paused):
-                # It lives, and goes on when weights have come or another has its turn: that is no silence.
+                # It is alive, and continues when weights are loaded or the trainer yields the GPU: this is no silence.
                 if time.monotonic() - started > self._request_timeout_s:
                     raise BackendError(f"engine at {url}: {failure} (engine.request_timeout_s)") from failure
                 await asyncio.sleep(random.uniform(FIRST_PAUSE_S, PAUSED_S))
@@ -118,7 +120,7 @@ class Dispatch:
             if flight.tokens:
                 tries, silent_s = 0, 0.0
             tries += 1
-            silent_s += time.monotonic() - begun
+            silent_s += time.monotonic() - try_started
             if silent_s >= self._connect_timeout_s:
                 raise BackendError(
                     f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {short(failure)}; "
@@ -128,8 +130,8 @@ class Dispatch:
             silent_s += pause_s
             await asyncio.sleep(pause_s)
 
-    async def _tried(self, url: str, flight: Flight) -> Exception | None:
-        """None with an answer, else why another try may do."""
+    async def _try_server(self, url: str, flight: Flight) -> Exception | None:
+        """Try one server; returns None with an answer, else the error after which another try may succeed."""
         failure: Exception | None = None
         flight.restart()
         flight.asking = True

@@ -1,4 +1,4 @@
-"""Which SGLang servers a run has: all alike, prefill apart from decode, or groups with models of their own."""
+"""Topology of a run's SGLang servers: uniform, prefill and decode, or groups with separate models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slimectl.errors import SettingsError
 
 ROLES = ("regular", "prefill", "decode")
 FIRST_BOOTSTRAP_PORT = 8998
-"""Where decoding servers find the first prefill server (SGLang's own default); the next ones count up."""
+"""Bootstrap port of the first prefill server (SGLang's default); the next ones count up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One server to start.
+    """Specification of one server to start.
 
     >>> ServerSpec(name="prefill-0", model=Path("m"), role="prefill", bootstrap_port=8998).router_kind()
     {'worker_type': 'prefill', 'bootstrap_port': 8998}
@@ -29,12 +29,12 @@ class ServerSpec:
     role: str = "regular"
     bootstrap_port: int | None = None
     gets_weights: bool = True
-    """Whether the weights that are trained are pushed there: a judge or a teacher keeps its own."""
+    """Whether the trained weights are pushed there: a judge or a teacher keeps its own."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """Named arguments of recipes.sglang_server."""
+        """Return the keyword arguments of recipes.sglang_server."""
         return {
             "name": self.name,
             "tensor_parallel": self.tensor_parallel,
@@ -44,7 +44,7 @@ class ServerSpec:
         }
 
     def router_kind(self) -> dict[str, Any]:
-        """What a router has to know besides the address."""
+        """Return the options of a registration with the router, besides the address."""
         kind: dict[str, Any] = {} if self.role == "regular" else {"worker_type": self.role}
         return kind if self.bootstrap_port is None else kind | {"bootstrap_port": self.bootstrap_port}
 
@@ -61,12 +61,12 @@ def groups_of(
     groups: Sequence[Mapping[str, Any]] = (),
     args: Mapping[str, Any] | None = None,
 ) -> list[ServerSpec]:
-    """Every server, those that only prefill first. `args` are for all, a group's own win.
+    """Return the spec of every server, prefill servers first. `args` apply to all; those of a group take precedence.
 
-    Raises SettingsError if a group has a key that is none, or prefill and decode are not both there.
+    Raises SettingsError for an unknown key of a group, or for prefill without decode and the reverse.
     """
-    given = list(groups) or _plain(num_engines, prefill_num_servers)
-    specs = [spec for group in given for spec in _of(group, model, gpus_per_engine, args or {})]
+    configs = list(groups) or _default_groups(num_engines, prefill_num_servers)
+    specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {})]
     specs.sort(key=lambda spec: spec.role != "prefill")
     roles = {spec.role for spec in specs if spec.gets_weights}
     if not roles:
@@ -78,7 +78,7 @@ def groups_of(
     return [_with_port(spec, FIRST_BOOTSTRAP_PORT + i) for i, spec in enumerate(specs)]
 
 
-def _plain(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
+def _default_groups(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
     if not prefill:
         return [{"name": "engine", "num_engines": num_engines}]
     if prefill >= num_engines:
@@ -92,7 +92,9 @@ def _plain(num_engines: int, prefill: int) -> list[Mapping[str, Any]]:
     ]
 
 
-def _of(group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any]) -> Iterator[ServerSpec]:
+def _specs_of(
+    group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mapping[str, Any]
+) -> Iterator[ServerSpec]:
     for key in group.keys() - GROUP_KEYS:
         near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(GROUP_KEYS))}"
@@ -100,14 +102,14 @@ def _of(group: Mapping[str, Any], model: Path, gpus_per_engine: int, args: Mappi
     name, role = str(group.get("name", "engine")), group.get("role", "regular")
     if role not in ROLES:
         raise SettingsError(f"sglang.groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
-    own = Path(group["model"]) if group.get("model") else model
+    group_model = Path(group["model"]) if group.get("model") else model
     for i in range(_count(group, name, "num_engines", 1)):
         yield ServerSpec(
             name=f"{name}-{i}",
-            model=own,
+            model=group_model,
             tensor_parallel=_count(group, name, "num_gpus_per_engine", gpus_per_engine),
             role=role,
-            gets_weights=own == model,
+            gets_weights=group_model == model,
             args={**args, **(group.get("args") or {})},
         )
 

@@ -1,4 +1,4 @@
-"""What a server's log says when one line must do."""
+"""Extracts the error line of a server's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOISE = re.compile(r"warn|^\s*$|^\s*(File |\^|~)", re.I)
 
 
 def tail(log: Path, lines: int, *, since: int = 0) -> str:
-    """The last lines of a file, of its part from byte `since` on; "" where there is none."""
+    """Return the last lines of a file, from byte `since` on; "" if there is no file."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -29,14 +29,16 @@ def tail(log: Path, lines: int, *, since: int = 0) -> str:
 
 
 def cause(text: str) -> str:
-    """The line that says why: about memory if any is, else the first error (what follows it is its wake), else the
-    last line that is not a warning.
+    """Return the line that explains a failure.
+
+    It is the first about memory, else the first error (later ones are its consequences), else the last line that is not
+    a warning.
     """
     lines = text.splitlines()
     for pattern in (MEMORY, ERROR):
-        found = next((line for line in lines if pattern.search(line)), None)
-        if found is not None:
-            return _short(found)
+        match = next((line for line in lines if pattern.search(line)), None)
+        if match is not None:
+            return _short(match)
     return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "it wrote nothing"))
 
 

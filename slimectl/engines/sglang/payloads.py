@@ -1,7 +1,8 @@
-"""Tensors on their way into another process of this machine: one flat buffer, pickled for SGLang or in shared memory.
+"""Payloads of tensors for another process of this machine: one flat buffer, pickled for SGLang or in shared memory.
 
 SGLang's own payloads name classes of SGLang, which the trainer's Python may not have. It reads the fields of a tensor's
-metadata by name only and its unpickler lets plain namespaces through (seen in 0.5.18, 0.5.20 and 0.5.21), so those do.
+metadata by name only and its unpickler accepts plain namespaces (checked in 0.5.18, 0.5.20 and 0.5.21), so these are
+used.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from slimectl.errors import StorageError
 NamedTensor = tuple[str, Tensor]
 SHARED = "/dev/shm"
 DEVICE_INDEX = 6
-"""Where torch's reduction of a CUDA tensor says on which device it is."""
+"""Index of the device in the arguments of torch's reduction of a CUDA tensor."""
 
 
 def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Wide numbers first: back to back, each tensor then begins at a multiple of its own width."""
+    """Sort tensors by element width, widest first, so that each begins at a multiple of its width when concatenated."""
     return sorted(tensors, key=lambda named: -named[1].element_size())
 
 
@@ -35,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def flattened(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """The bytes of all tensors in one [N] uint8 tensor on their device, and where each begins and ends."""
+    """Concatenate the bytes of all tensors into one [N] uint8 tensor on their device; also returns their ranges."""
     parts, places, end = [], [], 0
     for name, tensor in aligned(tensors):
         part = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -50,7 +51,7 @@ def flattened(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamesp
 
 
 def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
-    """What SGLang takes as load_format "flattened_bucket".
+    """Pickle a flat buffer as SGLang's load_format "flattened_bucket".
 
     On a CPU the bytes themselves: handles of torch's shared memory either need the receiver to know this process's
     authentication key, and kill SGLang's scheduler when it does not, or leave a daemon behind. On a GPU a handle of
@@ -60,7 +61,7 @@ def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
 
 
 class _Handle:
-    """A CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID for the index.
+    """CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID instead of the index.
 
     The two processes may number the devices differently; SGLang looks the UUID up.
     """
@@ -77,19 +78,19 @@ class _Handle:
 
 
 class SharedBlock:
-    """Shared memory for one message after the other: to touch pages for the first time costs more than to fill them.
+    """Shared memory that successive messages reuse: to touch pages for the first time costs more than to fill them.
 
-    Gone with this object. Raises StorageError if there is no room for it.
+    Released with this object. Raises StorageError if there is no room for it.
     """
 
     def __init__(self, size: int) -> None:
         _check_room(size)
         self.size = size
         self._memory = SharedMemory(create=True, size=max(1, size))
-        self.free = weakref.finalize(self, _gone, self._memory)
+        self.free = weakref.finalize(self, _release, self._memory)
 
     def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-        """What `slimectl serve` takes as load_format "shared_memory": the name of the block, and what lies where."""
+        """Write tensors into the block; returns the load_format "shared_memory" of `slimectl serve`: name and table."""
         places, end = [], 0
         for name, tensor in aligned(tensors):
             start, end = end, end + tensor.nbytes
@@ -97,20 +98,20 @@ class SharedBlock:
             if tensor.numel():
                 target = torch.frombuffer(self._memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
                 target.copy_(tensor.detach().reshape(-1))
-                del target  # a block cannot be closed while something looks into it
+                del target  # a block cannot be closed while a view of it exists
         return {"name": self._memory.name, "tensors": places}
 
 
-def _gone(memory: SharedMemory) -> None:
+def _release(memory: SharedMemory) -> None:
     memory.close()
     memory.unlink()
 
 
 def _check_room(size: int) -> None:
-    """Writing beyond a full /dev/shm kills the process with SIGBUS: containers often have 64 MiB."""
+    """Check the free space of /dev/shm: beyond it a write kills the process by SIGBUS; containers often have 64 MiB."""
     if os.path.isdir(SHARED):
-        facts = os.statvfs(SHARED)
-        free = facts.f_bavail * facts.f_frsize
+        status = os.statvfs(SHARED)
+        free = status.f_bavail * status.f_frsize
         if free < size:
             raise StorageError(
                 f"{SHARED}: {free / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}; give the"

@@ -1,4 +1,4 @@
-"""What is asked of a server, and what has come of the answer so far."""
+"""Generation request to a server, and its answer so far."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ KEPT = {
     "num_retractions": "num_retractions",
     "dp_rank": "dp_rank",
 }
-"""What an answer says beside text, tokens and versions, as SGLang names it and as we do; kept where it is there."""
+"""Extra metadata of an answer: SGLang's name and ours; copied if present."""
 
 
 class Unavailable(Exception):
-    """The server could not answer now; it, or another, may later."""
+    """Error: the server could not answer now; it, or another, may later."""
 
 
 class Paused(Unavailable):
-    """The server lives but is paused, and has said so after a while."""
+    """Error: the server is alive but paused, and reported so after a while."""
 
 
 def sampling(params: SamplingParams, *, limit: int) -> dict[str, Any]:
-    """SGLang's names. A seed is always sent: in deterministic mode SGLang gives all requests without one the same.
+    """Convert sampling parameters to SGLang's names, always with a seed.
 
-    Greedy log-probabilities are untempered in SGLang too, and all others are of the tempered, whole distribution.
+    In deterministic mode SGLang uses the same seed for all requests without one. Greedy log-probabilities are
+    untempered in SGLang too, and all others are of the tempered, unfiltered distribution.
     """
     return {
         "temperature": params.temperature,
@@ -51,14 +52,14 @@ def sampling(params: SamplingParams, *, limit: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Flight:
-    """One request on its way, from server to server if need be; what has come is of the last server alone."""
+    """Request in flight, retried on other servers if needed; its answer comes from the last server alone."""
 
     body: dict[str, Any]
     key: int
-    """Equal prompts have equal keys: they go to the same server, whose prefix cache knows them."""
+    """Affinity key: equal prompts have equal keys, and go to the same server, whose prefix cache has them."""
 
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end the answer here, because SGLang heeds none of them under ignore_eos."""
+    """Tokens that end the answer on the client, because SGLang ignores them under ignore_eos."""
 
     min_tokens: int = 0
     decode: Callable[[list[int]], str] | None = None
@@ -72,44 +73,44 @@ class Flight:
     finish: str | None = None
 
     def restart(self) -> None:
-        """Forget what came from a server that is gone; ask under a new name, for the old one may still live there."""
+        """Drop the answer of a failed server, and draw a new request id: the old one may still be running there."""
         self.tokens, self.log_probs, self.text, self.versions, self.meta, self.finish = [], [], "", [], {}, None
         self.body["rid"] = f"slimectl-{uuid.uuid4().hex}"
 
     def take(self, chunk: dict[str, Any]) -> None:
-        """One event of the stream, which brings what is new, or (other servers) all there is.
+        """Add one event of the stream, which has the new tokens, or (other servers) all tokens so far.
 
-        Raises Unavailable if these are not words of the weights that were pushed.
+        Raises Unavailable if they were not sampled with pushed weights.
         """
         meta = chunk["meta_info"]
-        self._take_versions(meta)
+        self._add_versions(meta)
         ids = chunk.get("output_ids") or []
-        seen, total = len(self.tokens), meta.get("completion_tokens", len(self.tokens) + len(ids))
-        whole = seen > 0 and len(ids) == total and seen + len(ids) != total
+        count_before, total = len(self.tokens), meta.get("completion_tokens", len(self.tokens) + len(ids))
+        is_cumulative = count_before > 0 and len(ids) == total and count_before + len(ids) != total
         scored = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-        self.text = chunk.get("text", "") if whole or not seen else self.text + chunk.get("text", "")
-        self.tokens += ids[seen:] if whole else ids
-        self.log_probs += scored[seen:] if whole else scored
+        self.text = chunk.get("text", "") if is_cumulative or not count_before else self.text + chunk.get("text", "")
+        self.tokens += ids[count_before:] if is_cumulative else ids
+        self.log_probs += scored[count_before:] if is_cumulative else scored
         self.meta |= meta
         reason = meta.get("finish_reason")
         if reason is not None:
             self.finish = reason["type"] if isinstance(reason, dict) else str(reason)
-        self._stop_here(seen)
+        self._apply_stop_tokens(count_before)
 
-    def _take_versions(self, meta: dict[str, Any]) -> None:
+    def _add_versions(self, meta: dict[str, Any]) -> None:
         spans = meta.get("weight_versions") or ([meta["weight_version"]] if "weight_version" in meta else [])
-        named = [span["version"] if isinstance(span, dict) else span for span in spans]
-        if UNPUSHED in named:
+        versions = [span["version"] if isinstance(span, dict) else span for span in spans]
+        if UNPUSHED in versions:
             raise Unavailable("it has no weights yet")
-        if len(named) > 1:
-            self.versions = named
-        elif named and self.versions[-1:] != named:
-            self.versions += named
+        if len(versions) > 1:
+            self.versions = versions
+        elif versions and self.versions[-1:] != versions:
+            self.versions += versions
 
-    def _stop_here(self, seen: int) -> None:
-        for at in range(max(seen, self.min_tokens - 1), len(self.tokens)) if self.stop_tokens else ():
-            if self.tokens[at] in self.stop_tokens:
-                del self.tokens[at + 1 :], self.log_probs[at + 1 :]
+    def _apply_stop_tokens(self, count_before: int) -> None:
+        for position in range(max(count_before, self.min_tokens - 1), len(self.tokens)) if self.stop_tokens else ():
+            if self.tokens[position] in self.stop_tokens:
+                del self.tokens[position + 1 :], self.log_probs[position + 1 :]
                 self.finish = "stop"
                 self.meta["finish_reason"] = None
                 return

@@ -1,4 +1,4 @@
-"""The real sglang-router in front of several servers: one address, and a policy that chooses."""
+"""Process of sglang-router in front of several servers: one address, and a policy that selects a server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REPLY_TIMEOUT_S = 10.0
 
 
 class Router:
-    """A router process and the workers behind it. `server` comes from recipes.router_server.
+    """Router process and the workers behind it. `server` comes from recipes.router_server.
 
-    It forwards requests for text alone: aborts, pauses and weights go to the workers themselves.
+    It forwards generation requests only: aborts, pauses and weights go to the workers themselves.
     """
 
     def __init__(self, server: ServerProcess, *, register_timeout_s: float = 60.0) -> None:
@@ -38,14 +38,14 @@ class Router:
         self._server.stop()
 
     def add(self, worker: str, **kind: Any) -> None:
-        """Returns when requests go to this worker. `kind`: worker_type and bootstrap_port, for disaggregation.
+        """Register a worker; returns when it gets requests. `kind`: worker_type and bootstrap_port, for disaggregation.
 
-        Raises BackendError if the router does not take it.
+        Raises BackendError if the router refuses it.
         """
         asyncio.run(self._add(worker, kind))
 
     def remove(self, worker: str) -> None:
-        """No further request goes there; nothing happens if none did."""
+        """Remove a worker, so that no request goes there; does nothing if it is not registered."""
         asyncio.run(self._remove(worker))
 
     async def _add(self, worker: str, kind: dict[str, Any]) -> None:
@@ -54,8 +54,8 @@ class Router:
         if reply.status >= 400:
             raise BackendError(f"sglang-router at {self._url} refuses {worker}: {reply.words}")
         while True:
-            known = await self._worker(worker)
-            if known is not None and known.get("is_healthy"):
+            registered = await self._worker(worker)
+            if registered is not None and registered.get("is_healthy"):
                 return
             if time.monotonic() > deadline:
                 raise BackendError(
@@ -65,8 +65,8 @@ class Router:
 
     async def _remove(self, worker: str) -> None:
         deadline = time.monotonic() + REPLY_TIMEOUT_S
-        while (known := await self._worker(worker)) is not None:
-            await self._ask("DELETE", f"/workers/{known['id']}")
+        while (registered := await self._worker(worker)) is not None:
+            await self._ask("DELETE", f"/workers/{registered['id']}")
             if time.monotonic() > deadline:
                 raise BackendError(f"sglang-router at {self._url} does not let go of {worker}")
             await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""A model behind servers that is only asked how likely given tokens are."""
+"""Client of a remote model that only computes log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from slimectl.rewards.asking import Asker, Patience
 from slimectl.types import Row
 
 ROWS, TOKENS = 16, 16384
-"""What one request asks about at most."""
+"""Maximum rows and tokens of one request."""
 
 PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café, 北京, здравствуй 🙂 [[1, 20, 300]]"
-"""Text of every kind, which two vocabularies cut alike only if they are one."""
+"""Text of every kind, which two vocabularies tokenise alike only if they are the same."""
 
 
 class ServedModel:
     """ports.LogProbs of the model behind `urls`: SGLang's servers, or `slimectl serve`.
 
-    Requests go to the servers in turn, all at once; each may be tried `tries` times within `timeout_s` seconds.
-    `setting` names where the addresses come from. Log-probabilities are those of temperature 1.
+    Requests go to the servers round-robin, concurrently; each may be tried `tries` times within `timeout_s` seconds.
+    `setting` names the setting of the addresses. Log-probabilities are those of temperature 1.
     """
 
     def __init__(self, urls: Sequence[str], *, setting: str, timeout_s: float, tries: int = 5) -> None:
@@ -29,62 +29,64 @@ class ServedModel:
         self._patience = Patience(timeout_s, tries)
 
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """log p(token) of every response token, R floats a row. Raises BackendError if they cannot be had."""
+        """Return log p(token) of every response token, R floats per row. Raises BackendError if the servers fail."""
         with Asker() as asker:
-            asked = [
-                asker.submit(self._judged(self._urls[i % len(self._urls)], batch, asker))
+            futures = [
+                asker.submit(self._score(self._urls[i % len(self._urls)], batch, asker))
                 for i, batch in enumerate(_batches(rows))
             ]
-            return [log_probs for future in asked for log_probs in future.result()]
+            return [log_probs for future in futures for log_probs in future.result()]
 
     def check_vocabulary(self, tokenizer: Any, *, of: object) -> None:
-        """Raises SettingsError if a server cuts text into other tokens than `tokenizer`, that of the model `of`."""
-        own = list(tokenizer.encode(PROBE, add_special_tokens=False))
+        """Raise SettingsError if a server tokenises text differently than `tokenizer`, that of the model `of`."""
+        expected = list(tokenizer.encode(PROBE, add_special_tokens=False))
         for url in self._urls:
             with Asker() as asker:
-                (reply,) = asker.submit(self._asked(url, {"text": [PROBE], "logprob_start_len": 0}, asker)).result()
-            found = [token for _, token in self._pairs(url, reply)]
-            # Around it may stand what the teacher's tokenizer puts around every text.
-            if not any(found[i : i + len(own)] == own for i in range(len(found) - len(own) + 1)):
-                told = f"the model at {url} has another vocabulary than {of}; give a teacher that shares it"
-                raise SettingsError(f"{self._setting}: {told}")
+                (reply,) = asker.submit(self._request(url, {"text": [PROBE], "logprob_start_len": 0}, asker)).result()
+            server_tokens = [token for _, token in self._pairs(url, reply)]
+            # The teacher's tokenizer may add special tokens around the text.
+            if not any(
+                server_tokens[i : i + len(expected)] == expected for i in range(len(server_tokens) - len(expected) + 1)
+            ):
+                message = f"the model at {url} has another vocabulary than {of}; give a teacher that shares it"
+                raise SettingsError(f"{self._setting}: {message}")
 
     def close(self) -> None:
-        """Connections end with each question."""
+        """Do nothing: connections end with each request."""
 
-    async def _judged(self, url: str, rows: Sequence[Row], asker: Asker) -> list[list[float]]:
-        begins = [len(row.tokens) - row.response_length - 1 for row in rows]
-        asked = {"input_ids": [list(row.tokens) for row in rows], "logprob_start_len": begins}
-        found = []
-        for row, start, reply in zip(rows, begins, await self._asked(url, asked, asker), strict=True):
+    async def _score(self, url: str, rows: Sequence[Row], asker: Asker) -> list[list[float]]:
+        starts = [len(row.tokens) - row.response_length - 1 for row in rows]
+        query = {"input_ids": [list(row.tokens) for row in rows], "logprob_start_len": starts}
+        results = []
+        for row, start, reply in zip(rows, starts, await self._request(url, query, asker), strict=True):
             pairs = self._pairs(url, reply)
             if [token for _, token in pairs] != list(row.tokens[start:]):
-                raise self._strange(url, "log-probabilities of other tokens than were asked about")
-            found.append([float(log_prob) for log_prob, _ in pairs[1:]])
-        return found
+                raise self._unexpected_answer(url, "log-probabilities of other tokens than were asked about")
+            results.append([float(log_prob) for log_prob, _ in pairs[1:]])
+        return results
 
-    async def _asked(self, url: str, asked: dict[str, Any], asker: Asker) -> list[Any]:
-        nothing = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {**asked, "return_logprob": True, "sampling_params": nothing}
+    async def _request(self, url: str, query: dict[str, Any], asker: Asker) -> list[Any]:
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        body = {**query, "return_logprob": True, "sampling_params": params}
         reply = await asker.post(f"{url}/generate", body, patience=self._patience, wanted_by="the teacher")
-        wanted = len(asked["logprob_start_len"]) if isinstance(asked["logprob_start_len"], list) else 1
-        if not isinstance(reply, list) or len(reply) != wanted:
-            raise self._strange(url, f"{str(reply)[:60]!r} to {wanted} prompts")
+        count = len(query["logprob_start_len"]) if isinstance(query["logprob_start_len"], list) else 1
+        if not isinstance(reply, list) or len(reply) != count:
+            raise self._unexpected_answer(url, f"{str(reply)[:60]!r} to {count} prompts")
         return reply
 
     def _pairs(self, url: str, reply: Any) -> list[list[Any]]:
-        """[log-probability, token] of the prompt's tokens."""
+        """Return [log-probability, token] of the prompt's tokens."""
         try:
             return [[log_prob, token] for log_prob, token, *_ in reply["meta_info"]["input_token_logprobs"]]
         except (KeyError, TypeError, ValueError):
-            raise self._strange(url, f"{str(reply)[:60]!r}") from None
+            raise self._unexpected_answer(url, f"{str(reply)[:60]!r}") from None
 
-    def _strange(self, url: str, what: str) -> BackendError:
-        return BackendError(f"the teacher at {url}: answered {what}; is it SGLang or `slimectl serve`?")
+    def _unexpected_answer(self, url: str, description: str) -> BackendError:
+        return BackendError(f"the teacher at {url}: answered {description}; is it SGLang or `slimectl serve`?")
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in order, as many as one request may ask about."""
+    """Split rows into batches of at most one request, in order."""
     batch: list[Row] = []
     tokens = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""A server as a child process: started on a free port, watched until it answers, and ended with all its children."""
+"""Server as a child process: started on a free port, polled until it answers, and ended with all its children."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from slimectl.engines.sglang.wire import get
 from slimectl.errors import BackendError
 
 Command = Callable[[str, int], Sequence[str]]
-"""The command line, given host and port."""
+"""Function of host and port that returns the command line."""
 
 PORTS_TRIED = 5
 POLL_S = 0.25
 
 
 class ServerProcess:
-    """A child process that serves HTTP and answers `GET {ready}` with 200 once it can work.
+    """Child process that serves HTTP and answers `GET {ready}` with 200 once it is ready.
 
-    Until `start` it is a recipe that can be pickled; its interface is methods alone, so that an executor can host it.
-    The child has a session of its own (Ctrl-C is the parent's), leaves when this process dies (the command sees to
-    that: it is told by SLIMECTL_PARENT), and writes to `log`. `host` None means this machine's own address; `own_tmp`
-    gives the child a temporary folder of its own, which goes with it.
+    Until `start` it can be pickled; its interface is methods only, so that an executor can host it. The child has a
+    separate session (the parent handles Ctrl-C), exits when this process dies (the command implements that, by
+    SLIMECTL_PARENT), and writes to `log`. `host` None means the address of this machine; `own_tmp` gives the child a
+    temporary folder, which is removed with it.
     """
 
     def __init__(
@@ -49,59 +49,59 @@ class ServerProcess:
         start_timeout_s: float = 600.0,
     ) -> None:
         self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
-        self._host, self._wanted_port, self._ready = host, port, ready
+        self._host, self._preferred_port, self._ready = host, port, ready
         self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
         self._segments: set[Path] = set()
         self._log_start = 0
-        self._wanted = False
+        self._should_run = False
 
     def start(self) -> str:
-        """The address, once the server is ready. Raises BackendError with the last words of one that does not come."""
+        """Start the server; returns its address once it is ready. Raises BackendError with its log's error line."""
         self.stop()
-        self._wanted = True
+        self._should_run = True
         host = self._host or own_address()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         for attempt in range(PORTS_TRIED):
-            port = free_port(host, self._wanted_port if attempt == 0 else None)
+            port = free_port(host, self._preferred_port if attempt == 0 else None)
             process = self._spawn(host, port)
-            if self._answers(process, f"http://{host}:{port}", begun + self._start_timeout_s):
+            if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
                 return f"http://{host}:{port}"
-            words = self._last_words()
+            message = self._error_line()
             self.stop(again=True)
-            if "address already in use" not in words.lower():
+            if "address already in use" not in message.lower():
                 break
         self.stop()
         code = process.returncode
-        late = time.monotonic() - begun >= self._start_timeout_s
-        what = (
+        late = time.monotonic() - started_at >= self._start_timeout_s
+        description = (
             f"did not answer within {self._start_timeout_s:.0f} s"
             if late
-            else f"died while starting ({_fate(code, words)})"
+            else f"died while starting ({_exit_reason(code, message)})"
         )
-        raise BackendError(f"{self._name} {what}: {words}; its log: {self._log}")
+        raise BackendError(f"{self._name} {description}: {message}; its log: {self._log}")
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def pid(self) -> int | None:
-        """Of the server itself; also the id of its process group."""
+        """Return the process id of the server, which is also that of its process group."""
         return self._process.pid if self._process is not None else None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that the server wrote since it was last started."""
+        """Return the last lines that the server wrote since its last start."""
         return tail(self._log, lines, since=self._log_start)
 
     def death(self) -> str:
-        """Why it died, in the words of its exit code and its log."""
+        """Return why it died, from its exit code and its log."""
         code = self._process.poll() if self._process is not None else None
-        words = self._last_words()
-        return f"{_fate(code, words)}: {words}"
+        message = self._error_line()
+        return f"{_exit_reason(code, message)}: {message}"
 
     def stop(self, *, again: bool = False) -> None:
-        """End the server and all its children; nothing happens if there is none. `again`: a start is under way."""
-        self._wanted = self._wanted and again
+        """End the server and all its children; does nothing without one. `again`: `start` is trying another port."""
+        self._should_run = self._should_run and again
         process = self._process
         if process is not None:
             self._segments |= segments(members(process.pid))
@@ -131,11 +131,11 @@ class ServerProcess:
                 raise BackendError(f"{self._name}: {command[0]} cannot be run: {error.strerror}") from error
         return self._process
 
-    def _answers(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
-        """Whether it came to be ready: False if it died, or was stopped, or the time is over."""
-        while process.poll() is None and self._wanted and time.monotonic() < deadline:
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
+        """Wait until the server is ready; returns False if it died, was stopped, or the time is over."""
+        while process.poll() is None and self._should_run and time.monotonic() < deadline:
             ready = self._is_ready(url) and process.poll() is None
-            self._segments |= segments(members(process.pid))  # those of a server that dies cannot be asked for later
+            self._segments |= segments(members(process.pid))  # those of a dead server cannot be listed any more
             if ready:
                 return True
             time.sleep(POLL_S)
@@ -146,14 +146,14 @@ class ServerProcess:
             return asyncio.run(get(url + self._ready, timeout_s=10)).status == 200
         return False
 
-    def _last_words(self) -> str:
+    def _error_line(self) -> str:
         return cause(tail(self._log, 2000, since=self._log_start))
 
 
-def free_port(host: str, wanted: int | None = None) -> int:
-    """`wanted` if nobody has it, else any other. Raises BackendError if the machine has no such address."""
+def free_port(host: str, preferred: int | None = None) -> int:
+    """Return `preferred` if it is free, else any free port. Raises BackendError if the machine has no such address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in [0] if wanted is None else [wanted, 0]:
+    for port in [0] if preferred is None else [preferred, 0]:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((host, port))
@@ -166,7 +166,7 @@ def free_port(host: str, wanted: int | None = None) -> int:
 
 
 def own_address() -> str:
-    """The address by which other machines reach this one; 127.0.0.1 if it has no network."""
+    """Return the address by which other machines reach this one; 127.0.0.1 without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): routes are looked up, nothing is sent
@@ -175,10 +175,10 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _fate(code: int | None, words: str) -> str:
-    """What an exit code means; SGLang kills itself too, after it has said why."""
+def _exit_reason(code: int | None, message: str) -> str:
+    """Explain an exit code; SGLang kills itself too, after it has logged the reason."""
     if code is None:
         return "it runs but does not answer"
     if code != -signal.SIGKILL:
         return f"exit code {code}"
-    return "killed" if names_error(words) else "killed; out of memory?"
+    return "killed" if names_error(message) else "killed; out of memory?"

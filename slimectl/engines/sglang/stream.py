@@ -1,4 +1,4 @@
-"""One request to one server."""
+"""Streams one generation request from one server."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ async def ask(
 ) -> None:
     """Stream an answer into `flight`.
 
-    Raises Unavailable or aiohttp's errors where another try may do, SettingsError or BackendError where none will.
+    Raises Unavailable or aiohttp's errors if a retry may succeed, SettingsError or BackendError if none will.
     """
     async with session.post(f"{url}/generate", json=flight.body, headers=headers) as reply:
         if reply.status != 200:
             _refuse(url, reply.status, parsed(await reply.text()))
         async for event in _events(reply.content):
-            _look(url, event)
+            _check_event(url, event)
             flight.take(event)
             if flight.finish is not None:
                 return
@@ -37,17 +37,17 @@ async def ask(
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of every server-sent event, however they are cut into packets."""
-    held = b""
+    """Yield the JSON of every server-sent event, across packet boundaries."""
+    buffer = b""
     async for packet in stream.iter_any():
-        *lines, held = (held + packet).split(b"\n")
+        *lines, buffer = (buffer + packet).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                 yield json.loads(data)
 
 
-def _look(url: str, event: Mapping[str, Any]) -> None:
-    """Refusals come in the stream too: as an error, or as an "abort" that has a status."""
+def _check_event(url: str, event: Mapping[str, Any]) -> None:
+    """Raise for refusals within the stream: an error event, or an "abort" that has a status."""
     if "error" in event:
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
         _refuse(url, int(code or 400), event)

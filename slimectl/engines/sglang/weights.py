@@ -1,4 +1,4 @@
-"""A whole set of weights to servers, in parts of bounded size, each tensor compared with what the model has."""
+"""Splits a whole set of weights into buckets of bounded size, and checks each tensor against the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Forms = Mapping[str, "tuple[tuple[int, ...], dtype]"]
 
 
 def buckets(tensors: NamedTensors, forms: Forms, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """`forms` says which names and shapes there are.
+    """Yield buckets of about `bucket_bytes`; `forms` has the names and shapes of the model.
 
-    Raises CheckpointError on an extra or misshapen tensor before it is handed on, and in the end on a missing one.
+    Raises CheckpointError on an extra or misshapen tensor before it is yielded, and at the end on a missing one.
     """
     missing = set(forms)
     bucket: list[tuple[str, Tensor]] = []
-    held = 0
+    bucket_size = 0
     for name, tensor in tensors:
         if name not in forms:
             raise CheckpointError(f"weights: {name} is not part of this model")
@@ -30,10 +30,10 @@ def buckets(tensors: NamedTensors, forms: Forms, *, bucket_bytes: int) -> Iterat
             raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         missing.discard(name)
         bucket.append((name, tensor))
-        held += tensor.numel() * tensor.element_size()
-        if held >= bucket_bytes:
+        bucket_size += tensor.numel() * tensor.element_size()
+        if bucket_size >= bucket_bytes:
             yield bucket
-            bucket, held = [], 0
+            bucket, bucket_size = [], 0
     if missing:
         raise CheckpointError(f"weights: {min(missing)} is missing ({len(missing)} in all)")
     if bucket:

@@ -1,4 +1,4 @@
-"""Single requests to a server."""
+"""HTTP requests to one server, each on its own connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 from slimectl.errors import BackendError
 
 UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-"""What it looks like when a server is not there, or goes while it answers."""
+"""Errors of a server that is not running, or ends while it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Reply:
 
     @property
     def words(self) -> str:
-        """What the server says of an error, in one line."""
+        """Error message of the server, in one line."""
         return words_of(self.body)
 
 
 async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:
-    """Raises BackendError if nobody answers in time."""
+    """Send a GET request. Raises BackendError if nobody answers in time."""
     return await request("GET", url, timeout_s=timeout_s, headers=headers)
 
 
@@ -40,7 +40,7 @@ async def request(
     body: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Reply:
-    """One request on a connection of its own. Raises BackendError if nobody answers in time."""
+    """Send one request on a separate connection. Raises BackendError if nobody answers in time."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
@@ -53,7 +53,7 @@ async def request(
 
 
 def parsed(text: str) -> Any:
-    """The JSON, or the text where it is none."""
+    """Parse JSON; returns the text if it is none."""
     try:
         return json.loads(text)
     except ValueError:
@@ -61,12 +61,12 @@ def parsed(text: str) -> Any:
 
 
 def words_of(body: Any) -> str:
-    """The message in an error's body: SGLang, its router and OpenAI each have their own place for it."""
+    """Return the message in an error's body: SGLang, its router and OpenAI each use another field for it."""
     while isinstance(body, dict):
         body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), str(dict(body)))
     return (str(body).strip().splitlines() or ["no reason given"])[0][:300]
 
 
 def short(error: BaseException) -> str:
-    """The first line of an error, or its name where it has no words."""
+    """Return the first line of an error, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

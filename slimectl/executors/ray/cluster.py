@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: one of our own on this machine, or a running one by its address."""
+"""Connects to a Ray cluster: one started on this machine, or a running one by its address."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.ray.library import ray
 
 REACH_S = 10.0
-"""How long an address where nobody listens is tried."""
+"""Seconds that an address where nobody listens is tried."""
 TRY_S = 20.0
-"""How long what listens there may take to be a Ray cluster."""
+"""Seconds that a listening address gets to answer as a Ray cluster."""
 TRY = """
 import sys, ray
 try:
@@ -36,16 +36,16 @@ def connect(address: str | None, *, cpus: int) -> str | None:
     if ray.is_initialized():
         return None
     if address is not None:
-        _reach(address)
-        _try(address)
+        _check_reachable(address)
+        _check_is_ray_head(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _print_on_stderr()
-    asked = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
+    options = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
     try:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
-        context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **asked)
+        context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **options)
     except Exception as error:
-        raise BackendError(f"Ray at {address or 'this machine'}: {_told(str(error))}") from error
+        raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
     return context["session_dir"] if address is None else None
 
 
@@ -57,30 +57,30 @@ def disconnect(session: str | None) -> None:
 
 
 def _print_on_stderr() -> None:
-    """What Ray and its workers say goes to stderr, a line each.
+    """Print the messages of Ray and its workers on stderr, a line each.
 
     Ray 2.60 prints its own errors on the driver's stdout, where samples go. Delete when ray.init takes a stream.
     """
     from ray._private import worker
 
-    worker.print_to_stdstream = _print_said
+    worker.print_to_stdstream = _print_lines
 
 
-def _print_said(data: dict[str, Any], ignore_prefix: bool) -> None:
-    speaker = data.get("pid")
-    if speaker == "autoscaler":  # a page every five seconds
+def _print_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
+    pid = data.get("pid")
+    if pid == "autoscaler":  # a page every five seconds
         return
     for line in filter(str.strip, data["lines"]):
-        if speaker == "raylet":
-            # The first sentence of a page; what it means for the work is said where the work fails.
+        if pid == "raylet":
+            # The first sentence of a page; the error that follows explains what it means for the work.
             line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}"
         elif not ignore_prefix:
-            line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {speaker}) {line}"
+            line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {pid}) {line}"
         print(line, file=sys.stderr)
 
 
-def _reach(address: str) -> None:
-    """Raises BackendError if nobody listens there: Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Check that somebody listens at the address: Ray itself would try for minutes. Raises BackendError."""
     if address == "auto":
         return
     if "://" in address:
@@ -105,25 +105,25 @@ def _reach(address: str) -> None:
     )
 
 
-def _try(address: str) -> None:
-    """Connect in a process of its own first: where there is no Ray cluster Ray tries for minutes and cannot be stopped.
+def _check_is_ray_head(address: str) -> None:
+    """Connect in a separate process first: where there is no Ray cluster Ray tries for minutes and cannot be stopped.
 
     Raises BackendError.
     """
     try:
-        tried = subprocess.run([sys.executable, "-c", TRY, address], capture_output=True, text=True, timeout=TRY_S)
+        result = subprocess.run([sys.executable, "-c", TRY, address], capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
         raise BackendError(
             f"Ray at {address}: something is there, but it did not answer as a Ray head does in {TRY_S:g} s; give the "
             f"head's own port (6379 by default) and Ray {ray.__version__}"
         ) from None
-    if tried.returncode:
-        raise BackendError(f"Ray at {address}: {_told(tried.stderr)}")
+    if result.returncode:
+        raise BackendError(f"Ray at {address}: {_one_line(result.stderr)}")
 
 
-def _told(words: str) -> str:
-    """Ray's words in one line; of two versions that differ, both."""
-    lines = [line.strip() for line in words.splitlines() if line.strip() and not line.startswith("[")]
+def _one_line(message: str) -> str:
+    """Shorten Ray's message to one line; a version mismatch keeps both versions."""
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("[")]
     if any("ersion mismatch" in line for line in lines):
         return f"{' '.join(lines)}; install the versions of the cluster"
     return lines[-1] if lines else "it could not be joined"

@@ -1,4 +1,4 @@
-"""Why an actor is gone, in words."""
+"""Explains why an actor died, reads its log, and kills actors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slimectl.executors.ray.library import ray
 from slimectl.executors.ray.surroundings import Whereabouts
 
 LOOK_S = 1.0
-"""How long a machine gets to answer."""
+"""Seconds that a machine gets to answer."""
 LEAVE_S = 5.0
-"""How long processes get to end that were killed."""
+"""Seconds that killed processes get to end."""
 
 
-def cause(error: BaseException | None, where: Whereabouts) -> str:
-    """What became of an actor, by what Ray raised and what its machine says."""
-    if not is_alive(where.node):
+def cause(error: BaseException | None, location: Whereabouts) -> str:
+    """Return why an actor died, from the exception that Ray raised and the state of its machine."""
+    if not is_alive(location.node):
         return "its machine has left the cluster"
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in str(error):
         return "out of memory"
@@ -30,15 +30,15 @@ def cause(error: BaseException | None, where: Whereabouts) -> str:
 
 
 def is_alive(node: str) -> bool:
-    """Whether a machine is one of the cluster's, and the door of its raylet is open.
+    """Whether a machine belongs to the cluster and its raylet accepts connections.
 
     Ray itself takes up to 15 s to find out that it is not, and processes of ours may live on beside a dead raylet. A
-    machine that does not answer at all may only be busy: that is left to Ray.
+    machine that does not answer at all may only be busy: Ray decides about that.
     """
-    for known in ray.nodes():
-        if known["NodeID"] == node and known["Alive"]:
+    for entry in ray.nodes():
+        if entry["NodeID"] == node and entry["Alive"]:
             try:
-                address = known["NodeManagerAddress"], known["NodeManagerPort"]
+                address = entry["NodeManagerAddress"], entry["NodeManagerPort"]
                 socket.create_connection(address, timeout=LOOK_S).close()
             except ConnectionRefusedError:
                 return False
@@ -49,38 +49,38 @@ def is_alive(node: str) -> bool:
 
 
 def wait_for_news(limit_s: float) -> None:
-    """Return when Ray knows of every lost machine, `limit_s` at most: until then it would place actors there."""
+    """Wait until Ray knows of every lost machine, at most `limit_s`: until then it would place actors there."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        known = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        if all(map(is_alive, known)):
+        alive_nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if all(map(is_alive, alive_nodes)):
             return
         time.sleep(0.5)
 
 
-def tail_at(log: Path | None, where: Whereabouts) -> str:
-    """The last lines of a log, here or on the machine where it was written."""
+def tail_at(log: Path | None, location: Whereabouts) -> str:
+    """Return the last lines of a log, here or on the machine where it was written."""
     if log is None:
         return ""
     if log.exists():
         return tail(log)
-    if where.address == ray.util.get_node_ip_address() or not is_alive(where.node):
+    if location.address == ray.util.get_node_ip_address() or not is_alive(location.node):
         return ""
-    pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(where.node, soft=False)
-    reading = ray.remote(tail).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned).remote(log)
+    pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(location.node, soft=False)
+    reference = ray.remote(tail).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned).remote(log)
     try:
-        return str(ray.get(reading, timeout=LOOK_S + LEAVE_S))
+        return str(ray.get(reference, timeout=LOOK_S + LEAVE_S))
     except ray.exceptions.RayError:
         return ""
 
 
 def kill(actors: list[Any], places: list[Whereabouts]) -> None:
-    """End actors at once; when this returns, those of this machine are gone."""
+    """Kill actors at once; when this returns, those of this machine have ended."""
     for actor in actors:
         with contextlib.suppress(Exception):
             ray.kill(actor)
-    here = ray.util.get_node_ip_address()
-    pids = [place.pid for place in places if place.address == here]
+    address = ray.util.get_node_ip_address()
+    pids = [place.pid for place in places if place.address == address]
     deadline = time.monotonic() + LEAVE_S
     while any(map(_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

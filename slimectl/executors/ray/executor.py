@@ -1,4 +1,4 @@
-"""Work on a Ray cluster (ports.Executor)."""
+"""Executor on a Ray cluster (ports.Executor)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Result = TypeVar("Result")
 class RayExecutor:
     """Actors on the cluster at `address`, or on one that is started here and ends with `close`.
 
-    `placement` is held as long as the executor lives; without one, ranks and hosts run where there is room, on CPUs.
-    What ranks and hosts print goes to rank-0.log, NAME.log, … in `logs` (on the machine where they run), to the
-    driver's stderr where not given. Raises BackendError if the cluster does not answer or is too small.
+    `placement` is reserved as long as the executor lives; without one, ranks and hosts run on CPUs, where there is
+    room. Output of ranks and hosts goes to rank-0.log, NAME.log, … in `logs` (on the machine where they run); without
+    it, to the driver's stderr. Raises BackendError if the cluster does not answer or is too small.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RayExecutor:
         self._groups: list[RayRanks] = []
         self._hosts: dict[str, Host] = {}
         self._engines: dict[int, str] = {}
-        self._taking = threading.Lock()
+        self._engine_lock = threading.Lock()
         self._surroundings = Surroundings.here()
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
@@ -60,7 +60,7 @@ class RayExecutor:
             raise
 
     def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> RayRanks:
-        """N actors that join one torch.distributed group, then run `serve(build, pipe)`."""
+        """Start N actors that join one torch.distributed group, then run `serve(build, pipe)`."""
         self._groups = [group for group in self._groups if not group.ended]
         places: list[dict[str, Any]] = [{} for _ in range(ranks)]
         if self.places is not None:
@@ -68,61 +68,64 @@ class RayExecutor:
                 raise BackendError(f"{ranks} ranks are asked for, but the placement has {self.places.placement.ranks}")
             self.places.settle()
             places = [self.places.of_rank(rank) for rank in range(ranks)]
-        made = RayRanks(
+        rank_group = RayRanks(
             serve, build, places=places, surroundings=self._surroundings, logs=self._logs, living=len(self._groups)
         )
-        self._groups.append(made)
-        return made
+        self._groups.append(rank_group)
+        return rank_group
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
-        """A proxy of an object in an actor; with `gpus`, on those of the next engine of the placement that is free.
+        """Build an object in an actor and return its proxy; with `gpus`, on the next free engine of the placement.
 
-        A host of the same name is ended first, and its GPUs are this one's.
+        An existing host of the same name is ended first, and its GPUs are reused.
         """
         if name in self._hosts:
             self._end_host(name)
         place: dict[str, Any] = {}
         surroundings = self._surroundings
-        engine = self._take_engine(name) if gpus else None
+        engine = self._assign_engine(name) if gpus else None
         if engine is not None and self.places is not None:
             self.places.settle()
             place = self.places.of_engine(engine)
             if gpus > 1:
                 # Ray shows an actor the GPU of its bundle alone; those of the engine's others are ours too.
-                seen = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_engine(engine))}
-                surroundings = replace(surroundings, variables={**surroundings.variables, **seen})
-        self._hosts[name] = host = self._hosted(build, name, surroundings, place)
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_engine(engine))}
+                surroundings = replace(surroundings, variables={**surroundings.variables, **visible})
+        self._hosts[name] = host = self._start_host(build, name, surroundings, place)
         return Proxy(host)
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
-        """Where the object lives if `make` is (a partial of) a hosted one's method, else in an actor of its own."""
+        """Stream the items of `make()`.
+
+        A hosted object's method, or a partial of it, runs in the object's actor; anything else in a new actor.
+        """
         key = uuid.uuid4().hex
         if (call := hosted_call(make)) is not None:
             method, arguments, options = call
             yield from method.host.stream(method.name, arguments, options, ahead=ahead, key=key)
             return
-        host = self._hosted(partial(_itself, make), f"stream-{key[:6]}", self._surroundings, {})
+        host = self._start_host(partial(_identity, make), f"stream-{key[:6]}", self._surroundings, {})
         self._hosts[key] = host
         try:
             yield from host.stream("__call__", (), {}, ahead=ahead, key=key)
         finally:
             if self._hosts.pop(key, None):
-                kill([host.actor], [host.where])
+                kill([host.actor], [host.location])
 
     def map(
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
     ) -> Iterator[Result | BaseException]:
-        """Results in order; `workers` 0 calls `fn` here, one item at a time, when its result is asked for.
+        """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
 
         A worker that overruns `timeout_s` is killed and replaced, and its item's result is a TimeoutError. At most 4
-        items a worker are in hand.
+        items per worker are in flight.
         """
         if workers == 0:
             return map_here(fn, items)
         return self._pool.map(fn, items, workers=workers, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close what is hosted, end every actor, leave the cluster or end the one that was started."""
+        """Close the hosted objects, end every actor, leave the cluster or end the one that was started."""
         with contextlib.ExitStack() as closing:
             if self._connected:
                 closing.callback(disconnect, self._session)
@@ -136,18 +139,20 @@ class RayExecutor:
             for name in list(self._hosts):
                 closing.callback(self._end_host, name)
 
-    def _hosted(self, build: Callable[[], Any], name: str, surroundings: Surroundings, place: dict[str, Any]) -> Host:
+    def _start_host(
+        self, build: Callable[[], Any], name: str, surroundings: Surroundings, place: dict[str, Any]
+    ) -> Host:
         wait_for_news(WAIT_S)
-        made = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(HostActor)
-        actor = made.options(num_cpus=0, max_restarts=0, **place).remote(name)
+        actor_class = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(HostActor)
+        actor = actor_class.options(num_cpus=0, max_restarts=0, **place).remote(name)
         log = None if self._logs is None else self._logs / f"{name}.log"
-        [where] = [None]
+        [location] = [None]
         try:
-            [where] = started([actor.enter.remote(surroundings, log)], name)
-            host = Host(actor, name, where, log)
+            [location] = started([actor.enter.remote(surroundings, log)], name)
+            host = Host(actor, name, location, log)
             host.answered(actor.build.remote(cloudpickle.dumps(build)))
         except BaseException:
-            kill([actor], [where] if where else [])
+            kill([actor], [location] if location else [])
             raise
         return host
 
@@ -156,20 +161,20 @@ class RayExecutor:
         try:
             host.answered(host.actor.close.remote(), timeout=GRACE_S)
         except Exception:
-            pass  # it is gone, or is made to go
+            pass  # it has ended, or is killed below
         finally:
-            kill([host.actor], [host.where])
+            kill([host.actor], [host.location])
 
-    def _take_engine(self, name: str) -> int:
-        """The engine of the placement that `name` is: the one that it was, or the first that is nobody's."""
+    def _assign_engine(self, name: str) -> int:
+        """Return the engine of the placement for `name`: the one it had before, or the first free one."""
         if self.places is None:
             raise BackendError("a host with GPUs needs a placement that has engines")
-        with self._taking:
+        with self._engine_lock:
             for engine in range(self.places.placement.engines):
                 if self._engines.setdefault(engine, name) == name:
                     return engine
         raise BackendError(f"the placement has {self.places.placement.engines} engines; {name} would be one more")
 
 
-def _itself(make: Callable[[], Any]) -> Callable[[], Any]:
+def _identity(make: Callable[[], Any]) -> Callable[[], Any]:
     return make

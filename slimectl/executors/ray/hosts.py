@@ -1,4 +1,4 @@
-"""Objects that live in actors: a proxy calls their methods, a stream carries what their generators make."""
+"""Objects that live in actors: a proxy calls their methods, a stream transfers the items of their generators."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ class HostActor:
         surroundings.enter(log)
         return Whereabouts.here()
 
-    def build(self, built: bytes) -> tuple[str, Any]:
-        def made() -> None:
-            self._hosted = cloudpickle.loads(built)()
+    def build(self, pickled: bytes) -> tuple[str, Any]:
+        def construct() -> None:
+            self._hosted = cloudpickle.loads(pickled)()
 
-        return self._answer(made)
+        return self._answer(construct)
 
     def call(self, method: str, arguments: list[Any], options: dict[str, Any]) -> tuple[str, Any]:
-        return self._answer(lambda: self._called(method, arguments, options))
+        return self._answer(lambda: self._call(method, arguments, options))
 
     def items(self, key: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What the method yields, an item a slot; this thread is the generator's own from first to last."""
-        slots, made = self._slots[key], None
+        """Yield the method's items, one per slot; one thread runs the generator from first to last."""
+        slots, iterator = self._slots[key], None
         try:
-            made = iter(self._called(method, arguments, options))
+            iterator = iter(self._call(method, arguments, options))
             while True:
-                # The slot is taken before producing: Ray's own backpressure lets one more item be made.
+                # The slot is taken before producing: Ray's own backpressure lets one more item be produced.
                 slots.acquire()
                 if key in self._stopped:
                     return
                 try:
-                    item = next(made)
+                    item = next(iterator)
                 except StopIteration:
                     return
                 yield "item", item
         except Exception as error:
             yield "error", portable(error, self._name)
         finally:
-            if inspect.isgenerator(made):
-                made.close()
+            if inspect.isgenerator(iterator):
+                iterator.close()
             del self._slots[key]
             self._stopped.discard(key)
 
@@ -83,9 +83,9 @@ class HostActor:
     def close(self) -> tuple[str, Any]:
         return self._answer(lambda: close_hosted(self._hosted))
 
-    def _called(self, method: str, arguments: list[Any], options: dict[str, Any]) -> Any:
-        named = {name: _opened(value) for name, value in options.items()}
-        return getattr(self._hosted, method)(*map(_opened, arguments), **named)
+    def _call(self, method: str, arguments: list[Any], options: dict[str, Any]) -> Any:
+        keywords = {name: _unpack(value) for name, value in options.items()}
+        return getattr(self._hosted, method)(*map(_unpack, arguments), **keywords)
 
     def _answer(self, call: Callable[[], Any]) -> tuple[str, Any]:
         try:
@@ -95,63 +95,66 @@ class HostActor:
 
 
 class Host:
-    """The driving end of a HostActor; picklable, so that other actors may call it too."""
+    """Driver side of a HostActor; picklable, so that other actors may call it too."""
 
-    def __init__(self, actor: Any, name: str, where: Whereabouts, log: Path | None) -> None:
-        self.actor, self.name, self.where, self.log = actor, name, where, log
+    def __init__(self, actor: Any, name: str, location: Whereabouts, log: Path | None) -> None:
+        self.actor, self.name, self.location, self.log = actor, name, location, log
 
     def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call the object's method, wait, return or raise what it does; iterators among `arguments` are carried."""
-        return self.answered(self.actor.call.remote(method, *_packed(arguments, options)))
+        """Call the object's method and wait; returns its result or raises its exception.
+
+        Iterators among the arguments are transferred item by item.
+        """
+        return self.answered(self.actor.call.remote(method, *_pack_arguments(arguments, options)))
 
     def answered(self, answer: Any, timeout: float | None = None) -> Any:
-        """The value of an answer that is under way. Raises DiedError if the actor is gone."""
+        """Return the value of a pending answer. Raises DiedError if the actor is gone."""
         try:
             kind, value = ray.get(answer, timeout=timeout)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError) as error:
-            raise self._death(error) from None
+            raise self._death_error(error) from None
         if kind == "error":
             raise value
         return value
 
-    def _death(self, error: BaseException) -> DiedError:
+    def _death_error(self, error: BaseException) -> DiedError:
         see = f"see {self.log}" if self.log else "see its messages above"
-        told = DiedError(f"{self.name} died (on {self.where}: {cause(error, self.where)}); {see}")
-        return with_tail(told, tail_at(self.log, self.where))
+        died = DiedError(f"{self.name} died (on {self.location}: {cause(error, self.location)}); {see}")
+        return with_tail(died, tail_at(self.log, self.location))
 
     def stream(
         self, method: str, arguments: tuple[Any, ...], options: dict[str, Any], *, ahead: int, key: str
     ) -> Iterator[Any]:
-        """What the object's method yields, at most `ahead` items made before they are asked for.
+        """Yield the items of the object's method, at most `ahead` of them produced before they are requested.
 
-        Closing ends the generator after the item in hand, for which it waits a while; Ctrl-C waits for nothing.
+        Closing ends the generator after the current item, for which it waits up to GRACE_S; Ctrl-C does not wait.
         """
-        patience = GRACE_S
+        timeout_s = GRACE_S
         control = self.actor
         streaming = control.items.options(num_returns="streaming")
-        coming = streaming.remote(key, method, *_packed(arguments, options))
+        answers = streaming.remote(key, method, *_pack_arguments(arguments, options))
         try:
             if ahead:
                 control.allow.remote(key, ahead)
             while True:
                 control.allow.remote(key, 1)
                 try:
-                    answer = next(coming)
+                    answer = next(answers)
                 except StopIteration:
                     return
                 yield self.answered(answer)
         except KeyboardInterrupt:
-            patience = 0.0
+            timeout_s = 0.0
             raise
         finally:
             control.stop.remote(key)
-            ray.wait([coming.completed()], timeout=patience)
+            ray.wait([answers.completed()], timeout=timeout_s)
 
 
 class Proxy:
-    """Stands for an object in an actor: a method blocks and returns, or raises, what the object's does."""
+    """Proxy of an object in an actor: a method call blocks, then returns or raises what the object's method does."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -163,7 +166,7 @@ class Proxy:
 
 
 class ProxyMethod:
-    """`proxy.name`, which can be pickled, called, and streamed by the executor."""
+    """Method `proxy.name`, which can be pickled, called, and streamed by the executor."""
 
     def __init__(self, host: Host, name: str) -> None:
         self.host, self.name = host, name
@@ -173,7 +176,7 @@ class ProxyMethod:
 
 
 def hosted_call(make: Callable[[], Any]) -> tuple[ProxyMethod, tuple[Any, ...], dict[str, Any]] | None:
-    """The method and arguments of a call to a hosted object, given as the method or a partial of it; else None."""
+    """Return the method and arguments if `make` is a hosted object's method or a partial of one; else None."""
     if isinstance(make, ProxyMethod):
         return make, (), {}
     if isinstance(make, partial) and isinstance(make.func, ProxyMethod):
@@ -182,7 +185,7 @@ def hosted_call(make: Callable[[], Any]) -> tuple[ProxyMethod, tuple[Any, ...], 
 
 
 class Carried:
-    """An iterator on its way into an actor: its items lie in Ray's store, and come out one at a time."""
+    """Iterator argument of an actor call: its items are in Ray's object store, and are fetched one at a time."""
 
     def __init__(self, references: list[Any]) -> None:
         self.references = references
@@ -191,13 +194,13 @@ class Carried:
         return (ray.get(reference) for reference in self.references)
 
 
-def _packed(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    return [_carried(value) for value in arguments], {name: _carried(value) for name, value in options.items()}
+def _pack_arguments(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    return [_pack(value) for value in arguments], {name: _pack(value) for name, value in options.items()}
 
 
-def _carried(value: Any) -> Any:
+def _pack(value: Any) -> Any:
     return Carried([ray.put(item) for item in value]) if isinstance(value, Iterator) else value
 
 
-def _opened(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     return iter(value) if isinstance(value, Carried) else value

@@ -1,4 +1,4 @@
-"""The GPUs that a placement asks for, held as one placement group, in the placement's order."""
+"""Reserves the GPUs of a placement as one Ray placement group, in the placement's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.executors.ray.library import ray
 from slimectl.placement import Placement
 
 WAIT_S = 60.0
-"""How long resources may be taken by others, or missing after a machine was lost."""
+"""Seconds that resources may be in use by others, or missing after the loss of a machine."""
 GROUPS = 4
 """Groups of ranks that may share their GPUs: policy, reference, critic, and one that is being replaced."""
 
@@ -26,10 +26,10 @@ Spot = tuple[str, str]
 
 
 class Places:
-    """Bundles of one GPU each (of one CPU where there is no GPU), PACKed, so that engines and ranks lie together.
+    """Placement group of one-GPU bundles (one-CPU without GPUs), PACKed, so that engines and ranks lie together.
 
-    Place i is bundle i of the placement. Ray chooses machines and GPUs, so places are dealt out in the order of what it
-    chose: machines with more of them first, GPUs by number.
+    Place i is bundle i of the placement. Ray chooses machines and GPUs, so places are assigned in the order of what it
+    chose: machines with more bundles first, GPUs by number.
     """
 
     def __init__(self, placement: Placement, *, wait_s: float = WAIT_S) -> None:
@@ -39,9 +39,9 @@ class Places:
             raise BackendError(problem)
         resource = {"GPU" if placement.on_gpu else "CPU": 1.0}
         self._group = ray.util.placement_group([dict(resource) for _ in placement.bundles], strategy="PACK")
-        self._settling = threading.Lock()
+        self._settle_lock = threading.Lock()
         self._order: list[int] = []
-        self._found: list[Spot] = [("", "")] * len(placement.bundles)
+        self._bundle_spots: list[Spot] = [("", "")] * len(placement.bundles)
         try:
             self.settle()
         except BaseException:
@@ -49,17 +49,17 @@ class Places:
             raise
 
     def settle(self) -> None:
-        """Wait until every bundle is on a machine that lives, and find out where they are.
+        """Wait until every bundle is on a live machine, and locate them.
 
         After the loss of a machine Ray finds other places for its bundles, if there are any; places on other machines
         stay. Raises BackendError if they do not come.
         """
-        with self._settling:
-            self._find(self._settled())
+        with self._settle_lock:
+            self._locate(self._wait_for_nodes())
             self._check_engines()
 
-    def _settled(self) -> list[str]:
-        """The node of every bundle, in Ray's order."""
+    def _wait_for_nodes(self) -> list[str]:
+        """Wait for a live node of every bundle, in Ray's order. Raises BackendError when the time is over."""
         deadline = time.monotonic() + self._wait_s
         while not (nodes := self._nodes()):
             if time.monotonic() > deadline:
@@ -67,39 +67,41 @@ class Places:
             time.sleep(0.1)
         return nodes
 
-    def _find(self, nodes: list[str]) -> None:
-        """Where the bundles are, and which place is which of them."""
-        # Only those that have moved are asked for their GPU: to ask takes a bit of it, which others may have taken.
-        moved = [bundle for bundle, node in enumerate(nodes) if node != self._found[bundle][0]]
+    def _locate(self, nodes: list[str]) -> None:
+        """Locate the bundles, and assign them to places."""
+        # Only those that have moved are asked for their GPU: a probe takes a bit of it, which others may have taken.
+        moved = [bundle for bundle, node in enumerate(nodes) if node != self._bundle_spots[bundle][0]]
         if self.placement.on_gpu:
             by_node = [[bundle for bundle in moved if nodes[bundle] == node] for node in sorted(set(nodes))]
             # One a machine at a time, so that one process of each answers for all of its bundles.
-            for asked in map(_present, zip_longest(*by_node)):
-                for bundle, spot in zip(asked, ray.get([_probe(self._group, i) for i in asked]), strict=True):
-                    self._found[bundle] = spot
+            for bundles in map(_without_none, zip_longest(*by_node)):
+                for bundle, spot in zip(
+                    bundles, ray.get([_locate_bundle(self._group, i) for i in bundles]), strict=True
+                ):
+                    self._bundle_spots[bundle] = spot
         else:
-            self._found = [(node, "") for node in nodes]
+            self._bundle_spots = [(node, "") for node in nodes]
         if not self._order:
-            self._order = self._dealt()
+            self._order = self._bundle_order()
 
     @property
     def spots(self) -> list[Spot]:
-        """Where each place of the placement is."""
-        return [self._found[bundle] for bundle in self._order]
+        """Node and GPU of each place of the placement."""
+        return [self._bundle_spots[bundle] for bundle in self._order]
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Options of the actor of a rank."""
+        """Return the Ray options of a rank's actor."""
         return self._options(rank, GROUPS)
 
     def of_engine(self, engine: int) -> dict[str, Any]:
-        """Options of the actor of an engine: it is in the first of its places, and may use all of them."""
+        """Return the Ray options of an engine's actor: it is in the first of its places, and may use all of them."""
         return self._options(self.placement.of_engine(engine)[0], 1)
 
     def gpus_of_engine(self, engine: int) -> list[str]:
         return [self.spots[place][1] for place in self.placement.of_engine(engine)]
 
     def release(self) -> None:
-        """Give everything back; actors in it end."""
+        """Remove the placement group; actors in it end."""
         with contextlib.suppress(Exception):
             ray.util.remove_placement_group(self._group)
 
@@ -108,23 +110,23 @@ class Places:
         return {"num_gpus": share, "scheduling_strategy": _strategy(self._group, self._order[place])}
 
     def _nodes(self) -> list[str]:
-        """The node of every bundle, in Ray's order; empty while some have none that lives."""
+        """Return the node of every bundle, in Ray's order; empty while some have no live one."""
         table = ray.util.placement_group_table(self._group)
         if table.get("state") != "CREATED":
             return []
         nodes = [table["bundles_to_node_id"][i] for i in range(len(self.placement.bundles))]
         return nodes if all(map(is_alive, set(nodes))) else []
 
-    def _dealt(self) -> list[int]:
-        """Ray's bundles in the order of places."""
-        count = Counter(node for node, _ in self._found)
+    def _bundle_order(self) -> list[int]:
+        """Return Ray's bundles in the order of places."""
+        count = Counter(node for node, _ in self._bundle_spots)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
         def key(bundle: int) -> tuple[int, int, str, int]:
-            node, gpu = self._found[bundle]
+            node, gpu = self._bundle_spots[bundle]
             return -count[node], int(ipaddress.ip_address(addresses[node])), node, int(gpu or bundle)
 
-        return sorted(range(len(self._found)), key=key)
+        return sorted(range(len(self._bundle_spots)), key=key)
 
     def _check_engines(self) -> None:
         for engine in range(self.placement.engines if self.placement.on_gpu else 0):
@@ -137,17 +139,17 @@ class Places:
 
     def _shortage(self) -> str:
         kind = "GPU" if self.placement.on_gpu else "CPU"
-        there = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+        counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources().get(kind, 0)
-        asked = len(self.placement.bundles)
+        needed = len(self.placement.bundles)
         return (
-            f"the Ray cluster has {sum(there):g} {kind}s on {sum(n > 0 for n in there)} machines, {free:g} of them"
-            f" free, and {asked} are asked for (waited {self._wait_s:g} s); add machines, or ask for less: `slimectl"
+            f"the Ray cluster has {sum(counts):g} {kind}s on {sum(n > 0 for n in counts)} machines, {free:g} of them"
+            f" free, and {needed} are asked for (waited {self._wait_s:g} s); add machines, or ask for less: `slimectl"
             " plan --placement` shows for what"
         )
 
 
-def _present(bundles: Iterable[int | None]) -> list[int]:
+def _without_none(bundles: Iterable[int | None]) -> list[int]:
     return [bundle for bundle in bundles if bundle is not None]
 
 
@@ -155,12 +157,12 @@ def _strategy(group: Any, bundle: int) -> Any:
     return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
 
 
-def _probe(group: Any, bundle: int) -> Any:
-    """Which GPU of which node a bundle is; Ray knows it only from inside."""
+def _locate_bundle(group: Any, bundle: int) -> Any:
+    """Start a task that returns the node and GPU of a bundle; Ray reports them only inside the bundle."""
     options = {"num_cpus": 0, "num_gpus": 1 / 64, "scheduling_strategy": _strategy(group, bundle)}
-    return ray.remote(_spot).options(**options).remote()
+    return ray.remote(_own_spot).options(**options).remote()
 
 
-def _spot() -> Spot:
+def _own_spot() -> Spot:
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]

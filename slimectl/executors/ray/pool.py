@@ -1,4 +1,4 @@
-"""Actors that work in parallel on items, each on one at a time; results in order."""
+"""Worker pool of actors: each works on one item at a time; results come in order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slimectl.executors.ray.ranks import started
 from slimectl.executors.ray.surroundings import Surroundings, Whereabouts
 
 IN_HAND = 4
-"""Items a worker that are taken from the input before their results are."""
+"""Items per worker that are read from the input before their results are consumed."""
 
 
 class PoolActor:
-    """Calls one function."""
+    """Worker actor that calls one function."""
 
     def __init__(self) -> None:
         self._fn: Any = None
@@ -45,12 +45,12 @@ class PoolActor:
 @dataclass(eq=False)
 class Worker:
     actor: Any
-    where: Whereabouts
+    location: Whereabouts
 
 
 @dataclass(eq=False)
 class Task:
-    """An item on its way to its result."""
+    """Item in flight, and its result once it is done."""
 
     item: Any
     result: Any = None
@@ -60,7 +60,7 @@ class Task:
 
 
 class Pool:
-    """Workers that are kept from one `map` to the next; several may run at once, each with workers of its own."""
+    """Workers that are reused from one `map` to the next; several maps may run at once, each with separate workers."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
@@ -70,7 +70,7 @@ class Pool:
     def map(
         self, fn: Callable[[Any], Any], items: Iterable[Any], *, workers: int, timeout_s: float | None
     ) -> Iterator[Any]:
-        """ports.Executor.map, for one worker or more."""
+        """Yield results in order (ports.Executor.map, for one worker or more)."""
         mapping = Mapping(self, cloudpickle.dumps(fn), workers, timeout_s)
         window: deque[Task] = deque()
         try:
@@ -85,24 +85,24 @@ class Pool:
             mapping.close()
 
     def taken(self, count: int, fn: bytes) -> list[Worker]:
-        """So many workers that know `fn`, idle ones first. Raises what `fn` raised on being unpickled there."""
+        """Return `count` workers that have loaded `fn`, idle ones first. Raises what unpickling `fn` raised there."""
         with self._lock:
-            found, self._idle = self._idle[:count], self._idle[count:]
-        made = ray.remote(PoolActor)
+            acquired, self._idle = self._idle[:count], self._idle[count:]
+        actor_class = ray.remote(PoolActor)
         # They ask for no CPU: those of the machines are the ranks' and engines', and grading runs beside them.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-        actors = [made.options(**options).remote() for _ in range(count - len(found))]
+        actors = [actor_class.options(**options).remote() for _ in range(count - len(acquired))]
         try:
-            where = started([actor.enter.remote(self._surroundings) for actor in actors], f"{len(actors)} workers")
-            found += [Worker(actor, place) for actor, place in zip(actors, where, strict=True)]
-            ray.get([worker.actor.take.remote(fn) for worker in found])
+            locations = started([actor.enter.remote(self._surroundings) for actor in actors], f"{len(actors)} workers")
+            acquired += [Worker(actor, place) for actor, place in zip(actors, locations, strict=True)]
+            ray.get([worker.actor.take.remote(fn) for worker in acquired])
         except ray.exceptions.RayTaskError as error:
             kill(actors, [])
             raise error.cause from error
         except BaseException:
             kill(actors, [])
             raise
-        return found
+        return acquired
 
     def give_back(self, workers: Iterable[Worker]) -> None:
         with self._lock:
@@ -111,11 +111,11 @@ class Pool:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        kill([worker.actor for worker in idle], [worker.where for worker in idle])
+        kill([worker.actor for worker in idle], [worker.location for worker in idle])
 
 
 class Mapping:
-    """One pass over items: who works on what."""
+    """One `map` call: assigns items to workers and collects results."""
 
     def __init__(self, pool: Pool, fn: bytes, workers: int, timeout_s: float | None) -> None:
         self.waiting: deque[Task] = deque()
@@ -124,22 +124,22 @@ class Mapping:
         self._busy: dict[Any, Task] = {}
 
     def result(self, task: Task) -> Any:
-        """The result of a task, once it is there; meanwhile the others go on."""
+        """Wait for the result of a task; other tasks proceed meanwhile."""
         while True:
             while self.waiting and self._free:
-                self._begin(self.waiting.popleft(), self._free.pop())
+                self._assign(self.waiting.popleft(), self._free.pop())
             if task.done:
                 return task.result
             self._step()
 
     def close(self) -> None:
-        """Keep idle workers for the next pass; end those that are in the middle of an item."""
+        """Return idle workers to the pool; end those that are in the middle of an item."""
         self._pool.give_back(self._free)
         busy = [task.worker for task in self._busy.values() if task.worker]
-        kill([worker.actor for worker in busy], [worker.where for worker in busy])
+        kill([worker.actor for worker in busy], [worker.location for worker in busy])
         self._free, self._busy = [], {}
 
-    def _begin(self, task: Task, worker: Worker) -> None:
+    def _assign(self, task: Task, worker: Worker) -> None:
         task.worker = worker
         if self._timeout_s is not None:
             task.deadline = time.monotonic() + self._timeout_s
@@ -148,29 +148,29 @@ class Mapping:
     def _step(self) -> None:
         """Wait for the next result, or time limit."""
         soonest = min(task.deadline for task in self._busy.values())
-        left = None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
-        ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=left)
+        remaining_s = None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+        ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=remaining_s)
         for reference in ready:
-            self._end(self._busy.pop(reference), reference)
+            self._finish(self._busy.pop(reference), reference)
         now = time.monotonic()
         for reference in [reference for reference, task in self._busy.items() if task.deadline <= now]:
             task = self._busy.pop(reference)
             self._replace(task, TimeoutError(f"took longer than {self._timeout_s:g} s"))
 
-    def _end(self, task: Task, reference: Any) -> None:
+    def _finish(self, task: Task, reference: Any) -> None:
         assert task.worker is not None
         try:
             task.result, task.done = ray.get(reference), True
         except ray.exceptions.RayTaskError as error:
             task.result, task.done = error.cause, True
         except ray.exceptions.RayError as error:
-            self._replace(task, BackendError(f"the worker died on it ({cause(error, task.worker.where)})"))
+            self._replace(task, BackendError(f"the worker died on it ({cause(error, task.worker.location)})"))
             return
         self._free.append(task.worker)
 
     def _replace(self, task: Task, result: BaseException) -> None:
-        """The item's result is what became of its worker; another takes the worker's place."""
+        """Set the item's result to its worker's failure, and replace the worker."""
         assert task.worker is not None
-        kill([task.worker.actor], [task.worker.where])
+        kill([task.worker.actor], [task.worker.location])
         task.result, task.done = result, True
         self._free += self._pool.taken(1, self._fn)

@@ -1,4 +1,4 @@
-"""What an actor takes over from the process that drives it, and where it finds itself."""
+"""Environment forwarded from the driver to actors, and actor location."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slimectl.executors.outputs import redirect
 from slimectl.executors.ray.library import ray
 
 FAMILIES = ("SLIMECTL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "TOKENIZERS_", "PYTORCH_")
-"""Environment variables that change how we, or the libraries below us, compute and talk."""
+"""Prefixes of environment variables that change how slimectl, or its libraries, compute and communicate."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Import paths, working directory and environment of the driver: a reward in its folder is found by actors too.
+    """Import paths, working directory and environment of the driver, so that actors find a reward in its folder too.
 
     On other machines the same paths must hold the same files, as with any checkpoint that they read.
     """
@@ -28,14 +28,14 @@ class Surroundings:
 
     @staticmethod
     def here() -> Surroundings:
-        """Those of this process."""
+        """Return those of this process."""
         installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix})
         paths = tuple(os.path.abspath(path) for path in sys.path if not os.path.abspath(path).startswith(installed))
         variables = {name: value for name, value in os.environ.items() if name.startswith(FAMILIES)}
         return Surroundings(paths, os.getcwd(), variables)
 
     def enter(self, log: Path | None) -> None:
-        """Make this process like the driver; what it prints goes to `log`, or to stderr."""
+        """Apply them to this process; its output goes to `log`, or to stderr."""
         redirect(log)
         sys.path[:0] = [path for path in self.paths if path not in sys.path]
         if os.path.isdir(self.folder):
@@ -48,7 +48,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The machine, GPUs and process of an actor: Ray's id of the node, and the address that others reach it by."""
+    """Machine, GPUs and process of an actor: Ray's id of the node, and the address that others reach it by."""
 
     node: str
     address: str

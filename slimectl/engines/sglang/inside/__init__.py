@@ -1,1 +1,1 @@
-"""What runs in SGLang's own Python: scripts and their modules, none of which imports slimectl."""
+"""Scripts and modules that run in SGLang's Python; none of them imports slimectl."""

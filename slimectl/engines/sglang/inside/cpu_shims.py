@@ -1,4 +1,4 @@
-"""What SGLang 0.5.21 misses on a machine without a GPU. Each shim says why it is here and when to delete it."""
+"""Shims for SGLang 0.5.21 on a machine without a GPU. Each says why it exists and when to delete it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Keeps definitions of operators alive: torch withdraws them with their library."""
+"""Keeps operator definitions alive: torch removes them with their library."""
 
 
 def apply() -> None:
-    """Before anything of SGLang is imported; again in every worker process."""
+    """Apply all shims, before any module of SGLang is imported, and in every worker process."""
     _torchvision_schemas()
     _triton()
     _sgl_kernel()
@@ -28,8 +28,8 @@ def apply() -> None:
 
 
 def _torchvision_schemas() -> None:
-    """PyPI's torchvision 0.28.0 is built for CUDA: beside a CPU torch its operators don't load, and `import
-    torchvision` (SGLang imports it for images) fails on their absence. Delete when PyPI's wheel loads on a CPU.
+    """Define torchvision's operators: PyPI's torchvision 0.28.0 is built for CUDA, beside a CPU torch they don't load,
+    and `import torchvision` (SGLang imports it for images) fails without them. Delete when PyPI's wheel loads on a CPU.
     """
     if not importlib.metadata.version("torchvision").endswith("+cpu"):
         library = torch.library.Library("torchvision", "DEF")
@@ -39,8 +39,8 @@ def _torchvision_schemas() -> None:
 
 
 def _triton() -> None:
-    """SGLang imports triton everywhere and decorates kernels with it; a CPU calls none of them. Delete to install
-    the real one, which weighs 700 MB.
+    """Replace triton, which SGLang imports everywhere to decorate kernels that a CPU never calls. Delete to install
+    the real one, which takes 700 MB.
     """
     if importlib.util.find_spec("triton") is None:
         importlib.import_module("torch.utils._triton").has_triton_package()  # cached: torch itself knows there is none
@@ -50,8 +50,8 @@ def _triton() -> None:
 
 
 def _sgl_kernel() -> None:
-    """sgl-kernel has no CPU wheel. One of its functions is called with torch_native attention; calling another says
-    so. Delete when there is a wheel for CPUs.
+    """Replace sgl-kernel, which has no CPU wheel. torch_native attention calls one of its functions; calling another
+    raises. Delete when there is a wheel for CPUs.
     """
     if importlib.util.find_spec("sgl_kernel") is None:
         module = _Inert.install("sgl_kernel")
@@ -66,17 +66,18 @@ def _assign_req_to_token_pool(
     slots: torch.Tensor,
     _length: int,
 ) -> None:
-    """Write each request's new cache slots, which stand one request after the other, into its row of the pool."""
-    at = 0
+    """Write each request's new cache slots, concatenated over requests, into its row of the pool."""
+    offset = 0
     for row, start, end in zip(rows_N.tolist(), start_N.tolist(), end_N.tolist(), strict=True):
-        pool_RL[row, start:end] = slots[at : at + end - start]
-        at += end - start
+        pool_RL[row, start:end] = slots[offset : offset + end - start]
+        offset += end - start
 
 
 def _deterministic_sampling() -> None:
-    """`sampling_seed` is heeded only with --enable-deterministic-inference, which allows torch_native attention on no
-    device, replaces matrix products by triton kernels, and hashes seeds in sgl-kernel. On a CPU torch's own products
-    serve, and the hash is written here. Delete when SGLang's deterministic mode starts on a CPU.
+    """Enable seeded sampling: SGLang uses `sampling_seed` only with --enable-deterministic-inference, which allows
+    torch_native attention on no device, replaces matrix products by triton kernels, and hashes seeds in sgl-kernel. On
+    a CPU torch's own products are used, and the hash is implemented here. Delete when SGLang's deterministic mode
+    starts on a CPU.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
@@ -100,58 +101,58 @@ def _seeded_min_p(
     min_ps_N: Any,
     need_min_p: bool,
     seed: Any,
-    *rest: Any,
-    **named: Any,
+    *args: Any,
+    **options: Any,
 ) -> Any:
-    """SGLang asserts that nobody asks for min-p with a seed, and dies of it. What min-p drops, it drops first here:
-    top-k and top-p look at larger probabilities only, and the seeded draw needs no normalised ones.
+    """Apply min-p before a seeded draw: SGLang asserts that the two are not combined, and dies. The result is the same:
+    top-k and top-p depend on larger probabilities only, and the seeded draw needs no normalised ones.
     """
     if need_min_p and seed is not None:
         floor_N1 = probs_NV.max(dim=-1, keepdim=True).values * min_ps_N.view(-1, 1)
         probs_NV, need_min_p = probs_NV.masked_fill(probs_NV < floor_N1, 0.0), False
-    return draw(probs_NV, top_ks, top_ps, min_ps_N, need_min_p, seed, *rest, **named)
+    return draw(probs_NV, top_ks, top_ps, min_ps_N, need_min_p, seed, *args, **options)
 
 
 def _murmur_hash32(seed_N: torch.Tensor, position_N: torch.Tensor, column_V: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bits, seed 0) of four words: seed low and high, position, column. [N, V] uint32."""
+    """Compute MurmurHash3 (32 bits, seed 0) of four words: seed low and high, position, column. [N, V] uint32."""
     seed_N = seed_N.view(torch.int64)
-    words = (seed_N & 0xFFFFFFFF, (seed_N >> 32) & 0xFFFFFFFF, position_N.to(torch.int64) & 0xFFFFFFFF)
+    blocks = (seed_N & 0xFFFFFFFF, (seed_N >> 32) & 0xFFFFFFFF, position_N.to(torch.int64) & 0xFFFFFFFF)
     hashed = torch.zeros_like(seed_N)
-    for word in words:
-        hashed = _mixed(hashed, word)
-    hashed_NV = _mixed(hashed[:, None], column_V.to(torch.int64)[None, :]) ^ 16
+    for word in blocks:
+        hashed = _mix(hashed, word)
+    hashed_NV = _mix(hashed[:, None], column_V.to(torch.int64)[None, :]) ^ 16
     hashed_NV = (hashed_NV ^ (hashed_NV >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     hashed_NV = (hashed_NV ^ (hashed_NV >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return (hashed_NV ^ (hashed_NV >> 16)).to(torch.uint32)
 
 
-def _mixed(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
-    """One round. Products of 32-bit words may wrap in int64: the low 32 bits, all that is kept, stay right."""
-    word = _rotated(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
-    return _rotated(hashed ^ word, 13) * 5 + 0xE6546B64 & 0xFFFFFFFF
+def _mix(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    """Run one round. Products of 32-bit words may wrap in int64: the low 32 bits, the only ones used, stay right."""
+    word = _rotate(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+    return _rotate(hashed ^ word, 13) * 5 + 0xE6546B64 & 0xFFFFFFFF
 
 
-def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word << bits | word >> (32 - bits)) & 0xFFFFFFFF
 
 
 def _host_register() -> None:
-    """Returning routed experts pins a host buffer by cudaHostRegister without asking for a device. Delete when
-    sglang/srt/mem_cache/pool_host/common.py asks.
+    """Disable cudaHostRegister, by which SGLang pins a host buffer for routed experts without checking for a GPU.
+    Delete when sglang/srt/mem_cache/pool_host/common.py checks.
     """
     common = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
 
 
 def _synchronize() -> None:
-    """Checksums of weights wait for the GPU's work to end without asking for one. Delete when
-    sglang/srt/utils/weight_checker.py asks.
+    """Disable torch.cuda.synchronize, which weight checksums call without checking for a GPU. Delete when
+    sglang/srt/utils/weight_checker.py checks.
     """
     torch.cuda.synchronize = lambda *_: None
 
 
 class _Inert(types.ModuleType):
-    """A module of which everything can be imported and used as a decorator, and nothing called for its result."""
+    """Stub module: all names can be imported and used as decorators, none can be called for a result."""
 
     @classmethod
     def install(cls, name: str) -> Any:
@@ -172,7 +173,7 @@ class _Inert(types.ModuleType):
 
 
 class _Name:
-    """A name of such a module: a decorator with or without arguments, a type in annotations, an error if it is run."""
+    """Name of a stub module: a decorator with or without arguments, a type in annotations; raises if it is run."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Arguments that no command line may show, handed to a server by its environment; standard library only."""
+"""Secret arguments, passed to a server by its environment instead of its command line; standard library only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MASK = "__SECRET__"
 
 
 def flags(fields: Collection[str]) -> list[str]:
-    """Words that belong behind the command line: the flags, and the keys for which no flag is given.
+    """Return the arguments to append to the command line: the flags, and the keys without a flag.
 
-    `fields` are those that this SGLang has: an old one may know one key alone.
+    `fields` are those of the installed SGLang: an old one may support one key alone.
     """
     arguments = list(json.loads(os.environ.get(FLAGS, "[]")))
     for field, key in zip(("api_key", "admin_api_key"), _keys(), strict=True):
@@ -27,7 +27,7 @@ def flags(fields: Collection[str]) -> list[str]:
 
 
 def mask_logs() -> None:
-    """Have no log line of this process show a secret: SGLang logs all of its arguments when it starts."""
+    """Mask secrets in all log lines of this process: SGLang logs all of its arguments when it starts."""
     secrets = [word for word in json.loads(os.environ.get(FLAGS, "[]")) if not word.startswith("--")]
     secrets += [key for key in _keys() if key]
     if not secrets:

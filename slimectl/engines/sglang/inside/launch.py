@@ -1,7 +1,7 @@
 """Starts a real SGLang server: `python launch.py --model-path DIR …` takes the flags of sglang.launch_server.
 
 `python launch.py --describe` prints the flags of the installed SGLang as JSON instead. SGLang's worker processes run
-the top of this file again, so that the shims for machines without a GPU are theirs too.
+the top of this file again, so that the shims for machines without a GPU apply there too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if not torch.cuda.is_available():
 
 
 def described() -> dict[str, dict[str, Any]]:
-    """Every field of ServerArgs that has a flag: how the flag is written, what it takes, and the default."""
+    """Describe every field of ServerArgs that has a flag: the flag, the values that it takes, and the default."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    known = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
-    return {action.dest: _described(action) for action in parser._actions if action.dest in known}
+    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
+    return {action.dest: _describe_action(action) for action in parser._actions if action.dest in fields}
 
 
-def _described(action: argparse.Action) -> dict[str, Any]:
+def _describe_action(action: argparse.Action) -> dict[str, Any]:
     flags = [flag for flag in action.option_strings if flag.startswith("--")]
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         takes = "nothing"

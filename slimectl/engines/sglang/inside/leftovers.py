@@ -1,4 +1,4 @@
-"""The processes of a server and the shared memory that they forget, found in /proc; standard library only."""
+"""Finds the processes of a server, and the shared memory that they leave, in /proc; standard library only."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ FORGOTTEN = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
 """SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
 
 OWN_TMP = "slimectl-server-"
-"""How the name of a temporary folder begins that is one server's alone."""
+"""Name prefix of a temporary folder that belongs to one server."""
 
 TRACKER = b"multiprocessing.resource_tracker"
 GRACE_S = 5.0
 
 
 def members(group: int) -> list[int]:
-    """Processes of a process group; none where there is no /proc."""
-    found = []
+    """Return the processes of a process group; empty without /proc."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 def segments(pids: Iterable[int]) -> set[Path]:
-    """Files of shared memory that these processes have and will not remove."""
-    found = set()
+    """Return the shared-memory files that these processes have mapped and will not remove."""
+    files = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line.split()[5]) for line in lines if any(name in line for name in FORGOTTEN)}
-    return found
+            files |= {Path(line.split()[5]) for line in lines if any(name in line for name in FORGOTTEN)}
+    return files
 
 
 def kill_members(group: int, *, but: int | None = None) -> None:
-    """Kill a group without the trackers of shared memory, which clean up and leave after the others."""
+    """Kill a group except the trackers of shared memory, which clean up and exit after the others."""
     for pid in members(group):
         with contextlib.suppress(OSError):
             if pid != but and TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -49,7 +49,7 @@ def kill_members(group: int, *, but: int | None = None) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill a group; returns when all of it is gone."""
+    """Kill a group, and wait until all of its processes have ended."""
     kill_members(group)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and members(group):

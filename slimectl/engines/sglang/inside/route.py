@@ -1,4 +1,4 @@
-"""Starts the real sglang-router: `python route.py --policy cache_aware …` takes the flags of its own launcher."""
+"""Starts sglang-router: `python route.py --policy cache_aware …` takes the flags of its own launcher."""
 
 from __future__ import annotations
 

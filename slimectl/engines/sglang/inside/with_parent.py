@@ -1,4 +1,4 @@
-"""A server process that never outlives the process that started it.
+"""Ends a server process when the process that started it ends.
 
 Parents are polled, because the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* that started a process
 ends, and servers are started from threads.
@@ -19,20 +19,20 @@ from pathlib import Path
 from leftovers import OWN_TMP, kill_members, members, segments
 
 PARENT = "SLIMECTL_PARENT"
-"""Environment variable: the process id of whoever started this one; absent: stay."""
+"""Environment variable with the process id of the parent; without it the process is not watched."""
 
 INTERVAL_S = 0.5
 PR_SET_PDEATHSIG = 1
 
 
 def leave_with_parent() -> None:
-    """Kill this process and its group soon after the parent is gone, however it died."""
+    """Kill this process and its group soon after the parent has ended, for any reason."""
     if PARENT in os.environ:
         threading.Thread(target=_watch, daemon=True).start()
 
 
 def run_apart(serve: Callable[[], None]) -> None:
-    """The same for a `serve` that never lets other threads run: in a child of this process, which only watches."""
+    """Run `serve`, which never lets other threads run, in a child of this process, which only watches the parent."""
     child = os.fork()
     if child == 0:
         if sys.platform == "linux":  # should the watching process be killed itself
