@@ -91,7 +91,7 @@ def foreseen(trial: Trial) -> float:
         max_tokens_per_gpu=case.length * case.sequences, response_share=1 - case.prompt / case.length, device="cpu",
     )  # fmt: skip
     return memory.peak(
-        memory.figures(model.parts, model.architecture, run, adapters=model.adapters, others=model.others)
+        memory.figures(model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models)
     )
 
 

@@ -41,11 +41,13 @@ def create_model(config: dict[str, Any], path: Path, *, seed: int, tokenizer: st
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte (ids 0..255 are the bytes), then <|end|> (end and padding), <|im_start|>, <|im_end|>."""
+    """Build a tokenizer of one token per byte (ids 0..255 are the bytes), <|end|> (end and padding), <|im_start|>
+    and <|im_end|>.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2's table of printable stand-ins for bytes: id = byte, so that a person can read token ids.
+    # GPT-2's table of printable characters for bytes: id = byte, so that token ids are readable.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = {byte: chr(byte) for byte in printable}
     stand_ins |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in stand_ins)}

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, walked through before the gguf library reads it.
+"""Validates the header of a GGUF file before the gguf library reads it.
 
-gguf (0.19) makes an array of every element, and takes elements past the end of the file for empty ones: a file of 100
-bytes that claims 2^60 of them is read until the memory is full. Delete when it checks lengths.
+gguf (0.19) makes an array of every element, and treats elements past the end of the file as empty: a file of 100
+bytes that claims 2^60 of them is read until memory is exhausted. Delete when it checks lengths.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from slimectl.model_files import open_file
 MAX_FIELDS = 10_000
 MAX_TENSORS = 200_000
 MAX_ELEMENTS = 8_000_000
-"""Of all arrays; the tokens, scores, kinds and merges of a vocabulary of 262 144 are 1.3 million."""
+"""Limit over all arrays; tokens, scores, kinds and merges of a vocabulary of 262 144 are 1.3 million."""
 MAX_TEXT_BYTES = 16 * 1024**2
 MAX_DIMENSIONS = 8
 
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value by its kind."""
+"""Size in bytes of a value by its type."""
 _STRING, _ARRAY = 8, 9
 
 
@@ -33,7 +33,7 @@ def check_gguf(path: Path) -> None:
 
 
 class _Header:
-    """A place in the header."""
+    """Parser of the header, at a position in the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -89,11 +89,11 @@ class _Header:
         self._skip(length)
 
     def _number(self, form: str) -> int:
-        reading = struct.Struct(self._order + form)
-        data = self._file.read(reading.size)
-        if len(data) < reading.size:
+        layout = struct.Struct(self._order + form)
+        data = self._file.read(layout.size)
+        if len(data) < layout.size:
             raise ValueError("cut short")
-        return int(reading.unpack(data)[0])
+        return int(layout.unpack(data)[0])
 
     def _skip(self, count: int) -> None:
         if self._file.tell() + count > self._size:

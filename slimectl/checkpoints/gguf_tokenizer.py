@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, built from what the file says.
+"""Builds the tokenizer of a GGUF file from its metadata.
 
-transformers 5.12 builds one, too, but gives it the start token as its end token, and the same word splitting whatever
-`tokenizer.ggml.pre` says ("x  1" comes out as four tokens for SmolLM2 instead of three). Delete this when it does not.
+transformers 5.12 builds one, too, but sets the start token as its end token, and splits words the same way for every
+`tokenizer.ggml.pre` ("x  1" becomes four tokens for SmolLM2 instead of three). Delete this when it does not.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from slimectl.errors import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION_AND_SPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
-    "llama-bpe": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
-    "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
+    "llama-bpe": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _PUNCTUATION_AND_SPACE,
+    "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _PUNCTUATION_AND_SPACE,
 }
-"""How Llama 3 and Qwen 2/2.5/3 cut text into words, from their published tokenizer.json."""
+"""Pre-tokenizer patterns of Llama 3 and Qwen 2/2.5/3, from their published tokenizer.json."""
 
 KNOWN = ("gpt-2", "smollm", *SPLITS)
 
 
 def tokenizer_of(path: Path, reader: Any) -> Any:
-    """The fast tokenizer, special tokens and chat template included.
+    """Build the fast tokenizer, with special tokens and chat template.
 
-    Raises CheckpointError for kinds other than byte-level BPE with a known way of cutting words.
+    Raises CheckpointError for types other than byte-level BPE with a known pre-tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
-    facts = {name.removeprefix("tokenizer.ggml."): field for name, field in reader.fields.items()}
+    fields = {name.removeprefix("tokenizer.ggml."): field for name, field in reader.fields.items()}
 
-    def fact(name: str, default: Any = None) -> Any:
-        return facts[name].contents() if name in facts else default
+    def read(name: str, default: Any = None) -> Any:
+        return fields[name].contents() if name in fields else default
 
-    if fact("model") != "gpt2":
+    if read("model") != "gpt2":
         raise CheckpointError(
-            f"{path}: a tokenizer of kind {fact('model')} is not read yet, only byte-level BPE (gpt2); convert from "
+            f"{path}: a tokenizer of kind {read('model')} is not read yet, only byte-level BPE (gpt2); convert from "
             f"the model's original checkpoint instead"
         )
-    tokens = fact("tokens")
-    core = _byte_level_bpe(tokens, fact("merges"), fact("pre"), path)
-    _add_marked(core, tokens, fact("token_type", []))
+    tokens = read("tokens")
+    core = _byte_level_bpe(tokens, read("merges"), read("pre"), path)
+    _add_special_tokens(core, tokens, read("token_type", []))
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {role: fact(f"{field}_token_id") for role, field in named.items()}
+    ids = {role: read(f"{field}_token_id") for role, field in named.items()}
     specials = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
     if "eos_token" not in specials:
         raise CheckpointError(f"{path}: names no end token; convert from the model's original checkpoint instead")
     specials.setdefault("pad_token", specials["eos_token"])
-    if fact("add_bos_token", False):
-        _put_first(core, specials["bos_token"], ids["bos"])
-    made = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **specials)
+    if read("add_bos_token", False):
+        _prepend_token(core, specials["bos_token"], ids["bos"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **specials)
     template = reader.fields.get("tokenizer.chat_template")
-    made.chat_template = template.contents() if template else None
-    return made
+    tokenizer.chat_template = template.contents() if template else None
+    return tokenizer
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str | None, path: Path) -> Any:
@@ -79,7 +79,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str | None, path:
     return core
 
 
-def _add_marked(core: Any, tokens: list[str], kinds: list[int]) -> None:
+def _add_special_tokens(core: Any, tokens: list[str], kinds: list[int]) -> None:
     from tokenizers import AddedToken
 
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
@@ -88,7 +88,7 @@ def _add_marked(core: Any, tokens: list[str], kinds: list[int]) -> None:
         add([AddedToken(token, normalized=False, special=special) for token in marked])
 
 
-def _put_first(core: Any, token: str, token_id: int) -> None:
+def _prepend_token(core: Any, token: str, token_id: int) -> None:
     from tokenizers import processors
 
     core.post_processor = processors.TemplateProcessing(

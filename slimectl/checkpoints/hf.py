@@ -1,4 +1,4 @@
-"""The Hugging Face layout: config.json, tokenizer files, safetensors with an index where there are several."""
+"""Checkpoints in Hugging Face format: config.json, tokenizer files, safetensors with an index if there are several."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from slimectl.model_files import check_file, copy_file, plain_name, read_json
 from slimectl.ports import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
-"""A router's bias is small beside what it decides; every implementation keeps it in float32."""
+"""Tensors that stay in float32: a router's bias is small beside its scores, and every implementation keeps it so."""
 INDEX = "model.safetensors.index.json"
 STREAMED_BYTES = 1024**3
-"""Size of a shard where the whole is not known beforehand: what writing holds in memory."""
+"""Shard size if the total is not known beforehand: the memory that writing takes."""
 COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
               "vocab.*", "merges.txt", "added_tokens.json")  # fmt: skip
 
 
 class HFWeights:
-    """The tensors of a Hugging Face directory, read one at a time. Raises CheckpointError."""
+    """Weights of a Hugging Face directory, read one tensor at a time. Raises CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class HFWeights:
 
 
 class HeldWeights:
-    """Tensors that are in memory already."""
+    """Weights in memory."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = dict(tensors)
@@ -72,28 +72,30 @@ class HeldWeights:
 
 
 class Cast:
-    """Floating tensors in another precision, besides fp8 (it means nothing without its scales) and those in EXACT."""
+    """Casts floating tensors, except fp8 (meaningless without its scales) and those in EXACT."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights = weights
         self._dtype = dtype
 
     def forms(self) -> Mapping[str, Form]:
-        return {name: (shape, self._kept(name, dtype)) for name, (shape, dtype) in self._weights.forms().items()}
+        return {
+            name: (shape, self._target_dtype(name, dtype)) for name, (shape, dtype) in self._weights.forms().items()
+        }
 
     def get(self, name: str) -> Tensor:
         tensor = self._weights.get(name)
-        return tensor.to(self._kept(name, tensor.dtype))
+        return tensor.to(self._target_dtype(name, tensor.dtype))
 
-    def _kept(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        keeps = not dtype.is_floating_point or dtype.itemsize == 1 or EXACT.search(name)
-        return dtype if keeps else self._dtype
+    def _target_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        is_exact = not dtype.is_floating_point or dtype.itemsize == 1 or EXACT.search(name)
+        return dtype if is_exact else self._dtype
 
 
 class HFCheckpoint:
     """Reads and writes the weights of a Hugging Face directory as a stream.
 
-    `dtype` casts floating tensors on the way out; None keeps each as it comes.
+    `dtype` casts floating tensors on writing; None keeps their dtype.
     """
 
     def __init__(self, *, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None) -> None:
@@ -101,7 +103,7 @@ class HFCheckpoint:
         self.max_shard_bytes = max_shard_bytes
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the directory, in the order of its shards. Raises CheckpointError."""
+        """Stream every tensor of the directory, in the order of its shards. Raises CheckpointError."""
         for shard in shards(path):
             try:
                 with safe_open(str(shard), framework="pt") as file:
@@ -113,40 +115,40 @@ class HFCheckpoint:
                 ) from error
 
     def open(self, path: Path) -> Weights:
-        """The tensors of the directory, none of them read yet, those of experts apart. Raises CheckpointError."""
+        """Open the directory for lazy reading, with a tensor for each expert. Raises CheckpointError."""
         return Apart(HFWeights(path))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
-        """Write the stream into the existing directory `path`, in the memory of one shard; the index comes last."""
-        written: list[list[str]] = []
+        """Write the stream to the existing directory `path`, with one shard in memory; the index is written last."""
+        names_by_shard: list[list[str]] = []
         total = 0
-        for held in _held_shards(tensors, self.max_shard_bytes or STREAMED_BYTES):
-            weights = Cast(held, self.dtype) if self.dtype else held
+        for shard in _collect_shards(tensors, self.max_shard_bytes or STREAMED_BYTES):
+            weights = Cast(shard, self.dtype) if self.dtype else shard
             forms = weights.forms()
-            with (path / f".part-{len(written)}").open("wb") as file:
+            with (path / f".part-{len(names_by_shard)}").open("wb") as file:
                 write_safetensors(file, forms, map(weights.get, forms))
-            written.append(list(forms))
+            names_by_shard.append(list(forms))
             total += sum(map(nbytes, forms.values()))
-            del held, weights  # before the next shard is collected
-        names = _shard_names(len(written))
+            del shard, weights  # before the next shard is collected
+        names = _shard_names(len(names_by_shard))
         for i, name in enumerate(names):
             (path / f".part-{i}").rename(path / name)
-        _write_index(path, names, written, total)
+        _write_index(path, names, names_by_shard, total)
 
 
-def _held_shards(tensors: NamedTensors, most: int) -> Iterator[HeldWeights]:
-    """The stream in parts of about `most` bytes; at least one. What is held is the stream's no more."""
-    held: dict[str, Tensor] = {}
+def _collect_shards(tensors: NamedTensors, max_bytes: int) -> Iterator[HeldWeights]:
+    """Collect the stream in shards of about `max_bytes`, at least one; shards are copies of the stream's tensors."""
+    tensors_of_shard: dict[str, Tensor] = {}
     size, count = 0, 0
     for name, tensor in tensors:
         # A copy: the stream may overwrite its buffer.
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size += held[name].nbytes
-        if size >= most:
-            yield HeldWeights(held.items())
-            held, size, count = {}, 0, count + 1
-    if held or not count:
-        yield HeldWeights(held.items())
+        tensors_of_shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensors_of_shard[name].nbytes
+        if size >= max_bytes:
+            yield HeldWeights(tensors_of_shard.items())
+            tensors_of_shard, size, count = {}, 0, count + 1
+    if tensors_of_shard or not count:
+        yield HeldWeights(tensors_of_shard.items())
 
 
 def _shard_names(count: int) -> list[str]:
@@ -155,7 +157,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[str]], total_bytes: int) -> None:
-    """Which tensor is in which shard, where there are several."""
+    """Write the index of tensors to shards, if there are several shards."""
     if len(names) > 1:
         weight_map = {member: name for name, group in zip(names, members, strict=True) for member in group}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -163,10 +165,10 @@ def _write_index(path: Path, names: Sequence[str], members: Sequence[Iterable[st
 
 
 def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None) -> dict[str, str]:
-    """Write the weights into the existing directory `path`, the index last; the SHA-256 of the shards.
+    """Write the weights to the existing directory `path`, the index last; returns the SHA-256 of the shards.
 
-    Two tensors are in memory at a time. Shards of at most `max_shard_bytes` (None: as `file_bytes` says); those that an
-    interrupted call left whole stay.
+    Two tensors are in memory at a time. Shards have at most `max_shard_bytes` (None: the result of `file_bytes`);
+    complete ones of an interrupted call are kept.
     """
     forms = weights.forms()
     total = sum(map(nbytes, forms.values()))
@@ -174,7 +176,7 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
     names = _shard_names(len(groups))
 
     def write(i: int, file: HashedFile) -> None:
-        # Wide numbers first: each tensor then lies at a multiple of its own width.
+        # Wide dtypes first: each tensor is then aligned to its element size.
         members = sorted(groups[i], key=lambda name: -forms[name][1].itemsize)
         tensors = one_ahead(partial(weights.get, name) for name in members)
         write_safetensors(file, {name: forms[name] for name in members}, tensors)
@@ -185,25 +187,25 @@ def write_hf(path: Path, weights: Weights, *, max_shard_bytes: int | None = None
 
 
 def shards(path: Path) -> list[Path]:
-    """The safetensors files of a directory, checked against its index. Raises CheckpointError."""
+    """List the safetensors files of a directory, checked against its index. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
     if (path / INDEX).exists():
         return _listed_shards(path)
-    found = sorted(path.glob("*.safetensors"))
-    found = [file for file in found if file.name.startswith(("model", "pytorch_model"))]
-    if not found:
+    files = sorted(path.glob("*.safetensors"))
+    files = [file for file in files if file.name.startswith(("model", "pytorch_model"))]
+    if not files:
         kind = "a torch_dist checkpoint" if (path / ".metadata").exists() else "not a Hugging Face checkpoint"
         raise CheckpointError(
             f"{path}: no model*.safetensors; this is {kind}; convert it with `slimectl convert --to hf`"
         )
-    for file in found:
+    for file in files:
         check_file(file)
-    return found
+    return files
 
 
 def _listed_shards(path: Path) -> list[Path]:
-    """The files that the index names: all there, and in the directory itself. Raises CheckpointError."""
+    """List the files that the index names; all must exist in the directory itself. Raises CheckpointError."""
     try:
         names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
@@ -219,7 +221,7 @@ def _listed_shards(path: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a checkpoint besides its weights: config, tokenizer, chat template."""
+    """Copy the files of a checkpoint other than its weights: config, tokenizer, chat template."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if not file.is_dir() and file.resolve() != (target / file.name).resolve():

@@ -1,4 +1,4 @@
-"""Weights in several files: which tensors go into which, and files that an interruption has left whole."""
+"""Resumable writing of weights in several files: grouping of tensors, and reuse of complete files."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Item = TypeVar("Item")
 FILES, LEAST_FILE_BYTES, MOST_FILE_BYTES = 8, 512 * 1024**2, 4 * 1024**3
 
 WORTH_A_THREAD = 65536
-"""Bytes from which handing them to another thread pays."""
+"""Smallest number of bytes that is worth another thread."""
 
 FACTS = ".facts-"
-"""Prefix of the note beside each finished file, as long as others are missing."""
+"""Prefix of the metadata file beside each finished file, while others are missing."""
 
 
 def file_bytes(total: int) -> int:
-    """How large the files of `total` bytes may get: an eighth, as far as that is neither small nor huge.
+    """Maximum file size for `total` bytes: an eighth, within LEAST_FILE_BYTES and MOST_FILE_BYTES.
 
-    An interruption then loses little, and one file is brought to the disk while the next is written.
+    An interruption then loses little, and one file is flushed to disk while the next is written.
     """
     return min(max(total // FILES, LEAST_FILE_BYTES), MOST_FILE_BYTES)
 
 
 def one_ahead(loads: Iterable[Callable[[], Item]]) -> Iterator[Item]:
-    """What each call returns, in order; the next is made while the last is in use."""
+    """Yield the results of the calls, in order; the next call runs while the last result is in use."""
     with ThreadPoolExecutor(1) as pool:
         ready: Future[Item] | None = None
         for load in loads:
-            coming = pool.submit(load)
+            future = pool.submit(load)
             if ready is not None:
                 yield ready.result()
-            ready = coming
+            ready = future
         if ready is not None:
             yield ready.result()
 
 
-def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Consecutive items together, each group of at most `most` bytes or one item; one empty group of no items."""
+def grouped(items: Iterable[Item], size: Callable[[Item], int], max_bytes: int) -> Iterator[list[Item]]:
+    """Group consecutive items: at most `max_bytes` or one item per group; one empty group if there are no items."""
     group: list[Item] = []
     total = 0
     for item in items:
-        if group and total + size(item) > most:
+        if group and total + size(item) > max_bytes:
             yield group
             group, total = [], 0
         group.append(item)
@@ -56,7 +56,7 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
 
 
 class HashedFile:
-    """A new file that is hashed while it is written: both take their time outside of the interpreter's lock."""
+    """A new file that is hashed while it is written: both run without the interpreter's lock."""
 
     def __init__(self, file: BinaryIO, pool: Executor) -> None:
         self._file = file
@@ -70,7 +70,7 @@ class HashedFile:
             return self._file.write(view)
         hashing = self._pool.submit(self._sha.update, view)
         count = self._file.write(view)
-        hashing.result()  # the memory is the caller's again as soon as this returns
+        hashing.result()  # the caller may reuse the memory after this returns
         return count
 
     def tell(self) -> int:
@@ -86,10 +86,10 @@ class HashedFile:
 def write_parts(
     folder: Path, names: Sequence[str], write: Callable[[int, HashedFile], Any]
 ) -> tuple[list[Any], dict[str, str]]:
-    """Make the files `names` of `folder`, each whole or not there; what `write` said of each, and their SHA-256.
+    """Write the files `names` of `folder` atomically; returns the result of `write` for each, and their SHA-256.
 
-    `write(i, file)` fills file i and returns facts about it that JSON can hold. A file that is there already, from an
-    interrupted call with the same arguments, is kept, and so are its facts.
+    `write(i, file)` fills file i and returns a result that JSON can represent. A file that exists, from an interrupted
+    call with the same arguments, is kept with its result.
     """
     finished: list[Future[None]] = []
     with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as finishing:
@@ -99,19 +99,21 @@ def write_parts(
             staged = folder / f".part-{name}"
             with staged.open("wb") as raw:
                 file = HashedFile(raw, hashing)
-                said = {"facts": write(i, file), "sha256": file.sha256()}
-            (folder / f"{FACTS}{name}").write_text(json.dumps(said))
+                record = {"facts": write(i, file), "sha256": file.sha256()}
+            (folder / f"{FACTS}{name}").write_text(json.dumps(record))
             finished.append(finishing.submit(_finish, staged, folder / name))
         for future in finished:
             future.result()
-    notes = [json.loads((folder / f"{FACTS}{name}").read_text()) for name in names]
+    records = [json.loads((folder / f"{FACTS}{name}").read_text()) for name in names]
     for name in names:
         (folder / f"{FACTS}{name}").unlink()
-    return [note["facts"] for note in notes], {name: note["sha256"] for name, note in zip(names, notes, strict=True)}
+    return [entry["facts"] for entry in records], {
+        name: entry["sha256"] for name, entry in zip(names, records, strict=True)
+    }
 
 
 def _finish(staged: Path, final: Path) -> None:
-    """Give a written file its name, once it is on the disk."""
+    """Rename a written file to its final name, after it is flushed to disk."""
     with staged.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(staged, final)

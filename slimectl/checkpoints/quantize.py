@@ -1,4 +1,4 @@
-"""Weights seen quantized, and quantized weights seen whole again."""
+"""Views of weights: quantized, and dequantized."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Scheme = Fp8Blocks | Int4Groups
 KEPT = re.compile(
     r"norm|(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
 )
-"""Matrices that stay in full precision: few numbers, much harm. The router's `gate` is not an MLP's `gate_proj`."""
+"""Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)"""
 
 
 class Quantized:
-    """Every linear layer of `weights` as `scheme` stores it, besides those in KEPT and what is not a matrix."""
+    """Linear layers of `weights` quantized by `scheme`; those in KEPT and other tensors are unchanged."""
 
     def __init__(self, weights: Weights, scheme: Scheme) -> None:
         self._weights = weights
@@ -34,7 +34,7 @@ class Quantized:
 
     @cached_property
     def _stored(self) -> dict[str, tuple[str, str, Form]]:
-        """For each stored name the tensor that it comes from, which part of it, and its form."""
+        """Source tensor, part of its quantized form, and form, by stored name."""
         stored: dict[str, tuple[str, str, Form]] = {}
         for name, form in self._weights.forms().items():
             if not _is_linear(name, form) or KEPT.search(name):
@@ -43,7 +43,7 @@ class Quantized:
             if refusal := self._scheme.refusal(form):
                 raise CheckpointError(f"{name}: {refusal}; choose another --group or --quantize fp8")
             module = name.removesuffix("weight")
-            stored |= {module + part: (name, part, kept) for part, kept in self._scheme.forms(form).items()}
+            stored |= {module + part: (name, part, part_form) for part, part_form in self._scheme.forms(form).items()}
         return stored
 
     def forms(self) -> Mapping[str, Form]:
@@ -58,10 +58,10 @@ class Quantized:
         return self._last[1][part]
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config` for config.json."""
+        """Build `quantization_config` of config.json."""
         forms = self._weights.forms()
-        kept = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
-        layers = [name.removesuffix(".weight") for name in kept if not re.search(r"norm|embed_tokens", name)]
+        full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
+        layers = [name.removesuffix(".weight") for name in full_precision if not re.search(r"norm|embed_tokens", name)]
         return self._scheme.config(layers)
 
 
@@ -70,7 +70,7 @@ def _is_linear(name: str, form: Form) -> bool:
 
 
 class Dequantized:
-    """Weights that `scheme` stores, whole again and in `dtype`; all other tensors as they are."""
+    """Weights of `scheme` dequantized to `dtype`; all other tensors are unchanged."""
 
     def __init__(self, weights: Weights, scheme: Scheme, dtype: torch.dtype) -> None:
         self._weights = weights
@@ -78,36 +78,36 @@ class Dequantized:
         self._dtype = dtype
 
     @cached_property
-    def _whole(self) -> dict[str, dict[str, str]]:
-        """The names of the parts of each weight that was taken apart."""
+    def _parts_by_weight(self) -> dict[str, dict[str, str]]:
+        """Names of the stored parts of each quantized weight."""
         forms = self._weights.forms()
         first, scale = self._scheme.parts[:2]
-        found = {}
+        parts_by_weight = {}
         for name, (_, dtype) in forms.items():
             module, _, part = name.rpartition(".")
             if part == scale or (part == first and dtype in (torch.float8_e4m3fn, torch.int32)):
-                found[f"{module}.weight"] = {part: f"{module}.{part}" for part in self._scheme.parts}
-        for parts in found.values():
+                parts_by_weight[f"{module}.weight"] = {part: f"{module}.{part}" for part in self._scheme.parts}
+        for parts in parts_by_weight.values():
             for name in parts.values():
                 if name not in forms:
                     raise CheckpointError(f"no tensor for {name}; download the quantized checkpoint again")
-        return found
+        return parts_by_weight
 
     def forms(self) -> Mapping[str, Form]:
-        inner, whole = self._weights.forms(), self._whole
-        taken = {name for parts in whole.values() for name in parts.values()}
+        inner, parts_by_weight = self._weights.forms(), self._parts_by_weight
+        stored_names = {name for parts in parts_by_weight.values() for name in parts.values()}
         forms: dict[str, Form] = {}
         for name, form in inner.items():
             weight = name.rpartition(".")[0] + ".weight"
-            if name not in taken:
+            if name not in stored_names:
                 forms[name] = form
             elif weight not in forms:
-                parts = {part: inner[stored] for part, stored in whole[weight].items()}
+                parts = {part: inner[stored] for part, stored in parts_by_weight[weight].items()}
                 forms[weight] = self._scheme.weight_form(parts, self._dtype)
         return forms
 
     def get(self, name: str) -> Tensor:
-        parts = self._whole.get(name)
+        parts = self._parts_by_weight.get(name)
         if parts is None:
             return self._weights.get(name)
         try:
@@ -117,23 +117,23 @@ class Dequantized:
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """How config.json says the weights are quantized; None where they are not. Raises CheckpointError."""
-    given = config.get("quantization_config")
-    if not given:
+    """Read the quantization scheme from config.json; None if there is none. Raises CheckpointError."""
+    quantization = config.get("quantization_config")
+    if not quantization:
         return None
-    method = given.get("quant_method")
+    method = quantization.get("quant_method")
     if (
         method == "fp8"
-        and len(given.get("weight_block_size") or ()) == 2
-        and given.get("scale_fmt", "float") == "float"
+        and len(quantization.get("weight_block_size") or ()) == 2
+        and quantization.get("scale_fmt", "float") == "float"
     ):
-        return Fp8Blocks(*given["weight_block_size"])
-    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
-        groups = [group.get("weights") or {} for group in given.get("config_groups", {}).values()]
-        facts = [(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("symmetric")) for w in groups]
-        if facts == [(4, "int", "group", True)] and not groups[0].get("actorder"):
+        return Fp8Blocks(*quantization["weight_block_size"])
+    if method == "compressed-tensors" and quantization.get("format") == "pack-quantized":
+        groups = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+        schemes = [(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("symmetric")) for w in groups]
+        if schemes == [(4, "int", "group", True)] and not groups[0].get("actorder"):
             return Int4Groups(groups[0]["group_size"])
-    layout = given.get("format") or given.get("fmt") or "plain"
+    layout = quantization.get("format") or quantization.get("fmt") or "plain"
     raise CheckpointError(
         f"config.json: weights quantized as {method or 'unknown'} ({layout}) cannot be read;"
         " known are fp8 with weight_block_size and compressed-tensors' symmetric int4 groups"

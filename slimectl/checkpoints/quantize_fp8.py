@@ -1,4 +1,4 @@
-"""fp8 weights in blocks, as DeepSeek-V3 publishes them: float8_e4m3fn and one float32 scale a block."""
+"""fp8 weights in the format of DeepSeek-V3: float8_e4m3fn with one float32 scale per block."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LARGEST = 448.0
 class Fp8Blocks:
     """Blocks of `rows` x `columns`; `weight = weight_fp8 * weight_scale_inv` of its block.
 
-    e4m3 keeps 3 bits after the leading one, so a number is off by at most 1/16 of itself, or, where it is tiny beside
-    the largest of its block, by 2^-10 of that block's scale.
+    e4m3 has 3 mantissa bits, so the error of a value is at most 1/16 of it, or, for values that are tiny beside the
+    largest of their block, 2^-10 of the block's scale.
     """
 
     rows: int = 128
@@ -29,13 +29,13 @@ class Fp8Blocks:
     parts = ("weight", "weight_scale_inv")
 
     def forms(self, form: Form) -> dict[str, Form]:
-        """The forms of what a weight of `form` is stored as."""
+        """Forms of the stored parts of a weight of `form`."""
         (rows, columns), _ = form
         scales = (-(-rows // self.rows), -(-columns // self.columns))
         return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale_inv": (scales, torch.float32)}
 
     def refusal(self, form: Form) -> str | None:
-        """Why a weight of `form` cannot be stored so."""
+        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
         return None
 
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
@@ -53,17 +53,17 @@ class Fp8Blocks:
         return forms["weight"][0], dtype
 
     def weight(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight again. Raises ValueError if the scales are not one a block."""
+        """Dequantize a weight. Raises ValueError if there is not one scale per block."""
         small, scales = parts["weight"], parts["weight_scale_inv"]
-        wanted = self.forms((tuple(small.shape), dtype))["weight_scale_inv"][0]
-        if tuple(scales.shape) != wanted:
-            raise ValueError(f"scales of shape {list(scales.shape)}, blocks ask for {list(wanted)}")
+        scales_shape = self.forms((tuple(small.shape), dtype))["weight_scale_inv"][0]
+        if tuple(scales.shape) != scales_shape:
+            raise ValueError(f"scales of shape {list(scales.shape)}, blocks ask for {list(scales_shape)}")
         R, C = small.shape
-        whole = scales.float().repeat_interleave(self.rows, 0)[:R].repeat_interleave(self.columns, 1)[:, :C]
-        return whole.mul_(small.float()).to(dtype)
+        expanded = scales.float().repeat_interleave(self.rows, 0)[:R].repeat_interleave(self.columns, 1)[:, :C]
+        return expanded.mul_(small.float()).to(dtype)
 
     def config(self, untouched: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json; `untouched` names the linear layers that stay as they were."""
+        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
         blocks = [self.rows, self.columns]
-        facts = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
-        return {**facts, "modules_to_not_convert": list(untouched)} if untouched else facts
+        config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
+        return {**config, "modules_to_not_convert": list(untouched)} if untouched else config

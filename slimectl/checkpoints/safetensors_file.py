@@ -1,4 +1,4 @@
-"""safetensors files read and written tensor by tensor, in the memory of one tensor."""
+"""Reads and writes safetensors files tensor by tensor, with one tensor in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CODES = {
 }  # fmt: skip
 CODE = {dtype: code for code, dtype in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit: a damaged length must not ask for all memory."""
+"""The limit of safetensors: a damaged length must not allocate all memory."""
 
 
 MAX_NUMBER = 2**48
@@ -35,7 +35,7 @@ MAX_DIMENSIONS = 16
 
 
 class Writable(Protocol):
-    """What tensors are written to."""
+    """File-like target of tensor data."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -45,14 +45,14 @@ def nbytes(form: Form) -> int:
 
 
 def buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; any dtype."""
+    """Return the bytes of a contiguous CPU tensor without a copy, for any dtype."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class SafetensorsFile:
-    """One file. Not mapped into memory: pages of a mapped file would count as the process's own.
+    """A safetensors file. It is not memory-mapped: mapped pages would count as memory of the process.
 
-    Raises CheckpointError where the file is cut short or is not of this format.
+    Raises CheckpointError if the file is cut short or not of this format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class SafetensorsFile:
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, tuple[int, Form]]]:
-        """Where the data begins, and each tensor's offset in it and form."""
+        """Start of the data, and offset and form of each tensor."""
         try:
             with open_file(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -69,23 +69,23 @@ class SafetensorsFile:
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 entries: dict[str, Any] = json.loads(file.read(length))
             entries.pop("__metadata__", None)
-            tensors = {name: _entry(facts) for name, facts in entries.items()}
+            tensors = {name: _parse_entry(entry) for name, entry in entries.items()}
             _check_overlaps(tensors)
         except CheckpointError:
             raise
         except FileNotFoundError:
             raise CheckpointError(f"{self.path}: is not there; copy the checkpoint again") from None
         except RecursionError:
-            raise self._damaged("its header is damaged: nested too deeply") from None
+            raise self._damaged_error("its header is damaged: nested too deeply") from None
         except Exception as error:
-            raise self._damaged(f"its header is damaged: {error}") from error
+            raise self._damaged_error(f"its header is damaged: {error}") from error
         end = max((start + nbytes(form) for start, form in tensors.values()), default=0)
         if size < 8 + length + end:
-            raise self._damaged(f"{size} bytes, its header asks for {8 + length + end}: it is cut short")
+            raise self._damaged_error(f"{size} bytes, its header asks for {8 + length + end}: it is cut short")
         return 8 + length, tensors
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be read as safetensors ({what}); download or convert it again")
+    def _damaged_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot be read as safetensors ({reason}); download or convert it again")
 
     def forms(self) -> dict[str, Form]:
         """Shape and dtype of every tensor, in file order."""
@@ -101,30 +101,30 @@ class SafetensorsFile:
         with self.path.open("rb", buffering=0) as file:
             file.seek(begin + start)
             view, filled = buffer(tensor), 0
-            # The system reads at most 2 GiB at a time.
+            # A read call returns at most 2 GiB.
             while filled < len(view):
                 count = file.readinto(view[filled:])
                 if not count:
-                    raise self._damaged(f"{name}: {len(view) - filled} bytes are missing")
+                    raise self._damaged_error(f"{name}: {len(view) - filled} bytes are missing")
                 filled += count
         return tensor
 
 
-def _entry(facts: dict[str, Any]) -> tuple[int, Form]:
-    start, end = facts["data_offsets"]
-    form = tuple(facts["shape"]), CODES[facts["dtype"]]
+def _parse_entry(entry: dict[str, Any]) -> tuple[int, Form]:
+    start, end = entry["data_offsets"]
+    form = tuple(entry["shape"]), CODES[entry["dtype"]]
     for number in (start, end, *form[0]):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_NUMBER:
             raise ValueError(f"{number!r:.40} is no size")
     if len(form[0]) > MAX_DIMENSIONS:
         raise ValueError(f"{len(form[0])} dimensions")
     if end - start != nbytes(form):
-        raise ValueError(f"{end - start} bytes for {facts['dtype']} {facts['shape']}")
+        raise ValueError(f"{end - start} bytes for {entry['dtype']} {entry['shape']}")
     return start, form
 
 
 def _check_overlaps(tensors: Mapping[str, tuple[int, Form]]) -> None:
-    """Raises ValueError for tensors that share bytes: a small file would be a huge model."""
+    """Raises ValueError for tensors that share bytes: a small file could hold a huge model."""
     end = 0
     for start, form in sorted(
         ((start, form) for start, form in tensors.values() if nbytes(form)), key=lambda place: place[0]
@@ -135,7 +135,7 @@ def _check_overlaps(tensors: Mapping[str, tuple[int, Form]]) -> None:
 
 
 def write_safetensors(file: Writable, forms: Mapping[str, Form], tensors: Iterable[Tensor]) -> None:
-    """Write the tensors, which come in the order of `forms`, one after the other."""
+    """Write the tensors, given in the order of `forms`, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in forms.items():

@@ -1,4 +1,4 @@
-"""Which conversions there are, each put together from its parts."""
+"""Converts checkpoints between formats, dtypes and quantization schemes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from slimectl.stages.convert import convert
 LAYOUTS = ("hf", "torch_dist")
 SCHEMES = ("fp8", "int4")
 VERIFIED_BYTES = 2_000_000_000
-"""Models up to this size are read back unless told otherwise."""
+"""Models up to this size are verified by default."""
 LOGITS_BYTES = 1_000_000_000
-"""Models up to this size are also run, where they are verified."""
+"""Models up to this size are also run when they are verified."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a conversion, checked. Raises SettingsError."""
+    """Validated options of a conversion. Raises SettingsError."""
 
     to: str = "hf"
     dtype: str | None = None
@@ -48,9 +48,9 @@ class Options:
     group: int = 128
 
     def __post_init__(self) -> None:
-        _known("--to", self.to, LAYOUTS)
-        _known("--dtype", self.dtype, tuple(DTYPES))
-        _known("--quantize", self.quantize, SCHEMES)
+        _check_choice("--to", self.to, LAYOUTS)
+        _check_choice("--dtype", self.dtype, tuple(DTYPES))
+        _check_choice("--quantize", self.quantize, SCHEMES)
         if self.quantize and self.to != "hf":
             raise SettingsError(
                 f"--quantize {self.quantize}: Megatron trains on whole numbers; leave it out or use --to hf"
@@ -72,7 +72,7 @@ class Options:
         return bool(self.to == "torch_dist" or self.dtype or self.quantize)
 
 
-def _known(flag: str, value: str | None, values: tuple[str, ...]) -> None:
+def _check_choice(flag: str, value: str | None, values: tuple[str, ...]) -> None:
     if value is not None and value not in values:
         raise SettingsError(f"{flag} {value}: not among those known: {', '.join(values)}")
 
@@ -94,17 +94,17 @@ def convert_checkpoint(
     progress: Callable[[str], None] | None = None,
     max_shard_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Make the model at `source` a checkpoint directory at `target`; a summary for a person.
+    """Convert the model at `source` to a checkpoint directory at `target`; returns a summary for people.
 
-    `source` as in `resolve_source`. `dtype` None keeps each tensor as it is (GGUF is dequantized to float32). `config`
-    is a Hugging Face directory, `card` the name of a card: either says what a torch_dist folder does not say itself,
-    and no two may contradict each other. `verify` reads the result back; None does so for models below 2 GB. `logits`
-    is on how many tokens a verified result is run, against the source; None is 16 for models below 1 GB. A source with
-    a manifest is hashed whole before anything is read from it.
+    `source` as in `resolve_source`. `dtype` None keeps the dtype of each tensor (GGUF is dequantized to float32).
+    `config` is a Hugging Face directory, `card` the name of a card: either supplies the config that a torch_dist folder
+    may lack, and they must not contradict each other. `verify` reads the result back; None does so for models below
+    2 GB. `logits` is the number of tokens on which a verified result is run against the source; None is 16 for models
+    below 1 GB. A source with a manifest is hashed completely before it is read.
 
-    The same conversion once more does nothing and says so (`"unchanged"`), unless `force`; one that was interrupted
-    goes on with the files it had finished. Raises SettingsError for what is not among the conversions, else as
-    `stages.convert.convert` does.
+    Repeating the same conversion does nothing and reports `"unchanged"`, unless `force`; an interrupted one resumes
+    with its finished files. Raises SettingsError for unknown conversions, and the errors of
+    `stages.convert.convert`.
     """
     options = Options(to, dtype, quantize, block, group)
     path = resolve_source(source)
@@ -116,27 +116,27 @@ def convert_checkpoint(
     if path.is_dir():
         check_model_files(path)
     has_manifest = path.is_dir() and check_integrity(path, whole=True)
-    # A run's step is known by its manifest, which lies above the policy: two steps' headers are alike.
+    # A run's step is identified by its manifest, which is in the policy's parent: headers of two steps are equal.
     hashed = path.parent if path.name == "policy" else path
     manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
     if not force and manifest.unchanged(target) and integrity_error(target) is None:
         return {**json.loads((target / "manifest.json").read_text())["counts"], "unchanged": True}
-    found = open_source(path, numbers=options.needs_numbers, dtype=DTYPES.get(dtype or ""), config=config, card=card)
-    given, read, write = _ends(found, options, max_shard_bytes)
-    numbers = {"parameters": _numbers(found.weights)}
-    size = sum(_bytes(form) for form in given.forms().values())
+    opened = open_source(path, numbers=options.needs_numbers, dtype=DTYPES.get(dtype or ""), config=config, card=card)
+    target_weights, read, write = _reader_and_writer(opened, options, max_shard_bytes)
+    numbers = {"parameters": _numbers(opened.weights)}
+    size = sum(_bytes(form) for form in target_weights.forms().values())
     verify = size <= VERIFIED_BYTES if verify is None else verify
     tokens = logits if logits is not None else 16 if size <= LOGITS_BYTES else 0
-    said: dict[str, Any] = {}
+    check_result: dict[str, Any] = {}
 
     def check(_: Weights, staged: Path) -> None:
-        said.update(check_logits(found, staged, read(staged), options.to, tokens, exact=_is_exact(options)))
+        check_result.update(check_logits(opened, staged, read(staged), options.to, tokens, exact=_is_exact(options)))
 
     counts = convert(
-        given,
+        target_weights,
         target,
         write=write,
-        companions=partial(_companions, found, options, given),
+        companions=partial(_write_companions, opened, options, target_weights),
         reread=read if verify else None,
         check=check if verify and tokens else None,
         force=force,
@@ -144,29 +144,29 @@ def convert_checkpoint(
         resume=settings_hash({**manifest.facts["settings"], **manifest.facts["inputs"], "files": _stamps(path)}),
         progress=progress,
     )
-    said_dtype = dtype or ("float32" if path.suffix == ".gguf" else "as it was")
+    shown_dtype = dtype or ("float32" if path.suffix == ".gguf" else "as it was")
     source_facts = {"source": "as its manifest says"} if has_manifest else {}
-    return {**counts, **numbers, "dtype": quantize or said_dtype, "verified": verify, **source_facts, **said}
+    return {**counts, **numbers, "dtype": quantize or shown_dtype, "verified": verify, **source_facts, **check_result}
 
 
 Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, str]]]
 
 
-def _ends(found: Source, options: Options, max_bytes: int | None) -> Ends:
-    """What goes into the target, how it is read back, and how it is written."""
-    weights = found.weights
+def _reader_and_writer(source: Source, options: Options, max_bytes: int | None) -> Ends:
+    """Weights for the target, its reader and its writer."""
+    weights = source.weights
     if options.to == "torch_dist":
-        model = found.needed_model()
-        accounted = Accounted(weights, model, found.where)
+        model = source.needed_model()
+        accounted = Accounted(weights, model, source.location)
         cast: Weights = Cast(accounted, DTYPES[options.dtype]) if options.dtype else accounted
 
-        def write(path: Path, given: Weights) -> Mapping[str, str]:
-            chunks = chunks_of(given, model, accounted.carried)
+        def write(path: Path, target_weights: Weights) -> Mapping[str, str]:
+            chunks = chunks_of(target_weights, model, accounted.carried)
             return write_torch_dist(path, chunks, max_file_bytes=max_bytes, objects=extra_states(model))
 
         return cast, lambda path: TorchDistWeights(path, model), write
-    if found.model and found.kind != "torch_dist" and not found.quantized:
-        found.model.account(Apart(weights).forms(), found.where)
+    if source.model and source.kind != "torch_dist" and not source.quantized:
+        source.model.account(Apart(weights).forms(), source.location)
     if options.dtype:
         weights = Cast(weights, DTYPES[options.dtype])
     if options.scheme:
@@ -174,15 +174,15 @@ def _ends(found: Source, options: Options, max_bytes: int | None) -> Ends:
     return weights, HFWeights, partial(write_hf, max_shard_bytes=max_bytes)
 
 
-def _companions(found: Source, options: Options, given: Weights, into: Path) -> None:
-    """Config, tokenizer and templates; the config says what became of the weights."""
-    found.companions(into)
-    config = dict(found.config)
-    if options.dtype or found.dequantized:
+def _write_companions(source: Source, options: Options, target_weights: Weights, into: Path) -> None:
+    """Write config, tokenizer and templates; the config has the dtype and quantization of the new weights."""
+    source.companions(into)
+    config = dict(source.config)
+    if options.dtype or source.dequantized:
         config.pop("torch_dtype", None)  # the key's name before transformers 5
         config["dtype"] = options.dtype or "bfloat16"
-    if isinstance(given, Quantized):
-        config["quantization_config"] = given.config()
+    if isinstance(target_weights, Quantized):
+        config["quantization_config"] = target_weights.config()
     file = into / "config.json"
     if not file.exists() or config != json.loads(file.read_text(encoding="utf-8")):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -201,6 +201,6 @@ def _is_exact(options: Options) -> bool:
 
 
 def _stamps(path: Path) -> list[Any]:
-    """What tells a source from another one under the same name, at no cost."""
+    """Names, sizes and modification times of a source's files, to detect a change without reading them."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

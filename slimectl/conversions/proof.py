@@ -1,4 +1,4 @@
-"""The result run beside its source: the same tokens, the same logits."""
+"""Compares the logits of a converted model with those of its source."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from slimectl.weights.architecture import Config
 from slimectl.weights.complete import STAND_INS
 
 TOLERANCE = 1e-3
-"""Largest difference of logits, in units of their largest magnitude, that is rounding in float32."""
+"""Largest difference of logits, relative to their largest magnitude, that float32 rounding explains."""
 
 
 def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
-    """Run source and result on `count` tokens in float32: {"logits_max_difference": …}.
+    """Run source and result on `count` tokens in float32; returns {"logits_max_difference": …}.
 
-    A model that cannot be run here is said to be so instead. Raises CheckpointError where the numbers are the same but
-    the logits are not.
+    If a model cannot be run here, the result says so instead. Raises CheckpointError if the values are the same but the
+    logits are not.
     """
     tokens = torch.arange(count) * 7919 % int(source.config.get("vocab_size", 2))
     try:
         expected = _hf_logits(source.config, source.weights, tokens)
-        found = (
+        actual = (
             _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
         )
     except Exception as error:
-        # Whatever a config of a stranger makes transformers or mcore raise: the numbers are verified without it.
+        # An untrusted config can make transformers or mcore raise anything: the values are verified without this check.
         line = (str(error).strip().splitlines() or [""])[0]
-        shown = line if isinstance(error, SlimectlError) else f"{type(error).__name__}: {line}"
-        return {"logits": f"not compared ({shown:.300})"}
-    difference = (expected - found).abs().max().item()
+        reason = line if isinstance(error, SlimectlError) else f"{type(error).__name__}: {line}"
+        return {"logits": f"not compared ({reason:.300})"}
+    difference = (expected - actual).abs().max().item()
     if exact and not difference <= TOLERANCE * expected.abs().max().item():
         raise CheckpointError(
             f"verifying: logits differ by {difference:.3g} although no number was changed; nothing was kept"
@@ -45,7 +45,7 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
 
 
 def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
-    """A Hugging Face result, with the config that was written for it; quantized weights made whole."""
+    """Logits of a Hugging Face result with its written config; quantized weights are dequantized."""
     import json
 
     config = json.loads((staged / "config.json").read_text(encoding="utf-8"))
@@ -56,19 +56,19 @@ def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """[T, V] by transformers' own model of that configuration. Raises CheckpointError if it has none."""
+    """Logits [T, V] of transformers' model of that configuration. Raises CheckpointError if it has none."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    given = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    given["model_type"] = STAND_INS.get(given["model_type"], given["model_type"])
+    model_config = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    model_config["model_type"] = STAND_INS.get(model_config["model_type"], model_config["model_type"])
     try:
-        hf_config = transformers.AutoConfig.for_model(**given)
+        hf_config = transformers.AutoConfig.for_model(**model_config)
         kind = transformers.AutoModelForCausalLM._model_mapping[type(hf_config)]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
     tensors = {name: weights.get(name) for name in weights.forms()}
-    # from_pretrained: modules of some families hold their experts in one tensor, disks do not.
+    # from_pretrained: modules of some families have their experts in one tensor, checkpoints do not.
     model = kind.from_pretrained(
         None, config=hf_config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
     )
@@ -78,23 +78,23 @@ def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
-    """[T, V] by mcore's GPTModel, in this process alone. Raises BackendError where megatron-core is missing."""
+    """Logits [T, V] of mcore's GPTModel in this process alone. Raises BackendError if megatron-core is missing."""
     from slimectl.layouts import ParallelLayout
     from slimectl.policies.megatron import parallel
     from slimectl.policies.megatron.model import build, device
     from slimectl.policies.megatron.packed import packed
 
-    model, alone, running = source.needed_model(), ParallelLayout(), torch.distributed.is_initialized()
-    parallel.start(alone, seed=0)
+    model, layout, running = source.needed_model(), ParallelLayout(), torch.distributed.is_initialized()
+    parallel.start(layout, seed=0)
     try:
-        (gpt,) = build(model.architecture, alone, dtype=torch.float32)
-        held = gpt.state_dict()
-        lacking = [link.megatron for link in model.links if link.megatron not in held]
-        if lacking:
-            raise BackendError(f"Megatron's model of {model.family.name} is not built here: no {lacking[0]}")
+        (gpt,) = build(model.architecture, layout, dtype=torch.float32)
+        state_dict = gpt.state_dict()
+        missing = [link.megatron for link in model.links if link.megatron not in state_dict]
+        if missing:
+            raise BackendError(f"Megatron's model of {model.family.name} is not built here: no {missing[0]}")
         for link in model.links:
-            held[link.megatron].copy_(link.to_megatron([result.get(name) for name in link.hf]))
-        row = packed([len(tokens)], alone, rank=0, device=device())
+            state_dict[link.megatron].copy_(link.to_megatron([result.get(name) for name in link.hf]))
+        row = packed([len(tokens)], layout, rank=0, device=device())
         return torch.nn.functional.linear(gpt(tokens.to(device()), row)[:, 0], gpt.output_weight).cpu()
     finally:
         if not running:

@@ -1,4 +1,4 @@
-"""Whatever can be converted, opened: its weights by Hugging Face name, its config, what lies beside them."""
+"""Opens sources of conversions: weights by Hugging Face name, config and companion files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Source:
-    """One opened source. `config` is config.json as it is to be written; `model` is None where no family knows it."""
+    """One opened source. `config` is config.json as it will be written; `model` is None for an unknown family."""
 
     kind: str
-    where: str
+    location: str
     weights: Weights
     config: Config
     model: Model | None
@@ -37,16 +37,16 @@ class Source:
     dequantized: bool = False
 
     def needed_model(self) -> Model:
-        """The model, or the CheckpointError that says why there is none."""
+        """Return the model. Raises CheckpointError with the reason if there is none."""
         return self.model or Model(completed(self.config))
 
 
 def open_source(
     path: Path, *, numbers: bool, dtype: torch.dtype | None, config: Path | None, card: str | None
 ) -> Source:
-    """The source at `path`; `numbers` asks for quantized weights dequantized (to bfloat16, or to `dtype`).
+    """Open the source at `path`; `numbers` requests dequantized weights (in bfloat16, or `dtype`).
 
-    Raises CheckpointError, also where `config`, `card` and the source's own config.json contradict each other.
+    Raises CheckpointError, also if `config`, `card` and the source's own config.json contradict each other.
     """
     if path.suffix == ".gguf":
         source = _gguf(path, dtype or torch.float32)
@@ -60,7 +60,7 @@ def open_source(
         cards.check(card, source.needed_model().config, location=str(path))
     if config:
         check_model_files(config)
-        _agree(config, raw_config(config), path, source.config)
+        _check_agreement(config, raw_config(config), path, source.config)
     return source
 
 
@@ -68,12 +68,12 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
     from slimectl.checkpoints.gguf import GGUFFile
 
     file = GGUFFile(path)
-    config = _written(lambda into: file.write_companions(into, dtype))
+    config = _config_of_writer(lambda into: file.write_companions(into, dtype))
     weights = HeldWeights(file.read(dtype))
     return Source("gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype))
 
 
-def _written(write: Callable[[Path], None]) -> Config:
+def _config_of_writer(write: Callable[[Path], None]) -> Config:
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder:
@@ -93,14 +93,14 @@ def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
     if scheme is None or not numbers:
         return Source("hf", str(path), weights, config, _model(config), companions, quantized=True)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    whole = Dequantized(weights, scheme, dtype)
-    return Source("hf", str(path), whole, plain, _model(plain), companions, dequantized=True)
+    dequantized = Dequantized(weights, scheme, dtype)
+    return Source("hf", str(path), dequantized, plain, _model(plain), companions, dequantized=True)
 
 
 def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
-    """The config is --config's, else the one inside the folder, else the card's."""
-    own = path if (path / "config.json").exists() else path.parent
-    inside = own if (own / "config.json").exists() else None
+    """Open a torch_dist folder; its config is that of --config, else of the folder, else of the card."""
+    config_folder = path if (path / "config.json").exists() else path.parent
+    inside = config_folder if (config_folder / "config.json").exists() else None
     folder = config or inside
     if folder:
         check_model_files(folder)
@@ -114,7 +114,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
     if folder and card:
         cards.check(card, model.config, location=str(folder))
     if config and inside:
-        _agree(config, raw, inside, raw_config(inside))
+        _check_agreement(config, raw, inside, raw_config(inside))
 
     def companions(into: Path) -> None:
         if folder:
@@ -123,12 +123,12 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
     return Source("torch_dist", str(path), TorchDistWeights(path, model), raw, model, companions)
 
 
-def _agree(left: Path, one: Config, right: Path, other: Config) -> None:
-    """Raises CheckpointError, key by key, where two configs describe different models."""
-    differing = cards.differences({"config": one}, completed(other))
+def _check_agreement(first_path: Path, first: Config, second_path: Path, second: Config) -> None:
+    """Raises CheckpointError, key by key, if two configs describe different models."""
+    differing = cards.differences({"config": first}, completed(second))
     if differing:
-        told = "; ".join(f"{key} is {a!r} in {left}, {b!r} in {right}" for key, a, b in differing)
-        raise CheckpointError(f"--config: {told}; give the config of this checkpoint")
+        conflicts = "; ".join(f"{key} is {a!r} in {first_path}, {b!r} in {second_path}" for key, a, b in differing)
+        raise CheckpointError(f"--config: {conflicts}; give the config of this checkpoint")
 
 
 def _model(config: Config) -> Model | None:

@@ -1,1 +1,1 @@
-"""What a run will need, by formula: memory, arithmetic, time; pure."""
+"""Estimates memory, FLOPs and time of a run by formula; pure functions."""

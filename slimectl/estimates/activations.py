@@ -1,7 +1,7 @@
-"""What autograd keeps of one layer between forward and backward, read off the modules that this package runs.
+"""Activations that autograd saves for one layer, derived from the modules that this package runs.
 
-H hidden · F MLP columns · q, k columns of query and of key (value has as many) · c bytes of a number · t tensor
-parallel size. Every figure is bytes per token. tests/estimates/test_activations.py counts the same on real models.
+H hidden · F MLP columns · q, k columns of query and of key (value has as many) · c bytes of an element · t tensor
+parallel size. Every figure is bytes per token. tests/estimates/test_activations.py measures the same on real models.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from slimectl.estimates.run import Run
 from slimectl.weights.architecture import Architecture
 
 DELTA_CHUNK = 64
-"""Tokens that policies/megatron/delta_net.py solves for at once; tests/estimates/test_figures.py holds them equal."""
+"""Chunk length of policies/megatron/delta_net.py; tests/estimates/test_figures.py checks that they are equal."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Some tensors of a layer; `size` is bytes per token."""
+    """Saved tensors of a layer; `size` is bytes per token."""
 
-    what: str
+    description: str
     size: float
 
     @property
     def text(self) -> str:
-        return f"{self.what} {counted(round(self.size))}"
+        return f"{self.description} {counted(round(self.size))}"
 
 
 def size(saved: list[Saved]) -> float:
@@ -44,9 +44,9 @@ def _groups(architecture: Architecture) -> int:
 
 
 def fsdp_layer(architecture: Architecture, run: Run) -> list[Saved]:
-    """A Hugging Face decoder layer with our attention.
+    """Saved tensors of a Hugging Face decoder layer with the attention of this package.
 
-    Its RMSNorm keeps a float32 copy of what comes in, and what it normalised in the dtype that it goes on with.
+    Its RMSNorm saves a float32 copy of its input, and the normalised states in the dtype of its output.
     """
     t, c = architecture.transformer, run.bytes
     H, F = t["hidden_size"], t["ffn_hidden_size"]
@@ -54,7 +54,7 @@ def fsdp_layer(architecture: Architecture, run: Run) -> list[Saved]:
     sandwich = architecture.layer == "sandwich"
     saved = [Saved(f"norms 2 (4 + 2c) H{' + 2 (4 + c) H' if sandwich else ''}", 2 * ((4 + 2 * c) * H + 4))]
     if sandwich:
-        saved[0] = Saved(saved[0].what, saved[0].size + 2 * ((4 + c) * H + 4))
+        saved[0] = Saved(saved[0].description, saved[0].size + 2 * ((4 + c) * H + 4))
     if t.get("qk_layernorm"):
         norms = t["num_attention_heads"] + _groups(architecture)
         saved.append(Saved("norms of query and key (4 + c)(q + k)", (4 + c) * (q + k) + 4 * norms))
@@ -62,30 +62,30 @@ def fsdp_layer(architecture: Architecture, run: Run) -> list[Saved]:
     return [*saved, *attention, *_mlp(4 * c * F, "4cF")]
 
 
-def _attention(run: Run, heads: float, q: float, kv: float, out: float, words: str) -> list[Saved]:
-    """Query, key and value as the product takes them, and its result; or the weights, where they are held."""
+def _attention(run: Run, heads: float, q: float, kv: float, out: float, formula: str) -> list[Saved]:
+    """Query, key, value and output of the product; also the attention weights, if they are in memory."""
     if run.holds_scores(int(heads)):
         weights = Saved(f"attention weights c x {counted(heads)} heads x {run.seq_len:,}", _weights(run, heads))
-        return [weights, Saved(f"attention c({words})", run.bytes * (q + kv + out / 2))]
+        return [weights, Saved(f"attention c({formula})", run.bytes * (q + kv + out / 2))]
     lse = 0 if run.recompute == "selective" else 4 * heads
-    return [Saved(f"attention c({words}) + 4 heads", run.bytes * (q + kv + out) + lse)]
+    return [Saved(f"attention c({formula}) + 4 heads", run.bytes * (q + kv + out) + lse)]
 
 
 def _weights(run: Run, heads: float) -> float:
     return 0.0 if run.recompute == "selective" else run.bytes * heads * run.seq_len
 
 
-def _mlp(size: float, what: str) -> list[Saved]:
-    return [Saved(f"MLP {what}", size)]
+def _mlp(size: float, formula: str) -> list[Saved]:
+    return [Saved(f"MLP {formula}", size)]
 
 
 def _norm(run: Run, width: float) -> float:
-    """torch's rms_norm: on a CPU what comes in and what is normalised, both float32; on a GPU what comes in."""
+    """Saved by torch's rms_norm: on a CPU input and normalised states, both float32; on a GPU the input."""
     return (8 * width if run.device == "cpu" else run.bytes * width) + 4
 
 
 def megatron_layer(architecture: Architecture, run: Run, *, experts: bool, linear: bool = False) -> list[Saved]:
-    """A layer of policies/megatron. Sequence parallelism cuts norms, tensor parallelism all else."""
+    """Saved tensors of a layer of policies/megatron. Sequence parallelism shards norms, tensor parallelism the rest."""
     t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
     H = t["hidden_size"]
     norms = 4 if architecture.layer == "sandwich" else 2
@@ -98,7 +98,7 @@ def megatron_layer(architecture: Architecture, run: Run, *, experts: bool, linea
         saved += _grouped(architecture, run)
     if experts:
         return [*saved, *_experts(architecture, run)]
-    # 5: gate|up of one matrix (2), silu(gate), a copy of up that mcore makes, their product.
+    # 5: gate|up of one matrix (2), silu(gate), the copy of up that mcore makes, their product.
     return [*saved, *_mlp(5 * c * t["ffn_hidden_size"] / cut, "5cF / t")]
 
 
@@ -112,45 +112,45 @@ def _grouped(architecture: Architecture, run: Run) -> list[Saved]:
     if normed:
         norms = _norm(run, q) + _norm(run, k) + 4 * (heads + _groups(architecture) / cut - 2)
         if architecture.layer == "wide_qk_norm":
-            norms = (4 + c) * (q + k) + 8  # ours, in float32 on any device
-        # The key comes as a view of the fused projection: kept once, with that.
+            norms = (4 + c) * (q + k) + 8  # of this package, in float32 on any device
+        # The key is a view of the fused projection: saved once, with that.
         view = 0 if run.device == "cpu" and c == 2 else c * k
         saved.append(Saved("norms of query and key", norms - view))
     if c == 2:
         saved.append(Saved("cosines and sines 2c x rotated", 2 * c * t["kv_channels"] * architecture.rope.percent))
-    # A view keeps all of what it looks into. Query and key are turned, which makes new tensors; the value is a view.
+    # A view keeps its whole base alive. Rotation makes new tensors of query and key; the value is a view.
     fused = (alone and not scores) or (normed and not (run.device == "cpu" and c == 2))
     if fused:
         saved.append(Saved("fused projection c(q + 2k)", c * (q + 2 * k)))
-    # The output matrix takes a view of the kernel's result on a GPU, a copy on a CPU.
+    # The input of the output matrix is a view of the kernel's result on a GPU, a copy on a CPU.
     out = q if run.device == "cuda" or run.recompute == "selective" else 2 * q
-    kv, words = (k if not scores else 2 * k), "q + k + result"
+    kv, formula = (k if not scores else 2 * k), "q + k + result"
     if not alone:
         chunks = run.layout.context + (0.5 if run.device == "cuda" else 0)
-        kv, words = 2 * k * chunks, f"q + 2k x {chunks:g} ranks' keys + result"
-    saved += _attention(run, heads, q, kv, out, words)
+        kv, formula = 2 * k * chunks, f"q + 2k x {chunks:g} ranks' keys + result"
+    saved += _attention(run, heads, q, kv, out, formula)
     if t.get("attention_output_gate"):
-        # Its sigmoid and what it multiplies; it comes with the fused projection.
+        # Its sigmoid and its other factor; the gate is a part of the fused projection.
         saved.append(Saved("output gate cq", (3 if fused else 2) * c * q))
     return saved
 
 
 def _latent(architecture: Architecture, run: Run) -> list[Saved]:
-    """Down-projections and their norms by sequence parallelism, up-projections and attention by tensor parallelism."""
+    """Saved by latent attention: sequence parallelism shards down-projections, tensor parallelism the rest."""
     t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
     heads = t["num_attention_heads"] / cut
-    nope, turning, value = t["qk_head_dim"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
+    nope, rotary, value = t["qk_head_dim"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     query_rank, latent = t.get("q_lora_rank") or 0, t["kv_lora_rank"]
     down = _norm(run, query_rank) + c * query_rank if query_rank else 0
     down += _norm(run, latent) + c * latent
-    # The latent is a view beside the rotary key and kept with it, unless the norm copies it to float32.
-    copied = 0 if run.device == "cpu" and c == 2 else c * turning
+    # The latent is a view beside the rotary key and saved with it, unless the norm copies it to float32.
+    copied = 0 if run.device == "cpu" and c == 2 else c * rotary
     saved = [Saved("down-projections and their norms / t", (down + copied) / cut)]
     if c == 2:
-        saved.append(Saved("cosines and sines 4c x rotated", 4 * c * turning))
-    q, v = heads * (nope + turning), heads * value
+        saved.append(Saved("cosines and sines 4c x rotated", 4 * c * rotary))
+    q, v = heads * (nope + rotary), heads * value
     if run.device == "cpu":
-        # Keys are wider than values: torch's flash kernel for CPUs cannot have that, and its other way is float32.
+        # Keys are wider than values: torch's flash kernel for CPUs does not support that, and its fallback is float32.
         e = c if run.holds_scores(int(heads)) else 4
         weights = 0 if run.recompute == "selective" else e * heads * run.seq_len
         return [
@@ -165,9 +165,9 @@ def _latent(architecture: Architecture, run: Run) -> list[Saved]:
 
 
 def _experts(architecture: Architecture, run: Run) -> list[Saved]:
-    """The router's choices, tokens sorted by expert and sent to them, the experts' MLPs, the shared expert.
+    """Saved by a mixture of experts: routing, dispatched tokens, the experts' MLPs, the shared expert.
 
-    A rank sends k copies of its T / t tokens, and on average gets as many, each to all ranks that share an expert.
+    A rank sends k copies of its T / t tokens, and on average receives as many, each to all ranks that share an expert.
     """
     t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
     H, k, E = t["hidden_size"], t["moe_router_topk"], architecture.experts
@@ -184,18 +184,18 @@ def _experts(architecture: Architecture, run: Run) -> list[Saved]:
 
 
 def _delta(architecture: Architecture, run: Run) -> list[Saved]:
-    """Gated delta rule, float32 from the normalised keys to the output; sequences are padded to whole chunks."""
+    """Saved by the gated delta rule, float32 from the normalised keys to the output; sequences are padded to chunks."""
     t, c = architecture.transformer, run.bytes
     heads, K, V = t["linear_num_value_heads"] / run.layout.tensor, t["linear_key_head_dim"], t["linear_value_head_dim"]
     keys, v, C = t["linear_num_key_heads"] / run.layout.tensor * K, heads * V, DELTA_CHUNK
     mixed = 2 * keys + v
     padded = -(-run.seq_len // C) * C / run.seq_len
     chunks = 4 * heads * (11 * K + 3 * V + 6 * C + K * V / C)
-    # What goes on in float32 is kept as a copy, or as what it is already.
-    turned, gate = (c * mixed, 0) if c == 4 else (8 * keys, 4 * v)
+    # Inputs of float32 operations are saved as a copy, or not copied if they are float32.
+    convolved, gate = (c * mixed, 0) if c == 4 else (8 * keys, 4 * v)
     return [
         Saved("projection c(2 keys + 2 values)", c * (mixed + v + 2 * heads)),
-        Saved("convolution c taps (2 keys + values)", t["linear_conv_kernel_dim"] * c * mixed + turned),
+        Saved("convolution c taps (2 keys + values)", t["linear_conv_kernel_dim"] * c * mixed + convolved),
         Saved("delta rule 4 heads (11K + 3V + 6C + KV / C)", padded * chunks + 28 * heads),
         Saved("gate and norm", _norm(run, v) + (2 * c + 4) * v + gate),
     ]

@@ -1,7 +1,7 @@
-"""The arithmetic of a training step, and the time that it takes.
+"""FLOPs of a training step, and its time.
 
-One multiplication and one addition are 2 FLOPs. N parameters that a token passes through, without the embedding, which
-is looked up · S tokens of a sequence.
+One multiplication and one addition are 2 FLOPs. N parameters that a token is multiplied with, without the embedding
+table · S tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from slimectl.weights.architecture import Architecture
 
 
 def passed(parts: Sequence[Part], architecture: Architecture) -> int:
-    """Parameters that multiply a token: the activated ones without the table; a tied head is a product all the same."""
+    """Parameters that multiply a token: the activated ones without the embedding table; a tied head counts."""
     table = 0 if architecture.tied else count(parts, "embedding")
     return activated(parts, architecture) - table
 
 
 def attention_layers(architecture: Architecture) -> int:
-    """Layers whose tokens see all earlier ones; the others (delta rule) cost the same at every position."""
+    """Layers with full attention; the others (delta rule) cost the same at every position."""
     frequency = architecture.transformer.get("linear_attention_freq")
     if frequency is None:
         return architecture.layers
@@ -39,12 +39,12 @@ def attention_width(architecture: Architecture) -> int:
 
 
 def pair_cost(parts: Sequence[Part], architecture: Architecture) -> float:
-    """What a pair of tokens costs in attention, where a token costs 1 in all products with parameters."""
+    """Attention cost of a pair of tokens, relative to the cost of a token in all products with parameters."""
     return attention_layers(architecture) * attention_width(architecture) / passed(parts, architecture)
 
 
 def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int) -> Figure:
-    """FLOPs of one token of a sequence, forward and backward, nothing computed twice."""
+    """FLOPs of one token of a sequence, forward and backward, without recomputation."""
     return _token(policy_of(architecture, parts), seq_len)
 
 
@@ -61,19 +61,19 @@ def _forward(model: Standing, seq_len: int) -> float:
 
 
 def _token(model: Standing, seq_len: int) -> Figure:
-    """Forward 2 a parameter; backward 2 for the gradient of what comes in, and 2 for that of what learns."""
+    """FLOPs per parameter: forward 2; backward 2 for the gradient of the input, and 2 for that of a trained weight."""
     architecture, critic = model.architecture, model.name == "critic"
     N, L = _multiplied(model), activated(model.trained, architecture)
-    # Forward 2 a pair and column, backward twice that; a token sees half of its sequence on average.
+    # Forward 2 per pair and column, backward twice that; a token attends to half of its sequence on average.
     layers, width, pairs = attention_layers(architecture), attention_width(architecture), 6 if model.trained else 2
-    each, words = pairs * N, f"{pairs} x {parameters(N)} parameters"
+    per_token, formula = pairs * N, f"{pairs} x {parameters(N)} parameters"
     if any(part.inner for part in model.trained):
-        each, words = 4 * N + 2 * L, f"4 x {parameters(N)} parameters + 2 x {parameters(L)} that learn"
-    if critic:  # it is asked for values before it learns
-        pairs, each, words = pairs + 2, each + 2 * N, f"{words} + 2 x {parameters(N)} for values"
-    value = each + pairs * layers * width * seq_len / 2
+        per_token, formula = 4 * N + 2 * L, f"4 x {parameters(N)} parameters + 2 x {parameters(L)} that learn"
+    if critic:  # a forward pass computes values before training
+        pairs, per_token, formula = pairs + 2, per_token + 2 * N, f"{formula} + 2 x {parameters(N)} for values"
+    value = per_token + pairs * layers * width * seq_len / 2
     name = "FLOPs per token" if model.name == "policy" else f"FLOPs per token, {model.name}"
-    return Figure(name, value, "FLOP", f"{words} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
+    return Figure(name, value, "FLOP", f"{formula} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
 
 
 def figures(
@@ -88,21 +88,23 @@ def figures(
 ) -> list[Figure]:
     """FLOPs of a token and of a step of `batch` sequences; its time on `world` GPUs of `tflops` at `mfu`."""
     tokens = [_token(model, seq_len) for model in models]
-    words = " + ".join(counted(token.value) for token in tokens)
+    formula = " + ".join(counted(token.value) for token in tokens)
     step = Figure(
         "FLOPs per step", sum(token.value for token in tokens) * seq_len * batch, "FLOP",
-        f"{f'({words})' if len(tokens) > 1 else words} x {seq_len:,} tokens x {batch:,} sequences",
+        f"{f'({formula})' if len(tokens) > 1 else formula} x {seq_len:,} tokens x {batch:,} sequences",
     )  # fmt: skip
-    found = [*tokens, step]
+    result = [*tokens, step]
     if recomputes:
-        again = sum(_forward(model, seq_len) for model in models if model.trained) * seq_len * batch
-        words = f"full recomputation runs forward twice: {counted(step.value)} + {counted(again)}"
-        found.append(Figure("FLOPs per step, recomputation included", step.value + again, "FLOP", words))
+        recomputed = sum(_forward(model, seq_len) for model in models if model.trained) * seq_len * batch
+        formula = f"full recomputation runs forward twice: {counted(step.value)} + {counted(recomputed)}"
+        result.append(Figure("FLOPs per step, recomputation included", step.value + recomputed, "FLOP", formula))
     if tflops is not None:
         seconds = step.value / (world * tflops * 1e12 * mfu)
-        words = (
+        formula = (
             f"{counted(step.value)} / ({world} GPUs x {tflops:g} TFLOP/s x {mfu:g} of that, recomputation not counted)"
         )
-        found.append(Figure("time per step", seconds, "s", words))
-        found.append(Figure("tokens per GPU and second", seq_len * batch / seconds / world, "", "tokens / time / GPUs"))
-    return found
+        result.append(Figure("time per step", seconds, "s", formula))
+        result.append(
+            Figure("tokens per GPU and second", seq_len * batch / seconds / world, "", "tokens / time / GPUs")
+        )
+    return result

@@ -1,4 +1,4 @@
-"""What an engine needs to sample: weights, and keys and values of every token that it keeps."""
+"""Memory of an engine: weights, and the KV cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slimectl.weights.architecture import Architecture
 
 
 def cache_per_token(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure:
-    """Keys and values of one token on one rank; of latent attention the latent, which every rank keeps whole."""
+    """KV cache of one token on one rank; for latent attention the latent, replicated on every rank."""
     t, layers = architecture.transformer, attention_layers(architecture)
     if architecture.mla:
         width = t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]
-        words = f"{layers} layers x (latent {t['kv_lora_rank']} + rotary {t['qk_pos_emb_head_dim']}) x {dtype_bytes}"
-        return Figure("cache per token", layers * width * dtype_bytes, "bytes", words)
+        formula = f"{layers} layers x (latent {t['kv_lora_rank']} + rotary {t['qk_pos_emb_head_dim']}) x {dtype_bytes}"
+        return Figure("cache per token", layers * width * dtype_bytes, "bytes", formula)
     groups = -(-int(t["num_query_groups"]) // tensor)
-    words = f"2 x {layers} layers x {groups} key-value heads x {t['kv_channels']} x {dtype_bytes}"
-    return Figure("cache per token", 2 * layers * groups * t["kv_channels"] * dtype_bytes, "bytes", words)
+    formula = f"2 x {layers} layers x {groups} key-value heads x {t['kv_channels']} x {dtype_bytes}"
+    return Figure("cache per token", 2 * layers * groups * t["kv_channels"] * dtype_bytes, "bytes", formula)
 
 
 def state_per_sequence(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure | None:
-    """What layers of the delta rule keep of a sequence, however long: a matrix a head, and the convolution's past."""
+    """Constant state of a sequence in delta rule layers: a matrix per head, and the inputs of the convolution."""
     t, layers = architecture.transformer, architecture.layers - attention_layers(architecture)
     if not layers:
         return None
@@ -31,8 +31,10 @@ def state_per_sequence(architecture: Architecture, *, dtype_bytes: int, tensor: 
     past = t["linear_conv_kernel_dim"] - 1
     columns = 2 * t["linear_num_key_heads"] * key + heads * value
     size = layers * (4 * heads * key * value + dtype_bytes * past * columns) / tensor
-    words = f"{layers} layers x (4 x {heads} heads x {key} x {value} + {dtype_bytes} x {past} x {columns:,}) / {tensor}"
-    return Figure("state per sequence", size, "bytes", words)
+    formula = (
+        f"{layers} layers x (4 x {heads} heads x {key} x {value} + {dtype_bytes} x {past} x {columns:,}) / {tensor}"
+    )
+    return Figure("state per sequence", size, "bytes", formula)
 
 
 def figures(
@@ -46,22 +48,22 @@ def figures(
     seq_len: int,
     concurrency: int | None,
 ) -> list[Figure]:
-    """Weights, cache, and how many tokens and sequences of `seq_len` fit `share` of `memory_gib` on each rank."""
+    """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank."""
     P = count(parts)
     weights = Figure("engine weights", dtype_bytes * P / tensor, "bytes", f"{dtype_bytes} x {P:,} / {tensor} ranks")
-    each = cache_per_token(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
+    per_token = cache_per_token(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
     state = state_per_sequence(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
     free = max(0.0, memory_gib * GIB * share - weights.value)
     constant = state.value if state else 0.0
-    fitting = int(free // (each.value * seq_len + constant))
+    fitting = int(free // (per_token.value * seq_len + constant))
     tokens = Figure(
-        "tokens in cache", fitting * seq_len if state else free // each.value, "tokens",
-        f"({share:g} x {memory_gib:g} GiB - {weights.text}) / {counted(each.value)} bytes",
+        "tokens in cache", fitting * seq_len if state else free // per_token.value, "tokens",
+        f"({share:g} x {memory_gib:g} GiB - {weights.text}) / {counted(per_token.value)} bytes",
     )  # fmt: skip
-    found = [weights, each, *([state] if state else []), tokens]
-    found.append(Figure("sequences at once", fitting, "", f"of {seq_len:,} tokens, prompt and answer"))
+    result = [weights, per_token, *([state] if state else []), tokens]
+    result.append(Figure("sequences at once", fitting, "", f"of {seq_len:,} tokens, prompt and answer"))
     if concurrency:
-        size = concurrency * (each.value * seq_len + constant)
-        words = f"{concurrency:,} sequences x {seq_len:,} tokens x {counted(each.value)} bytes"
-        found.append(Figure("cache for all", size, "bytes", words))
-    return found
+        size = concurrency * (per_token.value * seq_len + constant)
+        formula = f"{concurrency:,} sequences x {seq_len:,} tokens x {counted(per_token.value)} bytes"
+        result.append(Figure("cache for all", size, "bytes", formula))
+    return result

@@ -1,4 +1,4 @@
-"""A figure and the formula that it comes from, in words and in numbers."""
+"""Estimated quantities with their formulas, and their text form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value for a person."""
+        """The value with its unit, as text."""
         match self.unit:
             case "bytes":
                 return sized(self.value)
@@ -35,7 +35,7 @@ class Figure:
 
 
 def sized(count: float) -> str:
-    """Bytes in three digits.
+    """Format bytes with three digits.
 
     >>> sized(512), sized(3 * 2**20), sized(1.5 * 2**40)
     ('512 B', '3.00 MiB', '1.50 TiB')
@@ -50,7 +50,7 @@ def sized(count: float) -> str:
 
 
 def parameters(count: float) -> str:
-    """A number of parameters in three digits, with a thousand million as B.
+    """Format a number of parameters with three digits; B is 10^9.
 
     >>> parameters(886_272), parameters(596_049_920), parameters(1_720_574_976), parameters(1_026_408_209_408)
     ('886 k', '596 M', '1.72 B', '1.03 T')
@@ -62,7 +62,7 @@ def parameters(count: float) -> str:
 
 
 def counted(count: float) -> str:
-    """A number in full up to a million, then in three digits.
+    """Format a number: in full up to a million, then with three digits.
 
     >>> counted(8192), counted(596_049_920), counted(4.2e15), counted(0.25)
     ('8,192', '596 M', '4.2 P', '0.25')
@@ -73,8 +73,8 @@ def counted(count: float) -> str:
     return f"{count:,.0f}" if count == int(count) or count >= 100 else f"{count:.3g}"
 
 
-def total(name: str, figures: Iterable[Figure], where: str = "") -> Figure:
-    """The sum of several in bytes, named in its formula."""
+def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
+    """Sum several figures in bytes; the formula has their names."""
     figures = list(figures)
-    words = " + ".join(figure.name for figure in figures) + where
-    return Figure(name, sum(figure.value for figure in figures), "bytes", words)
+    formula = " + ".join(figure.name for figure in figures) + suffix
+    return Figure(name, sum(figure.value for figure in figures), "bytes", formula)

@@ -1,8 +1,8 @@
-"""The memory of one rank at the peak of a training step: the second step on, when the optimizer has its state.
+"""Peak memory of one rank in a training step, from the second step on, when the optimizer state exists.
 
-P parameters of the rank, L of them learn · c bytes of a number in forward and backward. The peak is reached as backward
-begins, with the gradients of earlier packs in place; everything is counted at its largest, on the stage that holds
-most. Models beside the policy hold what they hold at any time, and take turns with it for the rest.
+P parameters of the rank, L of them trained · c bytes of an element in forward and backward. The peak is at the start of
+backward, with the gradients of earlier packs in memory; everything is counted at its largest, on the stage with the
+largest sum. Other models keep their resident memory, and share the transient memory with the policy in turns.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def figures(
     run: Run,
     *,
     adapters: Sequence[Part] = (),
-    others: Sequence[Standing] = (),
+    other_models: Sequence[Standing] = (),
 ) -> list[Figure]:
-    """Weights, gradients, optimizer, activations, head and their sum, on the rank that needs most."""
+    """Weights, gradients, optimizer, activations, head and their sum, on the rank with the largest sum."""
     policy = policy_of(architecture, parts, adapters)
     stages = range(run.layout.pipeline if run.policy == "megatron" else 1)
-    found = [_stage(policy, others, run, stage) for stage in stages]
-    worst = max(found, key=lambda lines: sum(line.value for line in lines))
-    where = f" on pipeline stage {found.index(worst)}" if len(found) > 1 else ""
-    return [*worst, total(PEAK, worst, where)]
+    lines_by_stage = [_stage(policy, other_models, run, stage) for stage in stages]
+    worst = max(lines_by_stage, key=lambda lines: sum(line.value for line in lines))
+    location = f" on pipeline stage {lines_by_stage.index(worst)}" if len(lines_by_stage) > 1 else ""
+    return [*worst, total(PEAK, worst, location)]
 
 
 def peak(figures: Sequence[Figure]) -> float:
@@ -42,54 +42,54 @@ def peak(figures: Sequence[Figure]) -> float:
 
 
 def least(models: Sequence[Standing], run: Run) -> float:
-    """Bytes of weights, gradients and optimizer on all ranks together, nothing held twice."""
-    each = 16 if run.bytes == 2 else 12
-    return sum(run.bytes * count(model.parts) + each * count(model.trained) for model in models)
+    """Bytes of weights, gradients and optimizer over all ranks, without replication."""
+    bytes_per_parameter = 16 if run.bytes == 2 else 12
+    return sum(run.bytes * count(model.parts) + bytes_per_parameter * count(model.trained) for model in models)
 
 
-def _stage(policy: Standing, others: Sequence[Standing], run: Run, stage: int) -> list[Figure]:
-    weights, gradients, optimizer = _held(policy, run, stage)
+def _stage(policy: Standing, other_models: Sequence[Standing], run: Run, stage: int) -> list[Figure]:
+    weights, gradients, optimizer = _resident_figures(policy, run, stage)
     if gathered := _gathered(policy, run):
-        words = f"{weights.formula} + {gathered.formula}"
-        weights = replace(weights, value=weights.value + gathered.value, formula=words)
-    own = passing(policy, run, stage, _shared_out(policy, run))
-    lines = [weights, gradients, optimizer, *own]
-    turn = sum(figure.value for figure in own) + (gathered.value if gathered else 0.0)
+        formula = f"{weights.formula} + {gathered.formula}"
+        weights = replace(weights, value=weights.value + gathered.value, formula=formula)
+    transient = passing(policy, run, stage, _unreduced_gradients(policy, run))
+    lines = [weights, gradients, optimizer, *transient]
+    turn = sum(figure.value for figure in transient) + (gathered.value if gathered else 0.0)
     turns = [(turn if _keeps_gradients(run) else turn + gradients.value, policy.name)]
-    for other in others:
-        stays, goes = _beside(other, run, stage)
-        lines += stays
-        turns.append((goes, other.name))
+    for model in other_models:
+        resident, turn_bytes = _other_model(model, run, stage)
+        lines += resident
+        turns.append((turn_bytes, model.name))
     longest, name = max(turns)
     if name != policy.name:
-        words = f"its activations and head, as far as above the policy's {parameters(turns[0][0])} bytes"
-        lines.append(Figure(f"{name}'s turn", longest - turns[0][0], "bytes", words))
+        formula = f"its activations and head, as far as above the policy's {parameters(turns[0][0])} bytes"
+        lines.append(Figure(f"{name}'s turn", longest - turns[0][0], "bytes", formula))
     return lines
 
 
-def _beside(other: Standing, run: Run, stage: int) -> tuple[list[Figure], float]:
-    """What a model beside the policy always holds, and the bytes of its turn."""
-    weights, gradients, optimizer = _held(other, run, stage)
-    gathered = _gathered(other, run)
-    stays, turn = [weights], gathered.value if gathered else 0.0
-    if not other.trained:
-        turn += asked(other, run, stage)
+def _other_model(model: Standing, run: Run, stage: int) -> tuple[list[Figure], float]:
+    """Resident memory of a model other than the policy, and the bytes of its turn."""
+    weights, gradients, optimizer = _resident_figures(model, run, stage)
+    gathered = _gathered(model, run)
+    resident, turn = [weights], gathered.value if gathered else 0.0
+    if not model.trained:
+        turn += asked(model, run, stage)
     else:
-        turn += sum(figure.value for figure in passing(other, run, stage, _shared_out(other, run)))
-        stays.append(optimizer)
+        turn += sum(figure.value for figure in passing(model, run, stage, _unreduced_gradients(model, run)))
+        resident.append(optimizer)
         if _keeps_gradients(run):
-            stays.append(gradients)
+            resident.append(gradients)
         else:
             turn += gradients.value
-    return [replace(figure, name=f"{other.name} {figure.name}") for figure in stays], turn
+    return [replace(figure, name=f"{model.name} {figure.name}") for figure in resident], turn
 
 
 def _keeps_gradients(run: Run) -> bool:
-    """Whether the memory of gradients is held from step to step."""
+    """Whether gradient memory is kept from step to step."""
     return run.policy == "megatron" or (run.world == 1 and run.bytes == 2)
 
 
-def _held(model: Standing, run: Run, stage: int) -> tuple[Figure, Figure, Figure]:
+def _resident_figures(model: Standing, run: Run, stage: int) -> tuple[Figure, Figure, Figure]:
     return _fsdp(model, run) if run.policy == "fsdp" else _megatron(model, run, stage)
 
 
@@ -98,8 +98,8 @@ def _fsdp(model: Standing, run: Run) -> tuple[Figure, Figure, Figure]:
     shared = f" / {n} ranks" if n > 1 else ""
     weights = Figure("weights", 4 * P / n, "bytes", f"float32 masters 4 x {P:,}{shared}")
     if n == 1 and run.bytes == 2:
-        words = f"float32 masters 4 x {L:,} + " if L else ""
-        weights = Figure("weights", 4 * L + 2 * P, "bytes", f"{words}bfloat16 2 x {P:,}")
+        formula = f"float32 masters 4 x {L:,} + " if L else ""
+        weights = Figure("weights", 4 * L + 2 * P, "bytes", f"{formula}bfloat16 2 x {P:,}")
     return (
         weights,
         Figure("gradients", 4 * L / n, "bytes", f"float32 4 x {L:,}{shared}"),
@@ -108,16 +108,16 @@ def _fsdp(model: Standing, run: Run) -> tuple[Figure, Figure, Figure]:
 
 
 def _gathered(model: Standing, run: Run) -> Figure | None:
-    """What is whole on every rank for a while, of a model that is sharded."""
+    """Parameters that FSDP gathers temporarily on every rank; None if the model is not sharded."""
     if run.policy != "fsdp" or run.world == 1:
         return None
     layer, root = _layer_and_rest(model.parts, model.architecture)
-    words = f"gathered {run.bytes} x (2 layers of {parameters(layer)} + the rest {parameters(root)})"
-    return Figure("gathered", run.bytes * (2 * layer + root), "bytes", words)
+    formula = f"gathered {run.bytes} x (2 layers of {parameters(layer)} + the rest {parameters(root)})"
+    return Figure("gathered", run.bytes * (2 * layer + root), "bytes", formula)
 
 
-def _shared_out(model: Standing, run: Run) -> float:
-    """Parameters whose gradients are whole before they are shared out."""
+def _unreduced_gradients(model: Standing, run: Run) -> float:
+    """Number of parameters with full gradients before the reduce-scatter."""
     if run.policy != "fsdp" or run.world == 1:
         return 0.0
     return float(max(_layer_and_rest(model.trained, model.architecture)))
@@ -130,21 +130,21 @@ def _layer_and_rest(parts: Sequence[Part], architecture: Architecture) -> tuple[
 
 def _megatron(model: Standing, run: Run, stage: int) -> tuple[Figure, Figure, Figure]:
     layout, c = run.layout, run.bytes
-    mine = held(model.parts, model.architecture, layout, stage)
-    learns = held(model.trained, model.architecture, layout, stage)
-    L = parameters(learns.all)
-    each, what = (12, "float32 master and two moments") if c == 2 else (8, "two moments, float32")
-    optimizer = Figure("optimizer", each * learns.all, "bytes", f"{what}: {each} x {L}")
+    local = held(model.parts, model.architecture, layout, stage)
+    trained = held(model.trained, model.architecture, layout, stage)
+    L = parameters(trained.all)
+    state_bytes, state_name = (12, "float32 master and two moments") if c == 2 else (8, "two moments, float32")
+    optimizer = Figure("optimizer", state_bytes * trained.all, "bytes", f"{state_name}: {state_bytes} x {L}")
     if run.distributed_optimizer:
         shares, expert_shares = run.data * layout.context, layout.expert_data(run.world)
-        words = f"{what}: {each} x {parameters(learns.dense)} / {shares} ranks"
-        if learns.experts:
-            words += f" + {each} x experts {parameters(learns.experts)} / {expert_shares} ranks"
+        formula = f"{state_name}: {state_bytes} x {parameters(trained.dense)} / {shares} ranks"
+        if trained.experts:
+            formula += f" + {state_bytes} x experts {parameters(trained.experts)} / {expert_shares} ranks"
         optimizer = Figure(
-            "optimizer", each * (learns.dense / shares + learns.experts / expert_shares), "bytes", words
+            "optimizer", state_bytes * (trained.dense / shares + trained.experts / expert_shares), "bytes", formula
         )  # fmt: skip
     return (
-        Figure("weights", c * mine.all, "bytes", f"{run.dtype} {c} x {parameters(mine.all)}"),
-        Figure("gradients", 4 * learns.all, "bytes", f"float32 4 x {L}"),
+        Figure("weights", c * local.all, "bytes", f"{run.dtype} {c} x {parameters(local.all)}"),
+        Figure("gradients", 4 * trained.all, "bytes", f"float32 4 x {L}"),
         optimizer,
     )

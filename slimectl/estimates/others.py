@@ -1,4 +1,4 @@
-"""The models of a run: the policy, and what stands beside it on the same ranks."""
+"""Models of a run: the policy, and further models on the same ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.weights.architecture import Architecture
 
 @dataclass(frozen=True)
 class Standing:
-    """A model on the ranks: `parts` are all of it, `trained` those of them that learn."""
+    """A model on the ranks: `parts` are all of its parameters, `trained` the trainable ones."""
 
     name: Literal["policy", "critic", "reference", "teacher"]
     architecture: Architecture
@@ -21,7 +21,7 @@ class Standing:
 
     @property
     def head(self) -> Literal["learns", "stays", "values"]:
-        """What stands on the hidden states, and whether its matrix learns."""
+        """Kind of the head, and whether its matrix is trained."""
         if self.name == "critic":
             return "values"
         kind = "embedding" if self.architecture.tied else "output"
@@ -29,17 +29,17 @@ class Standing:
 
     @property
     def experts_learn(self) -> bool:
-        """Whether routed experts do, rather than adapters of them."""
+        """Whether routed experts are trained, rather than their adapters."""
         return count(self.trained, "experts") == count(self.parts, "experts")
 
 
 def policy_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> Standing:
-    """The policy: adapters alone learn where there are any."""
+    """Build the policy; if there are adapters, only they are trained."""
     return Standing("policy", architecture, [*parts, *adapters], adapters or parts)
 
 
 def critic_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> Standing:
-    """Values on the same backbone: an untied head of the language model is held but does not learn."""
+    """Build a critic on the same backbone; an untied LM head is in memory but not trained."""
     head = Part("output", None, int(architecture.transformer["hidden_size"]), cut=False)
     backbone = [part for part in parts if part.kind != "output"]
     return Standing("critic", architecture, [*parts, *adapters, head], [*(adapters or backbone), head])

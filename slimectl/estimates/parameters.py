@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them a rank holds."""
+"""Parameter counts of a model, and of one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slimectl.estimates import figures as written
+from slimectl.estimates import figures as formatting
 from slimectl.estimates.figures import Figure
 from slimectl.layouts import ParallelLayout
 from slimectl.weights.adapters import adapter_links, chosen, linear_layers
@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one kind in one layer; `cut`: tensor parallelism (the experts' own, for experts) divides them."""
+    """Parameters of one kind in one layer; `cut`: sharded by tensor (for experts, expert tensor) parallelism."""
 
     kind: Kind
     layer: int | None
@@ -29,24 +29,24 @@ class Part:
     rows: int = 0
     """Rows that are padded to a multiple of the tensor-parallel size; 0 for none."""
     inner: int = 0
-    """Of adapters: numbers that a token has between A and B."""
+    """Of adapters: elements per token between A and B."""
 
 
 def parts_of(links: Sequence[Link]) -> list[Part]:
-    """The parameters of a family's table that are trained, by kind and layer."""
-    found: dict[tuple[Kind, int | None, bool, int], Part] = {}
+    """Sum the parameters of a family's links by kind and layer, without buffers."""
+    parts: dict[tuple[Kind, int | None, bool, int], Part] = {}
     for link in links:
         if link.buffer:
             continue
         key = (_kind(link), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
-        before = found.get(key) or Part(key[0], key[1], 0, key[2], key[3])
+        part = parts.get(key) or Part(key[0], key[1], 0, key[2], key[3])
         inner = link.shape[0] if ".adapter.A." in link.megatron else 0
-        found[key] = replace(before, count=before.count + math.prod(link.shape), inner=before.inner + inner)
-    return list(found.values())
+        parts[key] = replace(part, count=part.count + math.prod(link.shape), inner=part.inner + inner)
+    return list(parts.values())
 
 
 def adapter_parts(links: Sequence[Link], rank: int, targets: Sequence[str]) -> list[Part]:
-    """The parameters of adapters of this rank. Raises SettingsError for a target that is no layer's."""
+    """Parameters of adapters of rank `rank`. Raises SettingsError for a target that matches no layer."""
     layers = set(chosen(linear_layers(links), targets))
     pairs = [pair for link in links for pair in adapter_links(link, layers, rank)]
     return parts_of([half for pair in pairs for half in pair])
@@ -74,12 +74,12 @@ def count(parts: Sequence[Part], *kinds: Kind) -> int:
 
 
 def activated(parts: Sequence[Part], architecture: Architecture) -> int:
-    """Parameters that a token passes through: of the experts, only those that it is sent to."""
+    """Parameters that a token uses: of the experts, only the top k."""
     experts = count(parts, "experts")
     if not experts:
         return count(parts)
-    chosen = int(architecture.transformer["moe_router_topk"])
-    return count(parts) - experts + experts * chosen // architecture.experts
+    topk = int(architecture.transformer["moe_router_topk"])
+    return count(parts) - experts + experts * topk // architecture.experts
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Held:
 
 
 def held(parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, stage: int) -> Held:
-    """What a rank of pipeline stage `stage` holds; a tied head is a copy of the embedding on the last stage."""
+    """Parameters on a rank of pipeline stage `stage`; a tied head is a copy of the embedding on the last stage."""
     dense = experts = 0
     for part in parts:
         if stage not in _stages(part, architecture, layout):
@@ -119,7 +119,7 @@ def _stages(part: Part, architecture: Architecture, layout: ParallelLayout) -> s
 
 
 def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
-    """The pipeline stage of a layer; with virtual stages every rank holds several separate runs of layers.
+    """Pipeline stage of a layer; with virtual stages every rank has several separate runs of layers.
 
     >>> [stage_of(layer, 8, ParallelLayout(pipeline=2, virtual_pipeline=2)) for layer in range(8)]
     [0, 0, 1, 1, 0, 0, 1, 1]
@@ -131,23 +131,25 @@ def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
 def figures(
     parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, adapters: Sequence[Part] = ()
 ) -> list[Figure]:
-    """Totals, and the most that a rank holds."""
+    """Total counts, and the largest count on a rank."""
     by_kind = [(kind, count(parts, kind)) for kind in KINDS]
-    found = [
+    result = [
         Figure("parameters", count(parts), "parameters", " + ".join(f"{kind} {n:,}" for kind, n in by_kind if n)),
     ]
     if count(parts, "experts"):
         k, experts = architecture.transformer["moe_router_topk"], architecture.experts
-        rest = count(parts) - count(parts, "experts")
-        formula = f"{rest:,} + experts {count(parts, 'experts'):,} x {k} chosen / {experts}"
-        found.append(Figure("activated parameters", activated(parts, architecture), "parameters", formula))
+        dense = count(parts) - count(parts, "experts")
+        formula = f"{dense:,} + experts {count(parts, 'experts'):,} x {k} chosen / {experts}"
+        result.append(Figure("activated parameters", activated(parts, architecture), "parameters", formula))
     if adapters:
-        words = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
-        found.append(Figure("trained parameters", count(adapters), "parameters", words))
+        adapters_formula = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
+        result.append(Figure("trained parameters", count(adapters), "parameters", adapters_formula))
     ranks = [held(parts, architecture, layout, stage) for stage in range(layout.pipeline)]
-    most = max(ranks, key=lambda rank: rank.all)
-    formula = f"pipeline stage {ranks.index(most)} of {layout.pipeline}: matrices / tensor {layout.tensor}"
-    if most.experts:
+    largest = max(ranks, key=lambda rank: rank.all)
+    formula = f"pipeline stage {ranks.index(largest)} of {layout.pipeline}: matrices / tensor {layout.tensor}"
+    if largest.experts:
         sizes = f"expert {layout.expert} / expert_tensor {layout.expert_tensor}"
-        formula += f" = {written.parameters(most.dense)}, experts / {sizes} = {written.parameters(most.experts)}"
-    return [*found, Figure("parameters per rank", most.all, "parameters", formula)]
+        formula += (
+            f" = {formatting.parameters(largest.dense)}, experts / {sizes} = {formatting.parameters(largest.experts)}"
+        )
+    return [*result, Figure("parameters per rank", largest.all, "parameters", formula)]

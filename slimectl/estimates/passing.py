@@ -1,4 +1,4 @@
-"""What comes and goes with every pack of a training step: activations, the head, the temporaries of backward."""
+"""Transient memory of a training step: activations, LM head, backward temporaries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from slimectl.weights.architecture import Architecture
 
 
 def passing(model: Standing, run: Run, stage: int, gathered: float) -> list[Figure]:
-    """The three figures of a rank of pipeline stage `stage` of a model that learns; gradients of `gathered` parameters
-    are whole for a while (FSDP)."""
+    """Activations, head and backward temporaries of a trained model on a rank of pipeline stage `stage`.
+
+    Gradients of `gathered` parameters are temporarily full (FSDP).
+    """
     last = run.policy == "fsdp" or stage == run.layout.pipeline - 1
     head = _head(model, run) if last else Figure("head", 0, "bytes", "on the last stage only")
     return [
@@ -24,7 +26,7 @@ def passing(model: Standing, run: Run, stage: int, gathered: float) -> list[Figu
 
 
 def asked(model: Standing, run: Run, stage: int) -> float:
-    """Bytes at work in a forward pass without gradients: a layer's tensors, or a chunk of logits."""
+    """Peak bytes of a forward pass without gradients: a layer's tensors, or a chunk of logits."""
     layers = [activations.size(layer_of(model.architecture, run, i)) for i in _layers(model.architecture, run, stage)]
     H, V = int(model.architecture.transformer["hidden_size"]), model.architecture.vocab_size / _cut(run)
     chunk = min(CHUNK_LOGITS, run.responses * V)
@@ -32,9 +34,9 @@ def asked(model: Standing, run: Run, stage: int) -> float:
 
 
 def _inner(model: Standing, run: Run, stage: int) -> float:
-    """Bytes per token between the halves of adapters, over the layers of a stage; a token meets k of E experts.
+    """Bytes per token between A and B of adapters, over the layers of a stage; a token uses k of E experts.
 
-    What frozen norms keep less is not taken off: 12 % of what a layer of Qwen3-8B keeps in bfloat16.
+    The savings of frozen norms are not subtracted: 12 % of the activations of a layer of Qwen3-8B in bfloat16.
     """
     t, columns = model.architecture.transformer, 0.0
     for part in model.trained:
@@ -45,7 +47,7 @@ def _inner(model: Standing, run: Run, stage: int) -> float:
 
 
 def layer_of(architecture: Architecture, run: Run, index: int) -> list[Saved]:
-    """What layer `index` keeps of every token."""
+    """Saved tensors of layer `index`, per token."""
     if run.policy == "fsdp":
         return activations.fsdp_layer(architecture, run)
     t = architecture.transformer
@@ -59,23 +61,23 @@ def layer_of(architecture: Architecture, run: Run, index: int) -> list[Saved]:
 
 def _activations(architecture: Architecture, run: Run, stage: int, last: bool, *, inner: float = 0.0) -> Figure:
     layers = _layers(architecture, run, stage)
-    each = [activations.size(layer_of(architecture, run, i)) for i in layers]
+    layer_sizes = [activations.size(layer_of(architecture, run, i)) for i in layers]
     packs = in_flight(run, stage)
-    heaviest = layer_of(architecture, run, layers[each.index(max(each))])
-    what = f"{run.tokens:,} tokens x {len(layers)} layers"
-    words = f"({' + '.join(part.text for part in heaviest)})"
-    size = sum(each) * packs * run.tokens
+    heaviest = layer_of(architecture, run, layers[layer_sizes.index(max(layer_sizes))])
+    tokens_formula = f"{run.tokens:,} tokens x {len(layers)} layers"
+    layer_formula = f"({' + '.join(part.text for part in heaviest)})"
+    size = sum(layer_sizes) * packs * run.tokens
     if run.recompute == "full":
         boundary = run.bytes * architecture.transformer["hidden_size"] / _cut(run)
         size = len(layers) * boundary * packs * run.tokens
-        words = f"input c H {counted(boundary)}"
+        layer_formula = f"input c H {counted(boundary)}"
     elif inner:
         size += packs * run.tokens * inner
-        words += f" + between the halves of adapters {counted(inner / len(layers))}"
+        layer_formula += f" + between the halves of adapters {counted(inner / len(layers))}"
     if packs != 1:
-        what = f"{packs:g} packs under way x {what}"
+        tokens_formula = f"{packs:g} packs under way x {tokens_formula}"
     size += run.tokens * _outer(architecture, run, stage, last)
-    return Figure("activations", size, "bytes", f"{what} x {words} bytes, + embedding and last norm")
+    return Figure("activations", size, "bytes", f"{tokens_formula} x {layer_formula} bytes, + embedding and last norm")
 
 
 def _layers(architecture: Architecture, run: Run, stage: int) -> list[int]:
@@ -84,17 +86,17 @@ def _layers(architecture: Architecture, run: Run, stage: int) -> list[int]:
 
 
 def _cut(run: Run) -> int:
-    """Sequence parallelism cuts what lies between the matrices, wherever tensor parallelism is."""
+    """Number of ranks that share activations between matrices: sequence parallelism comes with tensor parallelism."""
     return run.layout.tensor if run.policy == "megatron" else 1
 
 
 def _outer(architecture: Architecture, run: Run, stage: int, last: bool) -> float:
-    """Token numbers and angles, and on the last stage the last norm, bytes per token."""
+    """Bytes per token of token ids and rotary angles, and on the last stage of the final norm."""
     H, c = int(architecture.transformer["hidden_size"]), run.bytes
-    turned = float(architecture.transformer["kv_channels"]) * architecture.rope.percent
+    rotary_dims = float(architecture.transformer["kv_channels"]) * architecture.rope.percent
     if architecture.mla:
-        turned = float(architecture.transformer["qk_pos_emb_head_dim"])
-    outer = 8 + (2 * c if run.policy == "fsdp" else 4) * turned
+        rotary_dims = float(architecture.transformer["qk_pos_emb_head_dim"])
+    outer = 8 + (2 * c if run.policy == "fsdp" else 4) * rotary_dims
     if not last:
         return outer
     norm = (4 + c) * H + 4 if run.policy == "fsdp" else ((8 if run.device == "cpu" else c) * H + 4) / _cut(run)
@@ -102,7 +104,7 @@ def _outer(architecture: Architecture, run: Run, stage: int, last: bool) -> floa
 
 
 def in_flight(run: Run, stage: int) -> float:
-    """Packs whose activations a stage holds at once; of interleaved stages, chunks / chunks of a stage.
+    """Packs whose activations a stage keeps at once; for interleaved stages, chunks / chunks of a stage.
 
     >>> from slimectl.layouts import ParallelLayout
     >>> in_flight(Run(4, ParallelLayout(pipeline=4)), 0), in_flight(Run(4, ParallelLayout(pipeline=4)), 3)
@@ -117,7 +119,7 @@ def in_flight(run: Run, stage: int) -> float:
 
 
 def _head(model: Standing, run: Run) -> Figure:
-    """The head's own as policies/head.py works: hidden states, log-probabilities kept, logits at work, gradients."""
+    """Memory of policies/head.py: hidden states, saved log-probabilities, a chunk of logits, gradients."""
     H, V, R, c = (
         int(model.architecture.transformer["hidden_size"]),
         model.architecture.vocab_size / _cut(run),
@@ -125,39 +127,47 @@ def _head(model: Standing, run: Run) -> Figure:
         run.bytes,
     )
     if model.head == "values":
-        each = 2 * c + (8 if c == 2 else 0)  # of bfloat16 float32 copies besides
-        return Figure("head", each * R * H, "bytes", f"hidden states and their gradients {each} x {R:,} x {H:,}")
+        bytes_per_element = 2 * c + (8 if c == 2 else 0)  # bfloat16 has float32 copies too
+        return Figure(
+            "head",
+            bytes_per_element * R * H,
+            "bytes",
+            f"hidden states and their gradients {bytes_per_element} x {R:,} x {H:,}",
+        )
     chunk, hidden = min(CHUNK_LOGITS, R * V), c * R * H
-    words = f"hidden states c x {R:,} x {H:,} + log-probabilities kept 4 x min(2^25, {R:,} x {V:,.0f})"
-    gradients, of = c * V * H + hidden, f"gradients of both and of the weight c({V:,.0f} + {R:,}) x {H:,}"
+    formula = f"hidden states c x {R:,} x {H:,} + log-probabilities kept 4 x min(2^25, {R:,} x {V:,.0f})"
+    gradients, gradients_formula = (
+        c * V * H + hidden,
+        f"gradients of both and of the weight c({V:,.0f} + {R:,}) x {H:,}",
+    )
     if model.head == "stays":
-        gradients, of = hidden, f"gradients of both c x {R:,} x {H:,}"
+        gradients, gradients_formula = hidden, f"gradients of both c x {R:,} x {H:,}"
     if R * V <= KEPT_LOGITS:
-        # Backward works inside what is kept; forward has one chunk's logits besides.
-        words += f" + the larger of a chunk of logits 4 x min(2^23, …) and {of}"
-        return Figure("head", hidden + 4 * R * V + max(4 * chunk, gradients), "bytes", words)
-    # Logits and their log-probabilities, beside those of the chunk before, which bfloat16 has a copy of.
-    each = 14 if c == 2 else 12
-    words += f" + chunks of logits {each} x 2^23 + {of}"
-    return Figure("head", hidden + 4 * KEPT_LOGITS + each * chunk + gradients, "bytes", words)
+        # Backward works in place in saved tensors; forward has one chunk of logits in addition.
+        formula += f" + the larger of a chunk of logits 4 x min(2^23, …) and {gradients_formula}"
+        return Figure("head", hidden + 4 * R * V + max(4 * chunk, gradients), "bytes", formula)
+    # Logits and log-probabilities, and those of the chunk before, of which bfloat16 has a copy.
+    bytes_per_element = 14 if c == 2 else 12
+    formula += f" + chunks of logits {bytes_per_element} x 2^23 + {gradients_formula}"
+    return Figure("head", hidden + 4 * KEPT_LOGITS + bytes_per_element * chunk + gradients, "bytes", formula)
 
 
 def _backward(model: Standing, run: Run, stage: int, head: float, gathered: float) -> Figure:
-    """What one layer's backward pass takes, where that is more than what the head gives back before its turn."""
+    """Backward temporaries of one layer, as far as they exceed the memory that the head frees before."""
     c, architecture = run.bytes, model.architecture
-    size, words = _layer_backward(model, run)
+    size, formula = _layer_backward(model, run)
     if run.recompute == "full":
-        anew = max(activations.size(layer_of(architecture, run, i)) for i in _layers(architecture, run, stage))
-        size += anew * run.tokens
-        words = f"one layer anew {run.tokens:,} tokens x {counted(anew)} bytes + {words}"
-    words += ", as far as above the head's"
+        recomputed = max(activations.size(layer_of(architecture, run, i)) for i in _layers(architecture, run, stage))
+        size += recomputed * run.tokens
+        formula = f"one layer anew {run.tokens:,} tokens x {counted(recomputed)} bytes + {formula}"
+    formula += ", as far as above the head's"
     if gathered:
-        words += f" + gradients of a whole layer before they are shared out (4 + c) x {parameters(gathered)}"
-    return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", words)
+        formula += f" + gradients of a whole layer before they are shared out (4 + c) x {parameters(gathered)}"
+    return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", formula)
 
 
 def _layer_backward(model: Standing, run: Run) -> tuple[float, str]:
-    """Bytes of the gradients inside one layer's MLP or experts, whichever are more."""
+    """Bytes of the gradients inside one layer's MLP or experts, the larger of both."""
     c, t = run.bytes, model.architecture.transformer
     F = int(t["ffn_hidden_size"]) / _cut(run)
     mlp = (3 * c * F * run.tokens, f"gradients in an MLP 3cF = 3 x {c} x {F:,.0f} x {run.tokens:,} tokens")
@@ -166,8 +176,8 @@ def _layer_backward(model: Standing, run: Run) -> tuple[float, str]:
     layer = max(part.count for part in model.parts if part.kind == "experts")
     layer = layer // run.layout.expert // run.layout.expert_tensor
     rows = 3 * c * int(t["moe_ffn_hidden_size"]) * int(t["moe_router_topk"]) / _cut(run) * run.tokens
-    # A grouped product takes the gate and up of all experts stacked in one tensor, and gives their gradients so.
+    # A grouped product reads gate and up of all experts stacked in one tensor, and returns gradients of that shape.
     if not model.experts_learn:
         return max(mlp, (2 / 3 * c * layer + rows, f"experts of a layer stacked: 2/3 c x {parameters(layer)}, + 3ckF"))
-    words = f"experts of a layer stacked, and their gradients: 4/3 c x {parameters(layer)}, + 3ckF"
-    return max(mlp, (4 / 3 * c * layer + rows, words))
+    formula = f"experts of a layer stacked, and their gradients: 4/3 c x {parameters(layer)}, + 3ckF"
+    return max(mlp, (4 / 3 * c * layer + rows, formula))

@@ -1,4 +1,4 @@
-"""A model, ranks and a batch to a plan: the layout, and what training and sampling take."""
+"""Plans a run: the layout, and the memory and time of training and sampling."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Suggestion = tuple[ParallelLayout, Recompute]
 
 @dataclass(frozen=True)
 class Model:
-    """What a configuration says, as the formulas take it, and what stands beside it.
+    """Inputs of the formulas: the policy's architecture and parameters, and the other models of the run.
 
-    With `adapters` they alone learn.
+    With `adapters`, only they are trained.
     """
 
     architecture: Architecture
     parts: Sequence[Part]
     adapters: Sequence[Part] = ()
-    others: Sequence[Standing] = ()
+    other_models: Sequence[Standing] = ()
 
     @property
     def all(self) -> list[Standing]:
-        return [policy_of(self.architecture, self.parts, self.adapters), *self.others]
+        return [policy_of(self.architecture, self.parts, self.adapters), *self.other_models]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was planned, and its figures by section."""
+    """A planned run, and its figures by section."""
 
     run: Run
     sections: dict[str, list[Figure]]
@@ -55,43 +55,45 @@ def model_of(
     reference: bool = False,
     teacher: Config | None = None,
 ) -> Model:
-    """From complete configurations, the policy's and a teacher's.
+    """Build the model from the complete configurations of the policy and of a teacher.
 
-    Raises CheckpointError if a family is not known, SettingsError for a target of adapters that is no layer.
+    Raises CheckpointError for an unknown family, SettingsError for an adapter target that matches no layer.
     """
     family = family_of(config)
     architecture, links = family.architecture(config), family.links(config)
     parts = parts_of(links)
     adapters = adapter_parts(links, lora_rank, lora_targets) if lora_rank else []
-    others = [critic_of(architecture, parts, adapters)] if critic else []
+    other_models = [critic_of(architecture, parts, adapters)] if critic else []
     if reference:
-        others.append(Standing("reference", architecture, parts))
+        other_models.append(Standing("reference", architecture, parts))
     if teacher is not None:
-        asked = model_of(teacher)
-        others.append(Standing("teacher", asked.architecture, asked.parts))
-    return Model(architecture, parts, adapters, others)
+        teacher_model = model_of(teacher)
+        other_models.append(Standing("teacher", teacher_model.architecture, teacher_model.parts))
+    return Model(architecture, parts, adapters, other_models)
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
-    """The layout and recomputation that a card has for that many GPUs."""
-    given = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
-    if not given or "note" in given:
+    """Layout and recomputation of a card for that many GPUs; None if it has none."""
+    layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
+    if not layout or "note" in layout:
         return None
-    recompute: Recompute = given.pop("recompute", "none")
-    return ParallelLayout(**given), recompute
+    recompute: Recompute = layout.pop("recompute", "none")
+    return ParallelLayout(**layout), recompute
 
 
 def fits(model: Model, run: Run, memory_gib: float) -> bool:
-    most = memory.peak(_memory(model, run))
-    return most <= USABLE * memory_gib * GIB
+    peak = memory.peak(_memory(model, run))
+    return peak <= USABLE * memory_gib * GIB
 
 
 def _memory(model: Model, run: Run) -> list[Figure]:
-    return memory.figures(model.parts, model.architecture, run, adapters=model.adapters, others=model.others)
+    return memory.figures(
+        model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
+    )
 
 
 def check(model: Model, run: Run) -> None:
-    """Raises SettingsError, one line, for what the trainer would refuse."""
+    """Raises SettingsError, one line, for a run that the trainer would refuse."""
     for standing in model.all:
         _check(standing.architecture, run)
 
@@ -113,21 +115,21 @@ def _check(architecture: Architecture, run: Run) -> None:
 def with_layout(
     model: Model, run: Run, suggestion: Suggestion | None, *, recompute: Recompute | None, batch: int, memory_gib: float
 ) -> Run:
-    """`run` with the suggested layout where that fits, else the best of those that do. Raises SettingsError."""
+    """Return `run` with the suggested layout if that fits, else with the best that fits. Raises SettingsError."""
     if suggestion is not None:
         candidate = replace(run, layout=suggestion[0], recompute=recompute or suggestion[1])
         if fits(model, candidate, memory_gib):
             return candidate
     for choice in fitting(
         model.parts, model.architecture, run, batch=batch, memory_gib=memory_gib, adapters=model.adapters,
-        others=model.others,
+        other_models=model.other_models,
     ):  # fmt: skip
         if recompute in (None, choice.recompute):
             return replace(run, layout=choice.layout, recompute=choice.recompute)
-    least = memory.least(model.all, run)
+    minimum = memory.least(model.all, run)
     raise SettingsError(
         f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB a GPU; weights, gradients and optimizer"
-        f" alone take {sized(least)} in all; give more --gpus, shorter --seq-len, or a layout to see its figures"
+        f" alone take {sized(minimum)} in all; give more --gpus, shorter --seq-len, or a layout to see its figures"
     )
 
 
@@ -143,7 +145,7 @@ def planned(
     engine_share: float,
     concurrency: int | None,
 ) -> Plan:
-    """All figures of a checked run."""
+    """Compute all figures of a checked run."""
     parts, architecture = model.parts, model.architecture
     training = _memory(model, run)
     return Plan(
@@ -165,7 +167,7 @@ def planned(
 
 
 def told(run: Run) -> str:
-    """The layout in the words of the settings.
+    """Describe the layout with the names of the settings.
 
     >>> told(Run(8, ParallelLayout(tensor=2), recompute="full"))
     '8 ranks: tensor 2, data 4; recompute full'

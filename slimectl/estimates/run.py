@@ -1,4 +1,4 @@
-"""The training step that is planned for."""
+"""Description of the planned training step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from slimectl.layouts import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
 
-# Constants of the policies, which this floor cannot import; tests/estimates/test_run.py holds them equal.
+# Constants of the policies, which this floor cannot import; tests/estimates/test_run.py checks that they are equal.
 DENSE_SCORES = 2**26
-"""Most attention scores that are held in memory at once, on a CPU in bfloat16."""
+"""Largest number of attention scores in memory at once, on a CPU in bfloat16."""
 CHUNK_LOGITS = 2**23
-"""Logits that the head computes at once."""
+"""Number of logits that the head computes at once."""
 KEPT_LOGITS = 2**25
-"""Log-probabilities that the head keeps from forward for backward."""
+"""Number of log-probabilities that the head saves from forward for backward."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Who trains, in what, and how much at a time.
+    """Policy, ranks, dtype and batch sizes of a training step.
 
-    A pack is what one forward pass takes: `max_tokens_per_gpu` tokens for every context-parallel rank, or one sequence
-    where that is longer. `distributed_optimizer` is Megatron's; FSDP always shards.
+    A pack is the input of one forward pass: `max_tokens_per_gpu` tokens for every context-parallel rank, or one
+    sequence if that is longer. `distributed_optimizer` is Megatron's; FSDP always shards.
     """
 
     world: int
@@ -39,12 +39,12 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a number that forward and backward compute with."""
+        """Bytes of an element in forward and backward."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def data(self) -> int:
-        """Copies of the model that work on different packs."""
+        """Number of data-parallel replicas of the model."""
         return self.layout.data(self.world) if self.policy == "megatron" else self.world
 
     @property
@@ -54,16 +54,16 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a pack that one rank holds between its matrices' parts."""
+        """Tokens of a pack on one context-parallel rank."""
         return -(-self.pack // self.layout.context)
 
     @property
     def responses(self) -> int:
-        """Tokens of those that the head is asked about."""
+        """Response tokens among them: those of the head."""
         return round(self.tokens * self.response_share)
 
     def holds_scores(self, heads: int) -> bool:
-        """Whether the policy's attention keeps its scores: where flash attention is slow."""
+        """Whether the policy's attention keeps its scores in memory, because flash attention is slow."""
         sequences = max(1, self.pack // self.seq_len)
         scores = sequences * heads * self.seq_len**2
         return self.device == "cpu" and self.bytes == 2 and scores <= DENSE_SCORES

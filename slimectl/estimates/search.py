@@ -1,4 +1,4 @@
-"""Layouts that a model may have on a number of GPUs, those that fit, and which of them is likely the fastest."""
+"""Searches parallel layouts: the valid ones, those that fit in memory, and the fastest by estimate."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slimectl.layouts import ParallelLayout, problems
 from slimectl.weights.architecture import Architecture
 
 USABLE = 0.9
-"""Share of a GPU's memory that a plan may fill; the rest is CUDA's context, NCCL's buffers and fragmentation."""
+"""Share of a GPU's memory that a plan may use; CUDA's context, NCCL's buffers and fragmentation need the rest."""
 NODE = 8
-"""GPUs that a fast link joins; tensor parallelism stays within."""
+"""GPUs of a node, joined by NVLink; tensor parallelism stays within."""
 
-# Only the order of layouts hangs on these: an H100's attained rate, its NVLink and its share of the network.
+# Only the order of layouts depends on these: attained rate, NVLink and share of the network of an H100.
 FLOPS_PER_SECOND = 4e14
 NVLINK_BYTES_PER_SECOND = 4e11
 NETWORK_BYTES_PER_SECOND = 5e10
@@ -30,7 +30,7 @@ NETWORK_BYTES_PER_SECOND = 5e10
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that fits, with what it takes: seconds a step, and bytes at the peak."""
+    """A layout that fits, with its seconds per step and peak bytes."""
 
     layout: ParallelLayout
     recompute: Recompute
@@ -43,7 +43,7 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
-    """Layouts that cut everything evenly; sizes are powers of two, but for pipelines, which divide the layers."""
+    """Yield layouts that divide everything evenly; sizes are powers of two, but pipelines divide the layers."""
     tensors = powers_of_two(min(world, NODE))
     pipelines = [size for size in range(1, world + 1) if world % size == 0 and architecture.layers % size == 0]
     experts, expert_tensors = ([1], [1])
@@ -64,34 +64,36 @@ def fitting(
     batch: int,
     memory_gib: float,
     adapters: Sequence[Part] = (),
-    others: Sequence[Standing] = (),
+    other_models: Sequence[Standing] = (),
 ) -> Iterator[Choice]:
-    """Layouts and recomputation that fit `run.world` GPUs, the likely fastest first; `batch` sequences a step.
+    """Yield layouts and recomputation that fit `run.world` GPUs, fastest by estimate first; `batch` sequences per step.
 
-    The estimate of time is coarse: of those within about a tenth the plainest comes first.
+    The time estimate is coarse: among those within about a tenth the simplest comes first.
     """
-    tried: list[tuple[float, Run]] = []
+    candidates: list[tuple[float, Run]] = []
     for layout in legal(architecture, run.world):
-        if any(any(problems(layout, other.architecture.transformer, run.world)) for other in others):
+        if any(any(problems(layout, model.architecture.transformer, run.world)) for model in other_models):
             continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
         for recompute in recomputes:
             candidate = replace(run, layout=layout, recompute=recompute)
-            tried.append((step_seconds(parts, architecture, candidate, batch), candidate))
-    for seconds, candidate in sorted(tried, key=lambda item: (round(math.log(item[0], 1.1)), _parts(item[1]), item[0])):
-        most = memory.peak(memory.figures(parts, architecture, candidate, adapters=adapters, others=others))
-        if most <= USABLE * memory_gib * GIB:
-            yield Choice(candidate.layout, candidate.recompute, seconds, most)
+            candidates.append((step_seconds(parts, architecture, candidate, batch), candidate))
+    for seconds, candidate in sorted(
+        candidates, key=lambda item: (round(math.log(item[0], 1.1)), _parts(item[1]), item[0])
+    ):
+        peak = memory.peak(memory.figures(parts, architecture, candidate, adapters=adapters, other_models=other_models))
+        if peak <= USABLE * memory_gib * GIB:
+            yield Choice(candidate.layout, candidate.recompute, seconds, peak)
 
 
 def _parts(run: Run) -> int:
-    """In how many parts the model is cut; a pipeline counts double, for its schedule."""
+    """Number of parts of the model; a pipeline counts double, for its schedule."""
     layout = run.layout
     return layout.model_ranks * layout.pipeline + layout.expert_ranks * layout.expert_tensor
 
 
 def step_seconds(parts: Sequence[Part], architecture: Architecture, run: Run, batch: int) -> float:
-    """A step's time, coarsely: arithmetic, messages one after another, and the pipeline filling and draining."""
+    """Coarse time of a step: FLOPs, sequential messages, and filling and draining the pipeline."""
     layout = run.layout
     packs = -(-batch * run.seq_len // (run.data * run.pack))
     flops = token_flops(parts, architecture, run.seq_len).value * (4 / 3 if run.recompute == "full" else 1)
@@ -106,7 +108,7 @@ def _link(ranks: int) -> float:
 
 
 def _messages(architecture: Architecture, run: Run) -> float:
-    """Seconds of messages a pack on one rank: its layers' gathers, their mirrors in backward, once more if anew."""
+    """Seconds of messages per pack on one rank: gathers of its layers, again in backward, again if recomputed."""
     t, layout, c = architecture.transformer, run.layout, run.bytes
     passes = 3 if run.recompute == "full" else 2
     H, (_, k) = t["hidden_size"], columns(architecture)

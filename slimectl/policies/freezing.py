@@ -1,4 +1,4 @@
-"""Which parameters are trained, by regular expressions over their Hugging Face names."""
+"""Selects the trainable parameters by regular expressions over their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from slimectl.errors import SettingsError
 
 
 def trained(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> set[str]:
-    """The names that no pattern of `freeze` matches and, where `train_only` is given, one of its patterns does.
+    """Return the names that match no pattern of `freeze` and, if `train_only` is set, one of its patterns.
 
-    A pattern matches anywhere in a name. Raises SettingsError for one that matches no name, or if nothing is left.
+    A pattern matches anywhere in a name. Raises SettingsError for a pattern that matches no name, or if
+    no parameter remains.
 
     >>> sorted(trained(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
     ['a.mlp']
@@ -27,14 +28,14 @@ def trained(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Seq
                 f"{pattern!r} matches no parameter; names look like {names[len(names) // 2]} (regular expressions of"
                 " train.freeze_params_name_list and train.only_train_params_name_list)"
             )
-    left = {
+    trainable = {
         name
         for name in names
         if not any(re.search(pattern, name) for pattern in freeze)
         and (not train_only or any(re.search(pattern, name) for pattern in train_only))
     }
-    if not left:
+    if not trainable:
         raise SettingsError(
             "train.freeze_params_name_list and train.only_train_params_name_list leave no parameter to train; drop one"
         )
-    return left
+    return trainable

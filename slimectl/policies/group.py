@@ -1,4 +1,4 @@
-"""One policy in front of N rank processes."""
+"""A policy that runs on N rank processes, called as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RankPipe(Protocol):
-    """A rank's end of what joins it to its driver."""
+    """A rank's end of the pipe to its driver."""
 
     def recv_bytes(self) -> bytes: ...
 
@@ -29,22 +29,22 @@ class RankPipe(Protocol):
 
 
 class GroupPolicy:
-    """ports.Policy over `ranks` processes, where `executor` puts them: gloo on CPU, nccl on GPUs.
+    """ports.Policy over `ranks` processes placed by `executor`: gloo on CPU, nccl on GPUs.
 
     `build` is called in every rank, after it has joined the process group; it and the losses must be picklable. A
-    rank's exception is raised here with its own type, its traceback as a note. Threads may share it: one call at a
-    time, the others wait.
+    rank's exception is raised here with its original type, its traceback as a note. Thread-safe: one call at a time,
+    other threads wait.
     """
 
     def __init__(self, executor: Executor, build: Callable[[], Policy], *, ranks: int) -> None:
         if ranks < 1:
             raise SettingsError(f"ranks {ranks}: a policy needs at least one")
         self.weight_version = "0"
-        self._turn = threading.Lock()
-        self._reader: int | None = None
-        self._ranks = executor.group(_serve, build, ranks=ranks)
+        self._lock = threading.Lock()
+        self._reader_thread: int | None = None
+        self._ranks = executor.group(_rank_main, build, ranks=ranks)
         try:
-            self._finished()
+            self._await_result()
         except BaseException:
             self._ranks.end(polite=False)
             raise
@@ -56,22 +56,22 @@ class GroupPolicy:
         return self._call("forward_backward", rows, loss)
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
-        """ports.Critic's, where the ranks are a critic."""
+        """ports.Critic.values, if the ranks run a critic."""
         return self._call("values", rows)
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """ports.Stepped's, where the ranks have it."""
+        """ports.Stepped.before_step, if the ranks implement it."""
         self._call("before_step", rollout_id, step_id)
 
     def optim_step(self) -> Metrics:
         return self._call("optim_step")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time crosses from rank 0; no other call until the iterator is exhausted or closed."""
+        """Stream tensors from rank 0; other calls are refused or wait until the iterator is exhausted or closed."""
         import torch
 
-        self._take_turn("weights")
-        self._reader = threading.get_ident()
+        self._acquire_lock("weights")
+        self._reader_thread = threading.get_ident()
         try:
             self._ranks.send("weights")
             answers = self._ranks.answers()
@@ -81,15 +81,15 @@ class GroupPolicy:
                         name, dtype, shape, data = answer
                         yield name, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
             finally:
-                # A reader that leaves early must not leave the ranks in the middle of their stream.
+                # A reader that stops early must not leave the ranks in the middle of their stream.
                 for _ in answers:
                     pass
         finally:
-            self._reader = None
-            self._turn.release()
+            self._reader_thread = None
+            self._lock.release()
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """`to(weights)` on rank 0; what it returns comes back, and must be picklable as `to` is."""
+        """Call `to(weights)` on rank 0 and return its result; `to` and the result must be picklable."""
         return self._call("hand_weights", to)
 
     def save(self, path: Path) -> None:
@@ -99,30 +99,30 @@ class GroupPolicy:
         self._call("load", path)
 
     def close(self) -> None:
-        """End every rank process."""
+        """Stop every rank process."""
         self._ranks.end()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        self._take_turn(method)
+        self._acquire_lock(method)
         try:
             self._ranks.send(method, *arguments)
-            return self._finished()
+            return self._await_result()
         finally:
-            self._turn.release()
+            self._lock.release()
 
-    def _take_turn(self, method: str) -> None:
-        """Wait for other threads' calls. Raises RuntimeError where this thread would wait for itself."""
-        if self._reader == threading.get_ident():
+    def _acquire_lock(self, method: str) -> None:
+        """Wait until other threads' calls end. Raises RuntimeError where this thread would wait for itself."""
+        if self._reader_thread == threading.get_ident():
             raise RuntimeError(f"{method}: the weights are still being read; exhaust or close that iterator first")
-        self._turn.acquire()
+        self._lock.acquire()
 
-    def _finished(self) -> Any:
+    def _await_result(self) -> Any:
         result, self.weight_version = list(self._ranks.answers())[-1]
         return result
 
 
-def _serve(build: Callable[[], Policy], pipe: RankPipe) -> None:
-    """Obey until the pipe closes. A method's exception is an answer; one of `build` ends the rank."""
+def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
+    """Serve requests until the pipe closes. An exception of a method is sent back; one of `build` ends the rank."""
     import torch.distributed as dist
 
     policy = build()
@@ -131,13 +131,13 @@ def _serve(build: Callable[[], Policy], pipe: RankPipe) -> None:
     while True:
         request = pipe.recv_bytes()
         try:
-            result = _obey(policy, request, pipe, rank)
+            result = _dispatch(policy, request, pipe, rank)
             pipe.done((result if rank == 0 else None, policy.weight_version))
         except Exception as error:
             pipe.failed(error)
 
 
-def _obey(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
+def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
     import torch
 
     method, *arguments = pickle.loads(request)
@@ -154,7 +154,7 @@ def _obey(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
 
 
 def _hand_weights(policy: Policy, to: Callable[[NamedTensors], Any], rank: int) -> Any:
-    """Every rank goes through all of the weights, whatever `to` does: each tensor takes all to gather."""
+    """Call `to` on rank 0; every rank iterates over all weights, because gathering a tensor is collective."""
     weights = policy.weights()
     try:
         return to(weights) if rank == 0 else None

@@ -1,4 +1,4 @@
-"""Low-rank adapters, whoever trains them: what they compute, what they begin as, and their files in peft's format.
+"""LoRA adapters for every trainer: their computation, their initial values and their files in peft's format.
 
 I inputs · O outputs of a layer · K rank
 """
@@ -26,14 +26,14 @@ FOLDER = "adapter"
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False, "alpha_pattern": {},
          "rank_pattern": {}}  # fmt: skip
-"""What peft can do besides, switched off."""
+"""Further options of peft, disabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """W + alpha / rank B A for the linear layers whose last name is among `targets` (Hu et al. 2021, arXiv:2106.09685).
 
-    `load`: a peft adapter's directory to begin from.
+    `load`: the directory of a peft adapter to start from.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class LoraOptions:
         return self.alpha / self.rank
 
     def merged(self, weight_OI: Tensor, a_KI: Tensor, b_OK: Tensor) -> Tensor:
-        """What a layer computes as one matrix."""
+        """Merge an adapter into its weight: W + scale B A."""
         return weight_OI + self.scale * (b_OK @ a_KI).to(weight_OI.dtype)
 
 
 def initial(name: str, shape: Sequence[int], *, seed: int) -> Tensor:
-    """What the parameter of an adapter begins as: A at random, the same wherever it is drawn, and B as zeros."""
+    """Initial value of an adapter's parameter: A random, from a seed per name and thus equal on every rank; B zeros."""
     if name.endswith(".lora_B.weight"):
         return torch.zeros(*shape)
     number = int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
@@ -66,8 +66,8 @@ def write_adapter(
     shapes: Mapping[str, torch.Size],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Everything that was trained, into the new directory `path`, as peft's PeftModel takes it."""
-    others = sorted({name.split(".")[0] for name in shapes if not is_adapter(name)})
+    """Write everything that was trained into the new directory `path`, in the format of peft's PeftModel."""
+    extra_modules = sorted({name.split(".")[0] for name in shapes if not is_adapter(name)})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -76,7 +76,7 @@ def write_adapter(
         "lora_alpha": options.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(options.targets),
-        "modules_to_save": others or None,
+        "modules_to_save": extra_modules or None,
         "inference_mode": True,
         **PLAIN,
     }
@@ -87,27 +87,27 @@ def write_adapter(
 
 
 def read_adapter(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters named in `shapes`, float32, one at a time. Raises CheckpointError."""
-    wanted = {PREFIX + name: shape for name, shape in shapes.items()}
-    for name, tensor in read_tensors(path / WEIGHTS, wanted):
+    """Stream the parameters named in `shapes`, in float32, one at a time. Raises CheckpointError."""
+    prefixed_shapes = {PREFIX + name: shape for name, shape in shapes.items()}
+    for name, tensor in read_tensors(path / WEIGHTS, prefixed_shapes):
         yield name.removeprefix(PREFIX), tensor.float()
 
 
-def base_of(path: Path, options: LoraOptions, known: Collection[str]) -> Path:
-    """The model under an adapter that computes what these options do with parameters called `known`, or fewer.
+def base_of(path: Path, options: LoraOptions, parameter_names: Collection[str]) -> Path:
+    """Return the base model of a peft adapter that matches these options and has only tensors of `parameter_names`.
 
-    Raises CheckpointError for any other, or if `path` is no adapter of peft's.
+    Raises CheckpointError for any other adapter, or if `path` is not a peft adapter.
     """
-    config = _config(path)
-    wanted = {"r": options.rank, "lora_alpha": options.alpha, "peft_type": "LORA", **PLAIN}
-    for key, value in wanted.items():
+    config = _read_config(path)
+    expected = {"r": options.rank, "lora_alpha": options.alpha, "peft_type": "LORA", **PLAIN}
+    for key, value in expected.items():
         if (config.get(key) or None) != (value or None) and not (key == "bias" and config.get(key) is None):
             raise CheckpointError(
                 f"{path}: {key} is {config.get(key)!r}, expected {value!r}; set train.lora_rank and train.lora_alpha to"
                 " the adapter's own, or merge it with peft first"
             )
-    for name in _names(path / WEIGHTS):
-        if name not in known:
+    for name in _tensor_names(path / WEIGHTS):
+        if name not in parameter_names:
             raise CheckpointError(
                 f"{path}: holds {name}, which would not be used; name its layer in train.lora_targets, or merge the"
                 " adapter with peft first"
@@ -115,17 +115,17 @@ def base_of(path: Path, options: LoraOptions, known: Collection[str]) -> Path:
     return Path(str(config.get("base_model_name_or_path")))
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path / CONFIG, max_bytes=MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no {CONFIG}; give the directory of a peft adapter") from None
 
 
-def _names(file: Path) -> list[str]:
+def _tensor_names(file: Path) -> list[str]:
     try:
         check_file(file)
-        with safe_open(str(file), framework="pt") as opened:
-            return [name.removeprefix(PREFIX) for name in opened.keys()]
+        with safe_open(str(file), framework="pt") as reader:
+            return [name.removeprefix(PREFIX) for name in reader.keys()]
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); copy the adapter again") from error

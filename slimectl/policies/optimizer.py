@@ -1,4 +1,4 @@
-"""AdamW's settings and the course of its learning rate, for every policy."""
+"""AdamW options and the learning rate schedule, for every policy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from slimectl.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """AdamW and the course of its learning rate.
+    """AdamW hyperparameters and learning rate schedule.
 
-    `weight_decay` spares one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
+    `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
     for no clipping. The rate rises linearly over `warmup_steps`, then is constant or falls to `min_lr` at step
     `decay_steps` (counted from the first step, warm-up included).
     """
@@ -48,6 +48,6 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
         return options.lr * (step + 1) / options.warmup_steps
     if options.schedule == "constant" or options.decay_steps is None:
         return options.lr
-    done = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)
-    left = 1 - done if options.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return options.min_lr + (options.lr - options.min_lr) * left
+    progress = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)
+    remaining = 1 - progress if options.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return options.min_lr + (options.lr - options.min_lr) * remaining

@@ -1,4 +1,4 @@
-"""Optimizer state on disk: one safetensors file of full tensors, written and read tensor by tensor."""
+"""Trainer checkpoints: optimizer state as one safetensors file of full tensors, streamed tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINER = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
-"""The head of a policy that is its own critic: beside the model, which stays one that anybody can load."""
+"""Value head of a policy with a shared critic: a separate file, so that the model beside it loads anywhere."""
 COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "special_tokens_map.json",
     "vocab.*", "merges.txt", "added_tokens.json",
@@ -28,14 +28,14 @@ COMPANIONS = (
 
 
 def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """What OPTIMIZER holds, in order, for parameters of these Hugging Face names and shapes."""
+    """Names and shapes of the tensors in OPTIMIZER, in order, for parameters of these Hugging Face names and shapes."""
     return {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
 
 
 def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """A safetensors file of float32 tensors, streamed: `tensors` come in the order of `shapes`.
+    """Write a safetensors file of float32 tensors as a stream: `tensors` come in the order of `shapes`.
 
-    safetensors' own writer wants all tensors at once, which is twice the model.
+    The writer of safetensors needs all tensors at once, which is twice the model.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -52,13 +52,13 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
 
 
 def check_value_head(path: Path) -> None:
-    """Raises CheckpointError if a checkpoint is not that of a policy that is its own critic."""
+    """Raises CheckpointError if a checkpoint has no value head (a policy with a shared critic needs it)."""
     if not (path / VALUE_HEAD).exists():
         raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "own"')
 
 
 def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors named in `shapes`, one at a time. Raises CheckpointError for a missing or misshapen one."""
+    """Stream the tensors named in `shapes`, one at a time. Raises CheckpointError for a missing or misshapen one."""
     try:
         check_file(path)
         with safe_open(str(path), framework="pt") as file:
@@ -84,7 +84,7 @@ def write_trainer(path: Path, **state: Any) -> None:
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError if it is missing or damaged."""
+    """Read trainer.json. Raises CheckpointError if it is missing or damaged."""
     try:
         state = read_json(path / TRAINER, max_bytes=MAX_CONFIG_BYTES)
         if state["format"] != FORMAT or int(state["step"]) < 0:
@@ -99,7 +99,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Config and tokenizer of the model, with the dtype that its weights were written in."""
+    """Copy config and tokenizer of the model, and set the dtype that its weights were written in."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if not file.is_dir():

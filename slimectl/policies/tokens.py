@@ -1,4 +1,4 @@
-"""The response tokens of one pack, as a loss sees them."""
+"""Response tokens of one pack: the columns that a loss reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSTANTS = {
 
 @dataclass(frozen=True, slots=True)
 class ResponseTokens:
-    """ports.TokenPack."""
+    """ports.TokenPack: one pack of response tokens as tensors."""
 
     logprobs_T: Tensor
     entropy_T: Tensor | None
@@ -36,15 +36,15 @@ class ResponseTokens:
     returns_T: Tensor | None = None
     total_lengths: Sequence[int] = ()
     predicted_T: Tensor | None = None
-    """Values of now, with their gradient, where the policy is its own critic."""
+    """Current values, with their gradient, if policy and critic share a backbone."""
     logits_T: Tensor | None = None
-    """[T, vocabulary], where the loss wants them."""
+    """[T, vocabulary], if the loss needs them."""
     targets_T: Tensor | None = None
-    """The tokens themselves."""
+    """Token ids of the response."""
 
 
 def present(rows: Sequence[Row]) -> list[str]:
-    """The constants that the batch has; every row has them or none. Raises RecordError."""
+    """Names of the constant columns in the batch; a column is in all rows or in none. Raises RecordError."""
     names = []
     for name in CONSTANTS:
         lengths = [len(getattr(row, name) or ()) for row in rows]
@@ -67,9 +67,9 @@ def response_tokens(
     entropy_R: Tensor | None,
     predicted_R: Tensor | None = None,
 ) -> ResponseTokens:
-    """A pack whose rows are `members` of `rows`, with the constants called `names`.
+    """Build the pack of the rows `members` of `rows`, with the constant columns `names`.
 
-    `row_R` says which of the members each token belongs to.
+    `row_R` is the position in `members` that each token belongs to.
     """
     columns = {
         CONSTANTS[name]: torch.tensor(
@@ -84,14 +84,14 @@ def response_tokens(
 
 
 def combined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of packs or ranks as those of all: sums by name, in order; extremes where a name ends in _max or _min."""
-    found: dict[str, Any] = {}
+    """Merge metrics of packs or ranks: sums by name, in order; extremes where a name ends in _max or _min."""
+    merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            if name not in found:
-                found[name] = value
+            if name not in merged:
+                merged[name] = value
             elif name.endswith(("_max", "_min")):
-                found[name] = (max if name.endswith("_max") else min)(found[name], value)
+                merged[name] = (max if name.endswith("_max") else min)(merged[name], value)
             else:
-                found[name] = found[name] + value
-    return found
+                merged[name] = merged[name] + value
+    return merged

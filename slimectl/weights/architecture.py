@@ -1,4 +1,4 @@
-"""A model's architecture in Megatron's words: what config.json says, as fields of mcore's configuration."""
+"""Model architecture: config.json translated to fields of mcore's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from slimectl.errors import CheckpointError
 
 Config = dict[str, Any]
-"""A complete Hugging Face configuration: every key of the model's class, not only those that differ from defaults."""
+"""A complete Hugging Face configuration: every key of the model's class, defaults included."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Rope:
     """Rotary position embedding.
 
     `percent` of each head is rotated; `interleaved` pairs neighbours instead of halves; `scaling` is the Hugging Face
-    `rope_parameters` (with `rope_type`) where it is not plain.
+    `rope_parameters` (with `rope_type`) if it is not plain.
     """
 
     theta: float
@@ -27,11 +27,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a Megatron GPTModel needs to be built.
+    """Parameters to build a Megatron GPTModel.
 
     `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig where `mla`) under their
-    own names, plain data only (`activation_func` is left out: every family here is SwiGLU). `layer` names the shape of
-    a decoder layer: "plain" is mcore's own, the others are built by policies/megatron where it can:
+    own names, plain data only (`activation_func` is omitted: every family here is SwiGLU). `layer` is the type of a
+    decoder layer: "plain" is that of mcore, the others are built by policies/megatron if it supports them:
 
     - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before either output joins the residual;
     - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together;
@@ -48,7 +48,7 @@ class Architecture:
     mla: bool = False
     layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"] = "plain"
     extra: dict[str, Any] = field(default_factory=dict)
-    """What a layer that is not plain needs besides."""
+    """Further parameters of a layer that is not plain."""
 
     @property
     def layers(self) -> int:
@@ -72,12 +72,12 @@ def _in_pattern(pattern: list[int] | None, layer: int, *, otherwise: bool) -> bo
 
 
 def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> Rope:
-    """The rotary facts of a configuration, written the new way (rope_parameters) or the old (rope_theta)."""
-    given: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = given.get("rope_type", given.get("type", "default"))
-    percent = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or percent)
-    scaling = None if kind == "default" else {**given, "rope_type": kind, "rope_theta": theta}
+    """Read the rotary parameters of a configuration, in the new form (rope_parameters) or the old one (rope_theta)."""
+    parameters: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    percent = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or percent)
+    scaling = None if kind == "default" else {**parameters, "rope_type": kind, "rope_theta": theta}
     return Rope(theta, percent, interleaved, scaling)
 
 
@@ -85,9 +85,9 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def refuse(config: Config, **wanted: Any) -> None:
-    """Raises CheckpointError if a key has a value that this family's layers do not know; absent keys are right."""
-    for key, value in {"hidden_act": "silu", "use_sliding_window": False, **wanted}.items():
+def refuse(config: Config, **required: Any) -> None:
+    """Raises CheckpointError if a key has a value that this family's layers do not support; absent keys are fine."""
+    for key, value in {"hidden_act": "silu", "use_sliding_window": False, **required}.items():
         if (config.get(key) or value) != value:
             raise CheckpointError(
                 f"config.json: {key} {config[key]!r}: {config.get('model_type')} models are trained and converted only"

@@ -1,6 +1,6 @@
-"""The parts that families share: embeddings, grouped-query attention, gated MLPs.
+"""Building blocks that families share: embeddings, grouped-query attention, gated MLPs.
 
-`hf` and `mcore` are the prefixes of one layer (or of one part of it) in both worlds, without the last dot.
+`hf` and `mcore` are the prefixes of one layer (or of a part of it) in both models, without the last dot.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from slimectl.weights.joins import GroupedRows, Rows
 from slimectl.weights.links import Link, Split
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
-"""What most families call the matrices of a gated MLP."""
+"""Usual names of the matrices of a gated MLP."""
 
 
 def same(megatron: str, hf: str, *shape: int, split: Split | None = None, padded: bool = False) -> Link:
-    """A parameter that both sides store alike."""
+    """Link of a parameter that both models store alike."""
     return Link(megatron, (hf,), (shape,), split=split, padded=padded)
 
 
 def outer(config: Config, hf: str = "model") -> list[Link]:
-    """Embedding, last norm and head; a tied head is the embedding. `hf` names the decoder."""
+    """Links of embedding, last norm and head; a tied head is the embedding. `hf` is the prefix of the decoder."""
     V, H = config["vocab_size"], config["hidden_size"]
     links = [
         same("embedding.word_embeddings.weight", f"{hf}.embed_tokens.weight", V, H, split=Split(0), padded=True),
@@ -33,7 +33,7 @@ def outer(config: Config, hf: str = "model") -> list[Link]:
 
 
 def norms(config: Config, mcore: str, hf: str) -> list[Link]:
-    """The norms before attention and before the MLP."""
+    """Links of the norms before attention and before the MLP."""
     H = config["hidden_size"]
     return [
         same(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", H),
@@ -42,26 +42,26 @@ def norms(config: Config, mcore: str, hf: str) -> list[Link]:
 
 
 def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_norm: bool = False) -> list[Link]:
-    """Grouped-query attention; `qk_norm` is RMSNorm over each head, `bias` on query, key and value."""
+    """Links of grouped-query attention; `qk_norm` is RMSNorm over each head, `bias` on query, key and value."""
     H, D, groups = config["hidden_size"], head_dim(config), config["num_key_value_heads"]
     q, kv = config["num_attention_heads"] * D, groups * D
     mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
     names = [f"{hf}.{part}_proj" for part in "qkv"]
     fused = f"{mcore}.linear_qkv"
-    qkv, one = GroupedRows(groups), Split(0)
+    qkv, split = GroupedRows(groups), Split(0)
     links = [
-        Link(f"{fused}.weight", tuple(f"{n}.weight" for n in names), ((q, H), (kv, H), (kv, H)), qkv, one),
+        Link(f"{fused}.weight", tuple(f"{n}.weight" for n in names), ((q, H), (kv, H), (kv, H)), qkv, split),
         same(f"{mcore}.linear_proj.weight", f"{hf}.o_proj.weight", H, q, split=Split(1)),
     ]
     if bias:
-        links.append(Link(f"{fused}.bias", tuple(f"{n}.bias" for n in names), ((q,), (kv,), (kv,)), qkv, one))
+        links.append(Link(f"{fused}.bias", tuple(f"{n}.bias" for n in names), ((q,), (kv,), (kv,)), qkv, split))
     if qk_norm:
         links += [same(f"{mcore}.{x}_layernorm.weight", f"{hf}.{x}_norm.weight", D) for x in "qk"]
     return links
 
 
 def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] = MLP_NAMES) -> list[Link]:
-    """down(silu(gate(x)) · up(x)); `mcore` and `hf` name the MLP itself, `names` its matrices on disk."""
+    """Links of down(silu(gate(x)) · up(x)); `mcore` and `hf` are prefixes of the MLP, `names` its matrices on disk."""
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [
         Link(f"{mcore}.linear_fc1.weight", (gate, up), ((ffn, hidden),) * 2, Rows(), Split(0, (ffn, ffn))),
@@ -70,9 +70,9 @@ def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] =
 
 
 def layered(config: Config, layer: Callable[[int, str, str], list[Link]], hf: str = "model") -> list[Link]:
-    """`outer`, with `layer(i, megatron prefix, Hugging Face prefix)` of every layer between embedding and last norm."""
-    embedding, *rest = outer(config, hf)
+    """Links of a model: `outer`, with `layer(i, megatron prefix, Hugging Face prefix)` after the embedding."""
+    embedding, *final = outer(config, hf)
     inner = [
         link for i in range(config["num_hidden_layers"]) for link in layer(i, f"decoder.layers.{i}", f"{hf}.layers.{i}")
     ]
-    return [embedding, *inner, *rest]
+    return [embedding, *inner, *final]

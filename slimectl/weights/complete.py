@@ -1,4 +1,4 @@
-"""config.json made whole: the keys that it leaves to its class's defaults filled in."""
+"""Completes config.json with the defaults of its class."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from slimectl.weights.architecture import Config
 from slimectl.weights.config_checks import check_config
 
 STAND_INS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-"""Architectures whose own class travels with the checkpoint, and the class of transformers that has their defaults."""
+"""Architectures with a class in the checkpoint only, and the class of transformers with the same defaults."""
 
 
 def completed(raw: Config) -> Config:
-    """The configuration with every key of its class; `model_type` stays what it was. Raises CheckpointError."""
+    """Return the configuration with every key of its class; `model_type` is unchanged. Raises CheckpointError."""
     from transformers import AutoConfig
 
-    given = raw.get("model_type", "")
+    model_type = raw.get("model_type", "")
     try:
-        whole = AutoConfig.for_model(**{**raw, "model_type": STAND_INS.get(given, given)}).to_dict()
+        complete = AutoConfig.for_model(**{**raw, "model_type": STAND_INS.get(model_type, model_type)}).to_dict()
     except Exception as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"config.json: model_type {given!r} cannot be used ({line})") from error
-    return {**whole, "model_type": given}
+        raise CheckpointError(f"config.json: model_type {model_type!r} cannot be used ({line})") from error
+    return {**complete, "model_type": model_type}
 
 
 def read_config(folder: Path) -> Config:
-    """The complete configuration of a Hugging Face directory. Raises CheckpointError."""
+    """Read the complete configuration of a Hugging Face directory. Raises CheckpointError."""
     return completed(raw_config(folder))
 
 
 def raw_config(folder: Path) -> Config:
-    """config.json as it stands, once it is plausible for the weights beside it. Raises CheckpointError."""
+    """Read config.json unchanged, and check it against the size of the weights beside it. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         raw = read_json(path, max_bytes=MAX_CONFIG_BYTES)
@@ -44,7 +44,7 @@ def raw_config(folder: Path) -> Config:
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    """Bytes of all safetensors in the folder; None if it has none (they will be pushed), or a header is not whole."""
+    """Bytes of all safetensors in the folder; None without any (they will be pushed), or if a header is cut short."""
     sizes = []
     for path in folder.glob("*.safetensors"):
         with open_file(path) as file:

@@ -1,7 +1,7 @@
-"""config.json looked at before anything is built from it: sizes that are sizes, and a model that its weights can hold.
+"""Validates config.json before anything is built from it: value types, ranges, and sizes that the weights can hold.
 
-A stranger's config.json may claim a layer of 10^12 columns, -1 heads or a list for a number. What follows
-(transformers, a family of ours, an engine) would answer with a traceback or ask for all memory.
+An untrusted config.json may have a layer of 10^12 columns, -1 heads or a list for a number. Its readers (transformers,
+a family of this package, an engine) would fail with a traceback or allocate all memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REQUIRED_SIZES = {
     "hidden_size": 2**18, "num_hidden_layers": 2**13, "num_attention_heads": 2**13, "vocab_size": 2**26,
     "intermediate_size": 2**22, "max_position_embeddings": 2**40,
 }  # fmt: skip
-"""What is at least 1 where it is named, and the largest that is believed: each is 10 times that of any known model."""
+"""Keys that are at least 1 if present, and their upper limits: each is 10 times that of any known model."""
 OPTIONAL_SIZES = {
     "num_key_value_heads": 2**13, "head_dim": 2**13, "moe_intermediate_size": 2**22, "num_experts_per_tok": 2**10,
     "shared_expert_intermediate_size": 2**22, "qk_nope_head_dim": 2**13, "qk_rope_head_dim": 2**13,
@@ -25,13 +25,13 @@ OPTIONAL_SIZES = {
     "linear_conv_kernel_dim": 2**10, "index_n_heads": 2**13, "index_head_dim": 2**13, "n_group": 2**10,
     "topk_group": 2**10, "decoder_sparse_step": 2**13, "full_attention_interval": 2**13,
 }  # fmt: skip
-"""The same, or null."""
+"""As REQUIRED_SIZES, or null."""
 COUNTS = {
     "num_experts": 2**14, "n_routed_experts": 2**14, "num_local_experts": 2**14, "n_shared_experts": 2**10,
     "first_k_dense_replace": 2**13, "num_nextn_predict_layers": 2**10, "sliding_window": 2**40,
     "max_window_layers": 2**13, "index_topk": 2**30, "num_mtp_modules": 2**10,
 }  # fmt: skip
-"""0 or more, or null."""
+"""Keys that are 0 or more, or null, and their upper limits."""
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "routed_scaling_factor")
 SHAPES: dict[str, tuple[type, ...]] = {
     "model_type": (str,), "architectures": (list,), "hidden_act": (str,), "tie_word_embeddings": (bool,),
@@ -41,50 +41,50 @@ SHAPES: dict[str, tuple[type, ...]] = {
     "dtype": (str, dict), "torch_dtype": (str, dict), "partial_rotary_factor": (int, float), "use_cache": (bool,),
     "attention_dropout": (int, float), "initializer_range": (int, float),
 }  # fmt: skip
-"""Of which kind a value is where it is not null."""
+"""Types of the values that are not null."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LIST = 2**16
 MAX_EXPERTS_IN_ALL = 2**18
-"""Of all layers, ten times those of Kimi K2: each is up to three tensors."""
+"""Limit over all layers, ten times that of Kimi K2: each expert is up to three tensors."""
 LEAST_BYTES_A_LAYER = 64
-"""A layer has a tensor at least, and a tensor its entry in the header of its file."""
+"""Lower limit: a layer has at least one tensor, and a tensor an entry in the header of its file."""
 
 
-def check_config(config: dict[str, Any], where: str, *, weight_bytes: int | None = None) -> None:
-    """Raises CheckpointError for a config.json that no model has; `weight_bytes` are those of its weights on disk."""
+def check_config(config: dict[str, Any], location: str, *, weight_bytes: int | None = None) -> None:
+    """Raises CheckpointError for an implausible config.json; `weight_bytes` is the size of its weights on disk."""
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             problem = next(_problems(part, weight_bytes), None)
             if problem:
-                raise CheckpointError(f"{where}: {problem}; copy config.json and weights from the same checkpoint")
+                raise CheckpointError(f"{location}: {problem}; copy config.json and weights from the same checkpoint")
 
 
 def _problems(config: dict[str, Any], weight_bytes: int | None) -> Iterator[str]:
     for key, kinds in SHAPES.items():
         value = config.get(key)
-        right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if value is not None and not right:
-            yield f"{key} {_shown(value)}, not {' or '.join(_KINDS[kind] for kind in kinds)}"
+        is_valid = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is not None and not is_valid:
+            yield f"{key} {_format_value(value)}, not {' or '.join(_KINDS[kind] for kind in kinds)}"
         elif isinstance(value, list) and len(value) > MAX_LIST:
             yield f"{key} has {len(value)} entries"
     for key, maximum in (REQUIRED_SIZES | OPTIONAL_SIZES | COUNTS).items():
         if key in config and not (config[key] is None and key not in REQUIRED_SIZES):
             minimum = 0 if key in COUNTS else 1
             if not _is_number(config[key], minimum, maximum):
-                yield f"{key} {_shown(config[key])}, not a number from {minimum} to {maximum}"
+                yield f"{key} {_format_value(config[key])}, not a number from {minimum} to {maximum}"
     for key in POSITIVE:
         if config.get(key) is not None and not (_is_real(config[key]) and 0 < config[key] < math.inf):
-            yield f"{key} {_shown(config[key])}, not a positive number"
+            yield f"{key} {_format_value(config[key])}, not a positive number"
     for key in TOKEN_IDS:
         value = config.get(key)
         if not all(_is_number(item, -1, 2**31) for item in (value if isinstance(value, list) else [value or 0])):
-            yield f"{key} {_shown(value)}, not a token or a list of tokens"
-    yield from _contradictions(config)
+            yield f"{key} {_format_value(value)}, not a token or a list of tokens"
+    yield from _conflicts(config)
     if weight_bytes is not None:
-        yield from _beyond_weights(config, weight_bytes)
+        yield from _excess_sizes(config, weight_bytes)
 
 
-def _contradictions(config: dict[str, Any]) -> Iterator[str]:
+def _conflicts(config: dict[str, Any]) -> Iterator[str]:
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     groups = config.get("num_key_value_heads")
     layers = config.get("num_hidden_layers") or 0
@@ -97,8 +97,8 @@ def _contradictions(config: dict[str, Any]) -> Iterator[str]:
         yield f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
 
 
-def _beyond_weights(config: dict[str, Any], weight_bytes: int) -> Iterator[str]:
-    """What cannot be in so many bytes: an embedding of at least half a byte a number, a tensor a layer."""
+def _excess_sizes(config: dict[str, Any], weight_bytes: int) -> Iterator[str]:
+    """Yield sizes that `weight_bytes` cannot hold, at half a byte per embedding element and one tensor per layer."""
     hidden, vocabulary = config.get("hidden_size") or 0, config.get("vocab_size") or 0
     layers = config.get("num_hidden_layers") or 0
     if hidden * vocabulary > 2 * weight_bytes:
@@ -118,8 +118,8 @@ def _is_real(value: Any) -> bool:
 _KINDS = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
 
 
-def _shown(value: Any) -> str:
-    """A value for a message: short, whatever it is."""
+def _format_value(value: Any) -> str:
+    """Format any value for a message, in short."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge number"

@@ -12,11 +12,11 @@ from slimectl.weights.family import Family
 from slimectl.weights.links import Link, Split
 
 LATENT_EPSILON = 1e-6
-"""Of the norms of both latents, whatever rms_norm_eps says: the published model code leaves it at its default."""
+"""Epsilon of the norms of both latents, independent of rms_norm_eps: the published model code uses its default."""
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """All but the first few; newer configurations list them."""
+    """Flag for every layer: whether it has experts. All but the first few do; newer configurations list them."""
     kinds = config.get("mlp_layer_types")
     if kinds:
         return [kind == "sparse" for kind in kinds]
@@ -50,17 +50,17 @@ def architecture(config: Config) -> Architecture:
 
 
 def _rope_fields(config: Config) -> dict[str, object]:
-    """Rotation in the words of MLATransformerConfig. Raises CheckpointError for a kind it does not have."""
-    turning = rope(config)
-    scaling = turning.scaling
+    """Rotary fields of MLATransformerConfig. Raises CheckpointError for a type it does not support."""
+    rotary = rope(config)
+    scaling = rotary.scaling
     if scaling is None:
         # mcore reads scaling factors for its softmax scale even without YaRN: 1 is none.
-        return {"rope_type": "rope", "rotary_base": turning.theta, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+        return {"rope_type": "rope", "rotary_base": rotary.theta, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     if scaling["rope_type"] != "yarn":
         raise CheckpointError(f"config.json: rope_type {scaling['rope_type']!r}: latent attention knows only 'yarn'")
     return {
         "rope_type": "yarn",
-        "rotary_base": turning.theta,
+        "rotary_base": rotary.theta,
         "rotary_scaling_factor": float(scaling["factor"]),
         "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
         "beta_fast": float(scaling.get("beta_fast") or 32),
@@ -76,19 +76,19 @@ def shared_ffn(config: Config) -> int:
 
 
 def shared_fields(config: Config) -> dict[str, int]:
-    """The shared experts in mcore's words; nothing if there are none."""
+    """Fields of mcore for the shared experts; empty if there are none."""
     ffn = shared_ffn(config)
     return {"moe_shared_expert_intermediate_size": ffn} if ffn else {}
 
 
 def latent_attention(config: Config, mcore: str, hf: str) -> list[Link]:
-    """Down to the latents, which every tensor-parallel rank holds, and up to its heads."""
+    """Links of latent attention: down-projections are replicated, up-projections split by heads."""
     H, heads, q_rank, kv_rank = (
         config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
-    nope, turning, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    nope, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
-    query = heads * (nope + turning)
+    query = heads * (nope + rotary)
     if q_rank:
         links = [
             same(f"{mcore}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight", q_rank, H),
@@ -100,7 +100,7 @@ def latent_attention(config: Config, mcore: str, hf: str) -> list[Link]:
     up = heads * (nope + value)
     return [
         *links,
-        same(f"{mcore}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", kv_rank + turning, H),
+        same(f"{mcore}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", kv_rank + rotary, H),
         same(f"{mcore}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight", kv_rank),
         same(f"{mcore}.linear_kv_up_proj.weight", f"{hf}.kv_b_proj.weight", up, kv_rank, split=Split(0)),
         same(f"{mcore}.linear_proj.weight", f"{hf}.o_proj.weight", H, heads * value, split=Split(1)),
@@ -108,7 +108,7 @@ def latent_attention(config: Config, mcore: str, hf: str) -> list[Link]:
 
 
 def mixture(config: Config, mcore: str, hf: str) -> list[Link]:
-    """Router with bias, routed and shared experts of a layer."""
+    """Links of router with bias, routed and shared experts of a layer."""
     return [
         *moe.routed(
             config, mcore, f"{hf}.mlp", experts=config["n_routed_experts"], ffn=config["moe_intermediate_size"],

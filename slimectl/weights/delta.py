@@ -13,7 +13,7 @@ from slimectl.weights.joins import GatedGroupedRows, Join, Shape
 from slimectl.weights.links import Link, Split
 
 Part = Callable[[int, str, str], list[Link]]
-"""Links of a part of one layer: (its number, Megatron's prefix of the layer, Hugging Face's)."""
+"""(index of a layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def is_linear(config: Config, layer: int) -> bool:
 
 
 def architecture(config: Config, **fields: Any) -> Architecture:
-    """`dense` with linear attention where layer_types says so."""
+    """Architecture of `dense`, with linear attention in the layers that layer_types names."""
     refuse(config, attention_bias=False)
     plain = dense(
         config,
@@ -73,7 +73,7 @@ def architecture(config: Config, **fields: Any) -> Architecture:
 
 
 def links(config: Config, projections: Part, mlp: Part, hf: str = "model") -> list[Link]:
-    """`projections` are those into a delta net, which the families store differently; `hf` names the decoder."""
+    """Links of a model; `projections` are those into a delta net, which families store differently."""
 
     def layer(i: int, mcore: str, name: str) -> list[Link]:
         if is_linear(config, i):
@@ -86,13 +86,13 @@ def links(config: Config, projections: Part, mlp: Part, hf: str = "model") -> li
 
 
 def projection(config: Config, mcore: str, hf: tuple[str, ...], rows: tuple[int, ...], join: Join) -> Link:
-    """Into query, key, value, z, beta and alpha; `hf` are the tensors, with these numbers of rows, that hold them."""
+    """Link of the input projection to query, key, value, z, beta and alpha; `hf` are its tensors, of `rows` rows."""
     shapes: tuple[Shape, ...] = tuple((count, config["hidden_size"]) for count in rows)
     return Link(f"{mcore}.self_attention.in_proj.weight", hf, shapes, join, Split(0, sizes(config).blocks))
 
 
 def delta_net(config: Config, mcore: str, hf: str) -> list[Link]:
-    """All of a delta net but the projections into it."""
+    """Links of a delta net, except its input projections."""
     net, kernel = sizes(config), config["linear_conv_kernel_dim"]
     mcore, hf = f"{mcore}.self_attention", f"{hf}.linear_attn"
     conv = net.blocks[:3]
@@ -106,9 +106,9 @@ def delta_net(config: Config, mcore: str, hf: str) -> list[Link]:
 
 
 def gated_attention(config: Config, mcore: str, hf: str) -> list[Link]:
-    """Grouped-query attention with normalised heads, whose query projection makes each head's gate too."""
+    """Links of grouped-query attention with normalised heads, whose query projection includes a gate per head."""
     D, groups = head_dim(config), config["num_key_value_heads"]
     plain = blocks.attention(config, mcore, hf, qk_norm=True)
-    (q, H), *others = plain[0].shapes
-    fused = dataclasses.replace(plain[0], shapes=((2 * q, H), *others), join=GatedGroupedRows(groups, D))
+    (q, H), *kv_shapes = plain[0].shapes
+    fused = dataclasses.replace(plain[0], shapes=((2 * q, H), *kv_shapes), join=GatedGroupedRows(groups, D))
     return [fused, *plain[1:]]

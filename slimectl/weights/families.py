@@ -1,4 +1,4 @@
-"""Every family that is known, found by what config.json says."""
+"""Registry of model families, by model_type of config.json."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ FAMILIES = {
 
 
 def family_of(config: Config) -> Family:
-    """The family of a configuration. Raises CheckpointError if none is known."""
+    """Look up the family of a configuration. Raises CheckpointError for an unknown model_type."""
     model_type = config.get("model_type", "")
     for family in FAMILIES.values():
         if model_type in family.model_types:
             return family.of(config)
     raise CheckpointError(
-        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_known())}"
+        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_model_types())}"
     )
 
 
-def _known() -> list[str]:
+def _model_types() -> list[str]:
     return sorted(name for family in FAMILIES.values() for name in family.model_types)

@@ -1,4 +1,4 @@
-"""What a family of models declares."""
+"""Declaration of a model family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def explained(function: Callable[[Config], Result], family: str) -> Callable[[Config], Result]:
-    """The function, with what it cannot make of a configuration as a CheckpointError: config.json may hold anything."""
+    """Wrap a function so that its errors on a configuration become CheckpointErrors: config.json is untrusted input."""
     if hasattr(function, "__wrapped__"):
         return function
 
@@ -34,12 +34,12 @@ def explained(function: Callable[[Config], Result], family: str) -> Callable[[Co
 
 @dataclass(frozen=True)
 class Family:
-    """Names and shapes of one family.
+    """Tensor names and shapes of one model family.
 
     `model_types` are the values of `model_type` in config.json that belong to it. `carried` are regular expressions
-    for tensors that checkpoints hold and training does not use (multi-token prediction layers): conversions keep them
-    untouched. With `spare_layers` so are the layers numbered past the last (DeepSeek's for multi-token prediction), as
-    many as num_nextn_predict_layers says.
+    for tensors that checkpoints hold and training does not use (multi-token prediction layers): conversions copy them
+    unchanged. `spare_layers` does the same for the layers after the last one (DeepSeek's for multi-token prediction),
+    num_nextn_predict_layers of them.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Family:
             object.__setattr__(self, field, explained(function, self.name))
 
     def of(self, config: Config) -> Family:
-        """The family as this configuration makes it: the numbers of its spare layers are among `carried`."""
+        """Return the family for this configuration: with patterns of its spare layers in `carried`."""
         count = config.get("num_nextn_predict_layers") or 0
         if not self.spare_layers or not count:
             return self

@@ -1,4 +1,4 @@
-"""Checkpoints that keep all experts of a layer in two tensors, seen as if each expert had its own.
+"""Per-expert views of checkpoints that store all experts of a layer in two tensors.
 
 E experts · F width of an expert · H hidden width.
 """
@@ -25,12 +25,12 @@ class View:
 
 
 def views(shapes: Mapping[str, Shape]) -> dict[str, View]:
-    """Where each expert's matrices lie in those tensors of a checkpoint that hold all experts; empty if none does.
+    """Views of each expert's matrices in the fused tensors of a checkpoint; empty if it has none.
 
-    `….experts.gate_up_proj` is [E, 2F, H], gate over up, and `….experts.down_proj` [E, H, F]; an expert's own are
-    `….experts.0.gate_proj.weight` and so on. Raises CheckpointError for a tensor of another shape.
+    `….experts.gate_up_proj` is [E, 2F, H], gate over up, and `….experts.down_proj` [E, H, F]; those of an
+    expert are `….experts.0.gate_proj.weight` and so on. Raises CheckpointError for a tensor of another shape.
     """
-    found: dict[str, View] = {}
+    result: dict[str, View] = {}
     for name, shape in shapes.items():
         match = _FUSED.fullmatch(name)
         if not match:
@@ -38,8 +38,8 @@ def views(shapes: Mapping[str, Shape]) -> dict[str, View]:
         if len(shape) != 3 or (match[2] == "gate_up_proj" and shape[1] % 2):
             raise CheckpointError(f"{name} has shape {list(shape)}, expected experts x rows x columns; convert it anew")
         for expert in range(shape[0]):
-            found |= dict(_parts(name, match[1], match[2], expert, shape))
-    return found
+            result |= dict(_parts(name, match[1], match[2], expert, shape))
+    return result
 
 
 def _parts(source: str, prefix: str, kind: str, expert: int, shape: Shape) -> Iterable[tuple[str, View]]:
@@ -47,5 +47,5 @@ def _parts(source: str, prefix: str, kind: str, expert: int, shape: Shape) -> It
     names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     share = rows // len(names)
     for i, name in enumerate(names):
-        cut = slice(i * share, (i + 1) * share)
-        yield f"{prefix}.{expert}.{name}.weight", View(source, (expert, cut), (share, columns))
+        rows_of_part = slice(i * share, (i + 1) * share)
+        yield f"{prefix}.{expert}.{name}.weight", View(source, (expert, rows_of_part), (share, columns))

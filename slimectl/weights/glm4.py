@@ -1,4 +1,4 @@
-"""glm4: GLM-4-0414 and GLM-Z1, 9B and 32B; norms behind attention and MLP too, neighbours rotated as pairs."""
+"""glm4: GLM-4-0414 and GLM-Z1, 9B and 32B; norms after attention and MLP too, interleaved rotary embedding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def links(config: Config) -> list[Link]:
     H, F = config["hidden_size"], config["intermediate_size"]
 
     def layer(i: int, mcore: str, hf: str) -> list[Link]:
-        behind = ("post_self_attn_layernorm", "post_mlp_layernorm")
+        post_norms = ("post_self_attn_layernorm", "post_mlp_layernorm")
         fused = same(
             f"{mcore}.mlp.linear_fc1.weight", f"{hf}.mlp.gate_up_proj.weight", 2 * F, H, split=Split(0, (F, F))
         )
@@ -30,7 +30,7 @@ def links(config: Config) -> list[Link]:
             fused,
             same(f"{mcore}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight", H, F, split=Split(1)),
             *blocks.norms(config, mcore, hf),
-            *(same(f"{mcore}.{norm}.weight", f"{hf}.{norm}.weight", H) for norm in behind),
+            *(same(f"{mcore}.{norm}.weight", f"{hf}.{norm}.weight", H) for norm in post_norms),
         ]
 
     return blocks.layered(config, layer)

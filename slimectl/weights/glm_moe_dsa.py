@@ -1,4 +1,4 @@
-"""glm_moe_dsa: GLM-5; deepseek_v3's layers with an indexer that picks which tokens are attended to."""
+"""glm_moe_dsa: GLM-5; deepseek_v3's layers with an indexer that selects the tokens to attend to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def architecture(config: Config) -> Architecture:
 
 
 def indexer(config: Config, i: int) -> list[Link]:
-    """A layer's own indexer; a "shared" layer uses the choice of the one before it."""
+    """Links of a layer's indexer; a "shared" layer uses the selection of the layer before it."""
     if config["indexer_types"][i] == "shared":
         return []
     mcore, hf = f"decoder.layers.{i}.self_attention.core_attention.indexer", f"model.layers.{i}.self_attn.indexer"
@@ -38,8 +38,8 @@ def indexer(config: Config, i: int) -> list[Link]:
 
 
 def links(config: Config) -> list[Link]:
-    embedding, *rest = deepseek_v3.links(config)
-    return [embedding, *(link for i in range(config["num_hidden_layers"]) for link in indexer(config, i)), *rest]
+    embedding, *final = deepseek_v3.links(config)
+    return [embedding, *(link for i in range(config["num_hidden_layers"]) for link in indexer(config, i)), *final]
 
 
 FAMILY = Family("glm_moe_dsa", ("glm_moe_dsa",), architecture, links, spare_layers=True)

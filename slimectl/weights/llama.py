@@ -1,4 +1,4 @@
-"""llama: Llama 2, 3, 3.1, 3.2, SmolLM2, and whatever shares their layout."""
+"""llama: Llama 2, 3, 3.1, 3.2, SmolLM2, and other models of the same layout."""
 
 from __future__ import annotations
 

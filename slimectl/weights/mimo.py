@@ -1,4 +1,4 @@
-"""mimo: MiMo-7B; Qwen2's layers, and others for multi-token prediction that are carried along."""
+"""mimo: MiMo-7B; Qwen2's layers, and multi-token prediction layers that are copied unchanged."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from slimectl.weights.links import Link
 
 
 def fields(config: Config, *, experts: int, ffn: int, sparse: list[bool]) -> dict[str, Any]:
-    """What every mixture needs; `sparse` says which layers are one. A list only where some are not: mcore then gives
-    each layer keys of its own in a checkpoint."""
+    """Fields of every mixture of experts; `sparse` flags its layers.
+
+    moe_layer_freq is set only if some layers are dense: mcore then gives each layer keys of its own in a checkpoint.
+    """
     pattern = {} if all(sparse) else {"moe_layer_freq": [int(layer) for layer in sparse]}
     coefficient = config.get("router_aux_loss_coef") if config.get("output_router_logits") else None
     return {
@@ -25,16 +27,16 @@ def fields(config: Config, *, experts: int, ffn: int, sparse: list[bool]) -> dic
 
 
 def softmax_routing(*, normalized: bool) -> dict[str, Any]:
-    """Weights are the softmax over all experts; `normalized` over the chosen ones, which is a softmax after top-k."""
+    """Router weights: softmax over all experts, or if `normalized`, over the selected ones (softmax after top-k)."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
 def sigmoid_routing(config: Config) -> dict[str, Any]:
-    """DeepSeek-V3's (arXiv:2412.19437, eq. 12-16): sigmoid scores, a bias for the choice alone, weights that sum to
-    the scaling factor, and where there are groups, experts of the best groups only.
+    """Router of DeepSeek-V3 (arXiv:2412.19437, eq. 12-16): sigmoid scores, a bias for the selection only, weights that
+    sum to the scaling factor, and with groups, experts of the best groups only.
 
-    The bias stays as it is in training, as in the Hugging Face model; set moe_router_bias_update_rate to move it.
-    Raises CheckpointError where Megatron would choose or weigh differently.
+    The bias is constant in training, as in the Hugging Face model; set moe_router_bias_update_rate to update it.
+    Raises CheckpointError if Megatron would select or weigh differently.
     """
     groups, best, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
     if not config.get("norm_topk_prob", True):
@@ -69,7 +71,7 @@ def routed(
     bias: str | None = None,
     names: tuple[str, ...] = MLP_NAMES,
 ) -> list[Link]:
-    """Router and experts; `hf` is the prefix of the mixture, `bias` the name of the router's bias below it."""
+    """Links of router and experts; `hf` is the prefix of the mixture, `bias` the name of the router's bias below it."""
     H = config["hidden_size"]
     links = [same(f"{mcore}.mlp.router.weight", f"{hf}.gate.weight", experts, H)]
     if bias:
@@ -80,7 +82,7 @@ def routed(
 
 
 def shared(config: Config, mcore: str, hf: str, ffn: int, *, gate: str | None = None) -> list[Link]:
-    """The expert of every token; `hf` names its MLP, `gate` the matrix [1, H] that weighs it."""
+    """Links of the shared expert; `hf` is the prefix of its MLP, `gate` the matrix [1, H] that weighs it."""
     links = gated_mlp(f"{mcore}.mlp.shared_experts", hf, config["hidden_size"], ffn)
     if gate:
         links.append(same(f"{mcore}.mlp.shared_experts.gate_weight", gate, 1, config["hidden_size"]))

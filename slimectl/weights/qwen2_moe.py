@@ -11,14 +11,14 @@ from slimectl.weights.links import Link
 
 
 def experts(config: Config) -> int:
-    """How many; transformers has two names for it."""
+    """Number of experts; transformers has two names for it."""
     return int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Which layers have experts, in Qwen's words."""
-    dense_ones, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    return [i not in dense_ones and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
+    """Flag for every layer: whether it has experts."""
+    dense_layers, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    return [i not in dense_layers and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
 
 
 def architecture(config: Config) -> Architecture:
@@ -35,7 +35,7 @@ def architecture(config: Config) -> Architecture:
 
 
 def shared_fields(config: Config) -> dict[str, Any]:
-    """The gated shared expert in mcore's words."""
+    """Fields of mcore for the gated shared expert."""
     return {
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
@@ -43,7 +43,7 @@ def shared_fields(config: Config) -> dict[str, Any]:
 
 
 def mixture(config: Config, mcore: str, hf: str) -> list[Link]:
-    """Router, routed experts and the gated shared one of a layer."""
+    """Links of router, routed experts and the gated shared expert of a layer."""
     shared = f"{hf}.mlp.shared_expert"
     return [
         *moe.routed(config, mcore, f"{hf}.mlp", experts=experts(config), ffn=config["moe_intermediate_size"]),

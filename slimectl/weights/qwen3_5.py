@@ -1,7 +1,7 @@
 """qwen3_5 and qwen3_5_moe: the language models of Qwen3.5; Qwen3-Next's layers, dense or with experts.
 
 A checkpoint with a vision tower keeps the language model below model.language_model, its configuration in text_config;
-the tower is carried along.
+the tower is copied unchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from slimectl.weights.qwen2_moe import experts, mixture, shared_fields
 
 
 def text(config: Config) -> Config:
-    """The language model's own part of a configuration."""
+    """Return the language model's part of a configuration."""
     if "text_config" not in config:
         return config
     return {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings")}
 
 
 def decoder(config: Config) -> str:
-    """What the tensors of the decoder are named below."""
+    """Prefix of the decoder's tensor names."""
     return "model.language_model" if "text_config" in config else "model"
 
 
 def projection(config: Config, mcore: str, hf: str) -> Link:
-    """From [q | k | v], z, b and a."""
+    """Link of the input projection from [q | k | v], z, b and a."""
     net = delta.sizes(config)
     names = tuple(f"{hf}.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
     rows = (sum(net.blocks[:3]), *net.blocks[3:])
@@ -41,18 +41,20 @@ def architecture(config: Config) -> Architecture:
 
 
 def _links(config: Config, mlp: Callable[[Config, str, str], list[Link]]) -> list[Link]:
-    own = text(config)
+    text_config = text(config)
     return delta.links(
-        own,
-        lambda _, mcore, hf: [projection(own, mcore, hf)],
-        lambda _, mcore, hf: mlp(own, mcore, hf),
+        text_config,
+        lambda _, mcore, hf: [projection(text_config, mcore, hf)],
+        lambda _, mcore, hf: mlp(text_config, mcore, hf),
         decoder(config),
     )
 
 
 def links(config: Config) -> list[Link]:
-    def mlp(own: Config, mcore: str, hf: str) -> list[Link]:
-        return blocks.gated_mlp(f"{mcore}.mlp", f"{hf}.mlp", own["hidden_size"], own["intermediate_size"])
+    def mlp(text_config: Config, mcore: str, hf: str) -> list[Link]:
+        return blocks.gated_mlp(
+            f"{mcore}.mlp", f"{hf}.mlp", text_config["hidden_size"], text_config["intermediate_size"]
+        )
 
     return _links(config, mlp)
 

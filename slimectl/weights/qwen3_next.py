@@ -22,7 +22,7 @@ def architecture(config: Config) -> Architecture:
 
 
 def projection(config: Config, mcore: str, hf: str) -> Link:
-    """From [q | k | v | z] and [b | a] of each key head."""
+    """Link of the input projection from [q | k | v | z] and [b | a] of each key head."""
     net = delta.sizes(config)
     share = net.value_heads // net.key_heads
     values = share * net.value_dim

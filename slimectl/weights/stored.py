@@ -1,9 +1,9 @@
-"""Where Megatron's torch_dist checkpoints keep each parameter: keys and offsets of mcore's sharded_state_dict.
+"""Keys and offsets of each parameter in Megatron's torch_dist checkpoints (mcore's sharded_state_dict).
 
 A model of equal layers stacks them: `decoder.layers.mlp.linear_fc2.weight` is [layers, H, F], and its experts
-`decoder.layers.mlp.experts.experts.linear_fc2.weight` [layers, experts, H, F]. Where layers differ (some dense, some
-with experts; some of linear attention) each has keys of its own, `decoder.layers.3.…`, and only experts are stacked.
-Norms before a projection take the name that TransformerEngine's fused modules give them.
+`decoder.layers.mlp.experts.experts.linear_fc2.weight` [layers, experts, H, F]. If layers differ (some dense, some
+with experts; some of linear attention) each has separate keys, `decoder.layers.3.…`, and only experts are stacked.
+Norms before a projection have the name that TransformerEngine's fused modules give them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ BLOCK_NAMES = {
     "in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "conv1d.weight": ("query", "key", "value"),
 }
-"""Parameters whose blocks (Split.blocks) have a key each: the gated delta net's, by the end of their name."""
+"""Parameters whose blocks (Split.blocks) have a key each: those of the gated delta net, by suffix of their name."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Which of mcore's ways to name: layers `stacked` or one by one, norms as in its `fused` modules (those of
-    TransformerEngine) or as in its local ones. The numbers are the same; a model loads only its own keys."""
+    """Key style of mcore: layers `stacked` or separate, norms of its `fused` modules (TransformerEngine) or local ones.
+
+    The values are the same; a model loads only its own keys.
+    """
 
     stacked: bool
     fused: bool = False
@@ -35,7 +37,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Stored:
-    """A region of a checkpoint's tensor and the rows of a Megatron parameter that lie there.
+    """A region of a checkpoint's tensor and the rows of a Megatron parameter that it stores.
 
     The tensor `key` has the shape (*counts, *shape): `counts` are the stacked layers and experts, `offsets` the
     position among them. `rows` are the parameter's first row and one past the last, all rows in most cases.
@@ -49,19 +51,19 @@ class Stored:
 
 
 def naming(architecture: Architecture, *, fused: bool = False) -> Naming:
-    """How mcore names this model's parameters when nothing else is asked of it."""
+    """Default key style of mcore for this model."""
     differ = any(isinstance(architecture.transformer.get(f"{x}_freq"), list) for x in ("moe_layer", "linear_attention"))
     return Naming(stacked=not differ, fused=fused)
 
 
-def stored(link: Link, architecture: Architecture, how: Naming | None = None) -> tuple[Stored, ...]:
-    """Where a parameter lies; more than one region only where its blocks have keys of their own.
+def stored(link: Link, architecture: Architecture, style: Naming | None = None) -> tuple[Stored, ...]:
+    """Regions of a parameter; more than one only if its blocks have separate keys.
 
-    `decoder.layers.3.mlp.linear_fc2.weight` [H, F] of four equal layers lies in `decoder.layers.mlp.linear_fc2.weight`
-    [4, H, F] at offset 3.
+    `decoder.layers.3.mlp.linear_fc2.weight` [H, F] of four equal layers is stored at offset 3 of
+    `decoder.layers.mlp.linear_fc2.weight` [4, H, F].
     """
-    how = how or naming(architecture)
-    key, offsets, counts = _key(link.megatron, architecture, how)
+    style = style or naming(architecture)
+    key, offsets, counts = _key(link.megatron, architecture, style)
     names = next((names for end, names in BLOCK_NAMES.items() if key.endswith(f".self_attention.{end}")), None)
     if names is None or link.split is None:
         return (Stored(key, offsets, counts, link.shape, (0, link.shape[0])),)
@@ -73,41 +75,41 @@ def stored(link: Link, architecture: Architecture, how: Naming | None = None) ->
 
 
 def tensors(
-    links: Iterable[Link], architecture: Architecture, how: Naming | None = None
+    links: Iterable[Link], architecture: Architecture, style: Naming | None = None
 ) -> dict[str, list[tuple[Link, Stored]]]:
-    """Every key that a checkpoint of the model must have, with the parameters that fill it; in order of the links."""
-    found: dict[str, list[tuple[Link, Stored]]] = {}
+    """Keys that a checkpoint of the model must have, each with the parameters stored in it, in order of the links."""
+    regions_by_key: dict[str, list[tuple[Link, Stored]]] = {}
     for link in links:
-        for region in stored(link, architecture, how):
-            found.setdefault(region.key, []).append((link, region))
-    return found
+        for region in stored(link, architecture, style):
+            regions_by_key.setdefault(region.key, []).append((link, region))
+    return regions_by_key
 
 
 def naming_of(keys: Collection[str], links: Iterable[Link], architecture: Architecture) -> Naming:
-    """How a checkpoint with these keys was named. Raises CheckpointError with what it lacks."""
+    """Detect the key style of a checkpoint with these keys. Raises CheckpointError that names a missing key."""
     links, missing = list(links), {}
-    for how in _ways(architecture):
-        missing[how] = [key for key in tensors(links, architecture, how) if key not in keys]
-        if not missing[how]:
-            return how
-    lacking = min(missing.values(), key=len)
-    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-    raise CheckpointError(f"no tensor {lacking[0]}{more}; the checkpoint was made for another model")
+    for style in _styles(architecture):
+        missing[style] = [key for key in tensors(links, architecture, style) if key not in keys]
+        if not missing[style]:
+            return style
+    missing_keys = min(missing.values(), key=len)
+    more = f" and {len(missing_keys) - 1} more" if len(missing_keys) > 1 else ""
+    raise CheckpointError(f"no tensor {missing_keys[0]}{more}; the checkpoint was made for another model")
 
 
-def _ways(architecture: Architecture) -> Iterator[Naming]:
+def _styles(architecture: Architecture) -> Iterator[Naming]:
     for stacked in (True, False) if naming(architecture).stacked else (False,):
         for fused in (False, True):
             yield Naming(stacked, fused)
 
 
-def _key(name: str, architecture: Architecture, how: Naming) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    if not found:
+def _key(name: str, architecture: Architecture, style: Naming) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if not match:
         return name, (), ()
-    layer, part = int(found[1]), found[2]
+    layer, part = int(match[1]), match[2]
     prefix, offsets, counts = f"decoder.layers.{layer}.", [], []
-    if how.stacked:
+    if style.stacked:
         prefix, offsets, counts = "decoder.layers.", [layer], [architecture.layers]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", part)
     if expert:
@@ -115,19 +117,21 @@ def _key(name: str, architecture: Architecture, how: Naming) -> tuple[str, tuple
         offsets.append(int(expert[1]))
         counts.append(architecture.experts)
     else:
-        part = _norm(part, layer, architecture, how)
+        part = _norm(part, layer, architecture, style)
     return prefix + part, tuple(offsets), tuple(counts)
 
 
-def _norm(part: str, layer: int, architecture: Architecture, how: Naming) -> str:
-    """The name of a norm that the projection after it takes in (or that mcore's local modules name as if it did)."""
-    into: dict[str, str] = {}
+def _norm(part: str, layer: int, architecture: Architecture, style: Naming) -> str:
+    """Name of a norm that is fused into the next projection (mcore's local modules use the same names)."""
+    projection_of_norm: dict[str, str] = {}
     if not architecture.mla:
         linear = architecture.linear_attention(layer)
-        into["input_layernorm"] = "self_attention.in_proj" if linear else "self_attention.linear_qkv"
-    elif how.fused:
-        into = {f"self_attention.{x}_layernorm": f"self_attention.linear_{x}_up_proj" for x in ("q", "kv")}
-    if not architecture.moe(layer) if how.fused else not architecture.mla:
-        into["pre_mlp_layernorm"] = "mlp.linear_fc1"
+        projection_of_norm["input_layernorm"] = "self_attention.in_proj" if linear else "self_attention.linear_qkv"
+    elif style.fused:
+        projection_of_norm = {
+            f"self_attention.{x}_layernorm": f"self_attention.linear_{x}_up_proj" for x in ("q", "kv")
+        }
+    if not architecture.moe(layer) if style.fused else not architecture.mla:
+        projection_of_norm["pre_mlp_layernorm"] = "mlp.linear_fc1"
     module, _, parameter = part.rpartition(".")
-    return f"{into[module]}.layer_norm_{parameter}" if module in into else part
+    return f"{projection_of_norm[module]}.layer_norm_{parameter}" if module in projection_of_norm else part

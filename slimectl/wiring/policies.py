@@ -174,7 +174,7 @@ def _build(
         distributed_optimizer=megatron.use_distributed_optimizer,
         optimizer_cpu_offload=megatron.optimizer_cpu_offload,
         routing_replay=megatron.use_routing_replay,
-        own=own_functions(settings, store_prefix=store_prefix),
+        user_functions=own_functions(settings, store_prefix=store_prefix),
         args=megatron.args,
         **shared,
     )

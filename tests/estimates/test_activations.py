@@ -98,7 +98,7 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
     # The last token of a row is not computed.
     response = LENGTH + 1 - PROMPT
     rows = [Row([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
-    ((pack,),) = (policy._share(rows),)
+    ((pack,),) = (policy._packs_of_rank(rows),)
     measured = saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
     tokens = LENGTH * SEQUENCES
     run = Run(
@@ -122,7 +122,7 @@ def test_adapters_save_at_most_what_lies_between_their_halves_besides(dtype: Any
     def saved(lora: LoraOptions | None) -> int:
         options = OptimizerOptions()
         policy = FsdpPolicy(tmp_path, HFCheckpoint(), optimizer=options, dtype=dtype, lora=lora)
-        ((pack,),) = (policy._share(rows),)
+        ((pack,),) = (policy._packs_of_rank(rows),)
         return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
 
     inner = LENGTH * SEQUENCES * SHAPE["num_hidden_layers"] * 7 * rank * (4 if dtype == "float32" else 2)

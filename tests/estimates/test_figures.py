@@ -79,7 +79,9 @@ def test_one_fsdp_process_holds_masters_gradients_and_moments():
 
 
 def memory_of(found: Model, run: Run) -> dict[str, float]:
-    lines = memory.figures(found.parts, found.architecture, run, adapters=found.adapters, others=found.others)
+    lines = memory.figures(
+        found.parts, found.architecture, run, adapters=found.adapters, other_models=found.other_models
+    )
     return {line.name: line.value for line in lines}
 
 
@@ -127,7 +129,7 @@ def test_a_critic_learns_all_but_the_head_of_the_language_model():
     assert lines["critic weights"] == 2 * (backbone + 2560)
     assert (lines["critic gradients"], lines["critic optimizer"]) == (4 * (backbone + 2560), 12 * (backbone + 2560))
     untied = model("qwen3-8B", critic=True)
-    (critic,) = untied.others
+    (critic,) = untied.other_models
     assert parameters.count(critic.trained) == parameters.count(untied.parts) - 151936 * 4096 + 4096
     assert "critic's turn" not in lines  # it has no logits
 

@@ -1,8 +1,8 @@
-"""One chunk of a .distcp file: an archive as torch.save writes it, looked through before torch opens it.
+"""Validates a chunk of a .distcp file, an archive of torch.save, before torch opens it.
 
-torch.load(weights_only=True) runs no code of a file, but it unpacks what is compressed, makes views that are larger
-than their numbers, and takes every class that was ever registered with it. Here an archive is a plain tensor or it is
-refused: stored without compression, no larger than its part of the file, named by an exact list.
+torch.load(weights_only=True) executes no code of a file, but it unpacks compressed entries, makes views that are larger
+than their storage, and accepts every class that was ever registered with it. Here an archive is a plain tensor or it is
+refused: stored without compression, no larger than its part of the file, with names of an exact list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Persistent, UnsafePickleError, parse_pickle
 
 MAX_DIRECTORY_BYTES = 64 * 1024
-"""torch.save makes about 600 bytes of directory for a tensor."""
+"""torch.save writes about 600 bytes of directory for a tensor."""
 MAX_PICKLE_BYTES = 64 * 1024
 
 _STORAGES = (
@@ -37,7 +37,7 @@ TENSOR_NAMES = frozenset({
 
 
 class FileRange(io.RawIOBase):
-    """The bytes `start` to `start + length` of an open file, as a file."""
+    """File view of the bytes `start` to `start + length` of an open file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -69,7 +69,7 @@ class FileRange(io.RawIOBase):
 
 
 def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor in an archive inside a file. Raises ValueError if it is anything but one of this form."""
+    """Load the tensor of an archive inside a file. Raises ValueError for any other content, shape or dtype."""
     if prod(shape) * dtype.itemsize > length:
         raise ValueError(f"{length} bytes for a tensor {list(shape)} of {dtype}")
     view = FileRange(file, start, length)
@@ -88,7 +88,7 @@ def load_tensor(file: BinaryIO, start: int, length: int, *, shape: tuple[int, ..
 
 def check_archive(view: FileRange, length: int) -> None:
     """Raises ValueError (or what zipfile raises) unless this is a plain tensor's archive."""
-    with _opened(view, length) as archive:
+    with _open_archive(view, length) as archive:
         pickles = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise ValueError("no pickle of a tensor")
@@ -99,11 +99,11 @@ def check_archive(view: FileRange, length: int) -> None:
 
 def check_stored(view: FileRange, length: int) -> None:
     """Raises ValueError (or what zipfile raises) for an archive of torch.save that grows when it is read."""
-    _opened(view, length).close()
+    _open_archive(view, length).close()
     view.seek(0)
 
 
-def _opened(view: FileRange, length: int) -> zipfile.ZipFile:
+def _open_archive(view: FileRange, length: int) -> zipfile.ZipFile:
     _check_directory(view, length)
     archive = zipfile.ZipFile(cast("IO[bytes]", view))
     entries = archive.infolist()

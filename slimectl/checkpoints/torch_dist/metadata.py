@@ -1,4 +1,4 @@
-"""`.metadata`: which tensors a torch_dist folder holds, in which chunks, at which bytes."""
+"""Reads and writes `.metadata` of a torch_dist folder: its tensors, their chunks and byte offsets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT_FACTS = {
     "common_backend_version": 1,
 }
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the newest of the folders beside it: a number, or "release"."""
+"""File that names the latest of the folders beside it: a number, or "release"."""
 
 MAX_METADATA_BYTES = 256 * 1024**2
 MAX_LAYOUT_BYTES = 1024**2
@@ -32,14 +32,14 @@ MAX_TRACKER_BYTES = 64
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether a folder is meant to be of this layout, damaged ones included. Raises CheckpointError."""
+    """Return whether a folder is a torch_dist checkpoint, damaged ones included. Raises CheckpointError."""
     if any((folder / name).exists() for name in (METADATA, TRACKER)) or any(folder.glob("*.distcp")):
         return True
-    return "sharded_backend" in _layout(folder)
+    return "sharded_backend" in _read_layout(folder)
 
 
 def newest(folder: Path) -> Path:
-    """The folder itself, or the one of its iterations that Megatron's tracker file names. Raises CheckpointError."""
+    """Return the folder itself, or its iteration that Megatron's tracker file names. Raises CheckpointError."""
     tracker = folder / TRACKER
     if (folder / METADATA).exists() or not tracker.exists():
         return folder
@@ -53,8 +53,8 @@ def newest(folder: Path) -> Path:
     return folder / name
 
 
-def _layout(folder: Path) -> dict[str, Any]:
-    """What metadata.json says; nothing if there is none. Raises CheckpointError."""
+def _read_layout(folder: Path) -> dict[str, Any]:
+    """Read metadata.json; empty if there is none. Raises CheckpointError."""
     try:
         return read_json(folder / LAYOUT, max_bytes=MAX_LAYOUT_BYTES)
     except FileNotFoundError:
@@ -62,10 +62,9 @@ def _layout(folder: Path) -> dict[str, Any]:
 
 
 def read_metadata(folder: Path) -> Any:
-    """torch's Metadata of the folder. Raises CheckpointError.
+    """Read torch's Metadata of the folder. Raises CheckpointError.
 
-    The pickle is parsed by us (pickle_tree) and torch's objects are built by us (tables): nothing that it names is
-    looked up or called.
+    The pickle is parsed by pickle_tree and torch's objects are built by tables: no name in it is looked up or called.
     """
     path = folder / METADATA
     try:
@@ -76,7 +75,7 @@ def read_metadata(folder: Path) -> Any:
             f"{folder}: a torch_dist checkpoint without {METADATA}; saving it was interrupted or it was copied without"
             " hidden files: copy or save it again"
         ) from None
-    layout = _layout(folder) or LAYOUT_FACTS
+    layout = _read_layout(folder) or LAYOUT_FACTS
     try:
         if layout.get("sharded_backend") != "torch_dist":
             raise ValueError(f"{LAYOUT} says {layout.get('sharded_backend')!r:.40}, not 'torch_dist'")
@@ -88,7 +87,7 @@ def read_metadata(folder: Path) -> Any:
 
 
 def write_metadata(folder: Path, metadata: Any, common: dict[str, Any]) -> None:
-    """Write all that is no .distcp file."""
+    """Write all files except the .distcp files."""
     torch.save(common, folder / COMMON)
     (folder / LAYOUT).write_text(json.dumps(LAYOUT_FACTS))
     with (folder / METADATA).open("wb") as file:

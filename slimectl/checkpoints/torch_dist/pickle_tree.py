@@ -1,8 +1,8 @@
-"""A pickle as a tree of plain data: nothing is imported, looked up or called, whatever the file says.
+"""Parses a pickle into a tree of plain data: nothing is imported, looked up or called.
 
-Python's own unpickler resolves names and calls what they lead to; a checkpoint may come from a stranger. Here a name
-stays a name (Reference), a call stays a description (Construction), and both are let through only if the exact pair of
-module and name is on the caller's list. Instructions that genuine checkpoints do not have are refused.
+Python's unpickler resolves names and calls them; a checkpoint may be untrusted. Here a name stays a name (Reference), a
+call stays a description (Construction), and both are accepted only if the exact pair of module and name is on the
+caller's list. Instructions that genuine checkpoints do not have are refused.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_OPCODES = 20_000_000
-"""Twice what the checkpoint of a model with 120 000 expert tensors and their moments has: 2 GB of memory at worst."""
+"""Twice the count for a model with 120 000 expert tensors and their moments: 2 GB of memory at worst."""
 MAX_KEY = 2**31
 """Larger numbers as keys could be chosen to collide."""
 
 
 class UnsafePickleError(ValueError):
-    """A pickle that no genuine checkpoint holds."""
+    """The pickle is not one of a genuine checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A name that the file mentions; it leads nowhere."""
+    """A global name in the file; it is never resolved."""
 
     module: str
     name: str
@@ -33,7 +33,7 @@ class Reference:
 
 @dataclass(eq=False, slots=True)
 class Construction:
-    """An object that the file describes: what would be called, with which arguments and state."""
+    """Description of an object in the file: the callable's name, its arguments and the state."""
 
     reference: Reference
     arguments: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """The name of something that lies beside the pickle: a tensor's numbers."""
+    """Persistent id of data beside the pickle: a tensor's storage."""
 
     name: Any
 
@@ -52,10 +52,10 @@ class Persistent:
 def parse_pickle(
     data: bytes, *, allowed: Collection[tuple[str, str]], placeholders: Collection[str] = (), persistent: bool = False
 ) -> Any:
-    """The tree that a pickle describes. Raises UnsafePickleError.
+    """Parse a pickle into a tree. Raises UnsafePickleError.
 
-    `allowed` are the pairs (module, name) that may occur, besides anything of the packages in `placeholders`, whose
-    objects nobody looks into. `persistent` lets the pickle name what lies beside it.
+    `allowed` are the pairs (module, name) that may occur, besides any name of the packages in `placeholders`, whose
+    objects are not read. `persistent` allows persistent ids.
     """
     machine = _Machine(allowed, placeholders, persistent)
     try:
@@ -71,7 +71,7 @@ def parse_pickle(
 
 
 class _Machine:
-    """The stack of a pickle under way."""
+    """Stack machine that executes a pickle."""
 
     def __init__(self, allowed: Collection[tuple[str, str]], placeholders: Collection[str], persistent: bool) -> None:
         self._allowed, self._placeholders, self._persistent = allowed, placeholders, persistent
@@ -86,8 +86,8 @@ class _Machine:
             self._stack.append(argument)
         elif name in _EMPTY:
             self._stack.append(_EMPTY[name]())
-        elif name in _STEPS:
-            _STEPS[name](self, argument)
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, argument)
         elif name not in _FRAMING:
             raise UnsafePickleError(f"an instruction {name}, which no checkpoint has")
 
@@ -100,12 +100,12 @@ class _Machine:
         self._marked.append(self._stack)
         self._stack = []
 
-    def _since_mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marked.pop()
         return items
 
     def tuple_since_mark(self, _: Any) -> None:
-        items = self._since_mark()
+        items = self._pop_to_mark()
         self._stack.append(tuple(items))
 
     def put_tuple(self, length: int) -> None:
@@ -128,30 +128,30 @@ class _Machine:
         _elements(self._stack[-1]).append(value)
 
     def appends(self, _: Any) -> None:
-        values = self._since_mark()
+        values = self._pop_to_mark()
         _elements(self._stack[-1]).extend(values)
 
     def set_item(self, _: Any) -> None:
         value, key = self._stack.pop(), self._stack.pop()
-        _items(self._stack[-1])[_key(key)] = value
+        _items(self._stack[-1])[_check_key(key)] = value
 
     def set_items(self, _: Any) -> None:
-        values = self._since_mark()
+        values = self._pop_to_mark()
         target = _items(self._stack[-1])
         for key, value in zip(values[::2], values[1::2], strict=True):
-            target[_key(key)] = value
+            target[_check_key(key)] = value
 
     def name(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
-        self._refer(module, name)
+        self._push_reference(module, name)
 
     def name_from_stack(self, _: Any) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise UnsafePickleError("a name that is no text")
-        self._refer(module, name)
+        self._push_reference(module, name)
 
-    def _refer(self, module: str, name: str) -> None:
+    def _push_reference(self, module: str, name: str) -> None:
         if (module, name) not in self._allowed and module.partition(".")[0] not in self._placeholders:
             raise UnsafePickleError(f"{module}.{name}"[:120] + " has no business in a checkpoint")
         self._stack.append(Reference(module, name))
@@ -182,7 +182,7 @@ _LITERALS = frozenset(
 )  # fmt: skip
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
 _FRAMING = frozenset(("PROTO", "FRAME", "STOP"))
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "MARK": _Machine.mark,
     "TUPLE": _Machine.tuple_since_mark,
     "TUPLE1": lambda machine, _: machine.put_tuple(1),
@@ -222,8 +222,8 @@ def _items(target: Any) -> dict[Any, Any]:
     raise UnsafePickleError("items for something that is no dictionary")
 
 
-def _key(key: Any) -> Any:
-    """A key that cannot be chosen to collide with many others."""
+def _check_key(key: Any) -> Any:
+    """Check that a key cannot be chosen to collide with many others."""
     if isinstance(key, str | Construction) or (isinstance(key, int) and abs(key) < MAX_KEY):
         return key
     raise UnsafePickleError("a key that is neither text nor a small number")

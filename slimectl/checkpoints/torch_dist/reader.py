@@ -1,4 +1,4 @@
-"""Any box of any tensor of a torch_dist folder, put together from the chunks that overlap it."""
+"""Reads any box of any tensor of a torch_dist folder, assembled from the chunks that overlap it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ints = tuple[int, ...]
 
 
 class TorchDistReader:
-    """Reads without Megatron and without a process group, one chunk at a time, whatever layout wrote it."""
+    """Reads without Megatron or a process group, one chunk at a time, independent of the layout that wrote it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = newest(folder)
@@ -33,23 +33,23 @@ class TorchDistReader:
 
     @cached_property
     def tensors(self) -> dict[str, Form]:
-        """Shape and dtype of every tensor, optimizer states included; what is not a tensor is left out."""
+        """Shape and dtype of every tensor, optimizer states included; other objects are left out."""
         return {
-            key: (tuple(facts.size), facts.properties.dtype)
-            for key, facts in self._metadata.state_dict_metadata.items()
-            if hasattr(facts, "chunks")
+            key: (tuple(entry.size), entry.properties.dtype)
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if hasattr(entry, "chunks")
         }
 
     def read(self, key: str, offsets: Ints, sizes: Ints) -> Tensor:
-        """The box of `sizes` at `offsets`. Raises CheckpointError where a part of it is missing or damaged."""
+        """Read the box of `sizes` at `offsets`. Raises CheckpointError if a part of it is missing or damaged."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
-        facts, box = self._metadata.state_dict_metadata[key], None
+        entry, box = self._metadata.state_dict_metadata[key], None
         for chunk, start, end in self._parts(key, offsets, sizes):
-            values = self._chunk(key, chunk, facts.properties.dtype)
+            values = self._chunk(key, chunk, entry.properties.dtype)
             part = _cut(values, tuple(chunk.offsets), start, end)
             if part.numel() < values.numel():
-                self._last = MetadataIndex(key, chunk.offsets), values  # its other parts will be asked for next
+                self._last = MetadataIndex(key, chunk.offsets), values  # its other parts will be read next
             elif part.shape == sizes:
                 return part
             box = self._empty(key, sizes, part.dtype) if box is None else box
@@ -58,13 +58,13 @@ class TorchDistReader:
         return box
 
     def _parts(self, key: str, offsets: Ints, sizes: Ints) -> list[tuple[Any, Ints, Ints]]:
-        """(chunk, start, end) of what makes up the box, each element once. Raises CheckpointError."""
-        facts = self._metadata.state_dict_metadata[key]
+        """List (chunk, start, end) of the parts of the box, each element once. Raises CheckpointError."""
+        entry = self._metadata.state_dict_metadata[key]
         parts: list[tuple[Any, Ints, Ints]] = []
-        for chunk in facts.chunks:
+        for chunk in entry.chunks:
             start, end = _overlap(offsets, sizes, tuple(chunk.offsets), tuple(chunk.sizes))
             if all(a < b for a, b in zip(start, end, strict=True)):
-                if any(_meet(start, end, *other) for _, *other in parts):
+                if any(_intersects(start, end, *bounds) for _, *bounds in parts):
                     raise CheckpointError(f"{self.folder}: chunks of {key} overlap at {list(start)}; save it again")
                 parts.append((chunk, start, end))
         count = sum(prod(b - a for a, b in zip(start, end, strict=True)) for _, start, end in parts)
@@ -73,7 +73,7 @@ class TorchDistReader:
         return parts
 
     def _empty(self, key: str, sizes: Ints, dtype: torch.dtype) -> Tensor:
-        """Memory for a box of several chunks. Raises CheckpointError where they cannot all be in the folder."""
+        """Allocate a box of several chunks. Raises CheckpointError if the folder is too small to hold them all."""
         if prod(sizes) * dtype.itemsize > sum(file.stat().st_size for file in self.folder.glob("*.distcp")):
             raise CheckpointError(f"{self.folder}: {key} is larger than all its files; copy or save it again")
         return torch.empty(sizes, dtype=dtype)
@@ -85,23 +85,25 @@ class TorchDistReader:
         if self._last is not None and self._last[0] == index:
             return self._last[1]
         self._last = None  # one chunk in memory, not two
-        place = self._metadata.storage_data.get(index)
-        if place is None:
+        location = self._metadata.storage_data.get(index)
+        if location is None:
             raise CheckpointError(
                 f"{self.folder}: {key} lacks the chunk at {list(chunk.offsets)}; copy or save it again"
             )
-        return self._load(key, place, tuple(chunk.sizes), dtype)
+        return self._load(key, location, tuple(chunk.sizes), dtype)
 
-    def _load(self, key: str, place: Any, shape: Ints, dtype: torch.dtype) -> Tensor:
-        path = self.folder / place.relative_path
-        if place.transform_descriptors:
-            raise CheckpointError(f"{path}: {key} is stored {place.transform_descriptors[0]}-encoded; save it plainly")
+    def _load(self, key: str, location: Any, shape: Ints, dtype: torch.dtype) -> Tensor:
+        path = self.folder / location.relative_path
+        if location.transform_descriptors:
+            raise CheckpointError(
+                f"{path}: {key} is stored {location.transform_descriptors[0]}-encoded; save it plainly"
+            )
         try:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < place.offset + place.length:
-                    raise ValueError(f"{size} bytes, {key} ends at {place.offset + place.length}: cut short")
-                return load_tensor(file, place.offset, place.length, shape=shape, dtype=dtype)
+                if size < location.offset + location.length:
+                    raise ValueError(f"{size} bytes, {key} ends at {location.offset + location.length}: cut short")
+                return load_tensor(file, location.offset, location.length, shape=shape, dtype=dtype)
         except CheckpointError:
             raise
         except Exception as error:
@@ -115,14 +117,14 @@ def _overlap(offsets: Ints, sizes: Ints, chunk: Ints, extent: Ints) -> tuple[Int
     return start, tuple(ends)
 
 
-def _meet(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> bool:
+def _intersects(start: Ints, end: Ints, other_start: Ints, other_end: Ints) -> bool:
     """Return whether two boxes have an element in common."""
     axes = zip(start, end, other_start, other_end, strict=True)
     return all(max(a, c) < min(b, d) for a, b, c, d in axes)
 
 
 def _cut(values: Tensor, origin: Ints, start: Ints, end: Ints) -> Tensor:
-    """The part of `values`, whose first element lies at `origin`, from `start` to `end`."""
+    """Return the part of `values` (with first element at `origin`) from `start` to `end`."""
     for axis, (zero, a, b) in enumerate(zip(origin, start, end, strict=True)):
         values = values.narrow(axis, a - zero, b - a)
     return values

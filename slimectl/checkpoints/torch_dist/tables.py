@@ -1,4 +1,4 @@
-"""torch's checkpoint metadata, built by us from a parsed pickle: every field is of its type and within its bounds."""
+"""Builds torch's checkpoint metadata from a parsed pickle, with types and bounds of every field checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {
         "uint8", "bool",
     )
 }  # fmt: skip
-"""By the name that a pickle gives them; the names are ours."""
+"""Supported dtypes by their name in a pickle."""
 
 METADATA_NAMES = frozenset({
     *((_METADATA, name) for name in (
@@ -33,7 +33,7 @@ METADATA_NAMES = frozenset({
     ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "dict"),
     ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
 })  # fmt: skip
-"""Every name that the `.metadata` of torch 2.x and megatron-core 0.8 to 0.16 holds."""
+"""Every name in the `.metadata` of torch 2.x and megatron-core 0.8 to 0.16."""
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**48
@@ -41,17 +41,17 @@ MAX_SIZE = 2**48
 
 
 def metadata_of(tree: Any) -> Any:
-    """torch's Metadata of a parsed `.metadata`, without the plans that only saving reads. Raises UnsafePickleError."""
+    """Build torch's Metadata from a parsed `.metadata`, without the plans of saving. Raises UnsafePickleError."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     state = _state(tree, _METADATA, "Metadata")
     tensors = {_text(key, "a key"): _entry(entry) for key, entry in _dict(state.get("state_dict_metadata")).items()}
-    places = {_index(index): _place(place) for index, place in _dict(state.get("storage_data")).items()}
-    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+    locations = {_index(index): _location(location) for index, location in _dict(state.get("storage_data")).items()}
+    return Metadata(tensors, storage_data=locations, storage_meta=StorageMeta())
 
 
 def _state(tree: Any, module: str, name: str) -> dict[Any, Any]:
-    """The fields of the object of one class."""
+    """Return the fields of an object, checked to be of the class `name`."""
     if not isinstance(tree, Construction) or tree.reference != Reference(module, name):
         raise UnsafePickleError(f"something else where a {name} belongs")
     return _dict({} if tree.state is None else tree.state)
@@ -86,7 +86,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _entry(tree: Any) -> Any:
-    """What is known of one key: a tensor, or bytes of some object."""
+    """Build the metadata of one key: a tensor, or bytes of an object."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties, TensorStorageMetadata
 
     if isinstance(tree, Construction) and tree.reference != Reference(_METADATA, "TensorStorageMetadata"):
@@ -101,7 +101,7 @@ def _entry(tree: Any) -> Any:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The dtype among the properties of a tensor, which are pickled as a tuple that begins with it."""
+    """Return the dtype from the properties of a tensor, which are pickled as a tuple that starts with it."""
     if not isinstance(properties, Construction) or properties.reference != Reference(_METADATA, "TensorProperties"):
         raise UnsafePickleError("something else where TensorProperties belong")
     state = properties.state
@@ -112,15 +112,15 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _chunk(tree: Any, whole: torch.Size) -> Any:
+def _chunk(tree: Any, tensor_size: torch.Size) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     state = _state(tree, _METADATA, "ChunkStorageMetadata")
     offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
-    if not len(offsets) == len(sizes) == len(whole):
-        raise UnsafePickleError(f"a chunk of {len(sizes)} dimensions in a tensor of {len(whole)}")
-    if any(start + size > end for start, size, end in zip(offsets, sizes, whole, strict=True)):
-        raise UnsafePickleError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(whole)}")
+    if not len(offsets) == len(sizes) == len(tensor_size):
+        raise UnsafePickleError(f"a chunk of {len(sizes)} dimensions in a tensor of {len(tensor_size)}")
+    if any(start + size > end for start, size, end in zip(offsets, sizes, tensor_size, strict=True)):
+        raise UnsafePickleError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(tensor_size)}")
     return ChunkStorageMetadata(offsets, sizes)
 
 
@@ -136,8 +136,8 @@ def _index(tree: Any) -> Any:
     )
 
 
-def _place(tree: Any) -> Any:
-    """Where a chunk lies: the file is one of the folder itself."""
+def _location(tree: Any) -> Any:
+    """Build the storage location of a chunk; its file must be in the folder itself."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     state = _state(tree, _FILESYSTEM, "_StorageInfo")

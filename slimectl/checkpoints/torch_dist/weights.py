@@ -1,4 +1,4 @@
-"""A model's Hugging Face tensors in and out of a torch_dist folder."""
+"""Reads and writes a model's Hugging Face tensors in torch_dist checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slimectl.weights.links import Link
 from slimectl.weights.stored import Naming, Stored
 
 CARRIED = "carried."
-"""Prefix of tensors that Megatron does not know, kept under their Hugging Face names."""
+"""Prefix of tensors that Megatron does not have, stored under their Hugging Face names."""
 TRAINING = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine|.*_extra_state")
-"""Keys that a training checkpoint has besides its model's."""
+"""Keys of a training checkpoint that are not of the model."""
 
 
 class TorchDistWeights:
-    """A torch_dist folder's model by Hugging Face name: written by us or by Megatron, in training or before it.
+    """Weights of a torch_dist folder by Hugging Face name; written by this package or Megatron, in training or before.
 
     One Megatron parameter is in memory at a time. Raises CheckpointError for missing, extra and misshapen tensors.
     """
@@ -39,16 +39,20 @@ class TorchDistWeights:
 
     @cached_property
     def _prefix(self) -> str:
-        """What a framework put before Megatron's own names; mostly nothing."""
+        """Prefix that a framework adds to Megatron's names; usually empty."""
         ends = [key for key in self._reader.tensors if key.endswith(EMBEDDING) and not TRAINING.match(key)]
         return min(ends, key=len).removesuffix(EMBEDDING) if ends else ""
 
     @cached_property
     def _keys(self) -> dict[str, Form]:
-        cut = len(self._prefix)
+        prefix_length = len(self._prefix)
         tensors = self._reader.tensors.items()
-        kept = {key[cut:]: form for key, form in tensors if key.startswith(self._prefix) and not TRAINING.match(key)}
-        return kept | {key: form for key, form in tensors if key.startswith(CARRIED)}
+        model_keys = {
+            key[prefix_length:]: form
+            for key, form in tensors
+            if key.startswith(self._prefix) and not TRAINING.match(key)
+        }
+        return model_keys | {key: form for key, form in tensors if key.startswith(CARRIED)}
 
     @cached_property
     def _naming(self) -> Naming:
@@ -60,29 +64,29 @@ class TorchDistWeights:
 
     @cached_property
     def _links(self) -> dict[str, tuple[Link, torch.dtype]]:
-        """The parameter that holds each Hugging Face tensor."""
-        found: dict[str, tuple[Link, torch.dtype]] = {}
+        """Link and dtype by Hugging Face name."""
+        links: dict[str, tuple[Link, torch.dtype]] = {}
         for link in self._model.links:
             for region in self._regions(link):
-                self._check(link, region)
-                found |= dict.fromkeys(link.hf, (link, self._keys[region.key][1]))
-        known = {key for way in _namings(self._naming) for key in self._known(way)}
-        extra = [key for key in self._keys if key not in known and not key.startswith(CARRIED)]
+                self._check_shape(link, region)
+                links |= dict.fromkeys(link.hf, (link, self._keys[region.key][1]))
+        expected_keys = {key for style in _norm_styles(self._naming) for key in self._keys_of_style(style)}
+        extra = [key for key in self._keys if key not in expected_keys and not key.startswith(CARRIED)]
         refuse_extra(extra, str(self._reader.folder), self._model.family.name)
-        return found
+        return links
 
     def _regions(self, link: Link) -> tuple[Stored, ...]:
         return naming.stored(link, self._model.architecture, self._naming)
 
-    def _known(self, way: Naming) -> Collection[str]:
-        return naming.tensors(self._model.links, self._model.architecture, way).keys()
+    def _keys_of_style(self, style: Naming) -> Collection[str]:
+        return naming.tensors(self._model.links, self._model.architecture, style).keys()
 
-    def _check(self, link: Link, region: Stored) -> None:
-        found, wanted = self._keys[region.key][0], (*region.counts, *region.shape)
-        padded = link.padded and found[1:] == wanted[1:] and found[0] >= wanted[0]
-        if found != wanted and not padded:
+    def _check_shape(self, link: Link, region: Stored) -> None:
+        shape, expected = self._keys[region.key][0], (*region.counts, *region.shape)
+        padded = link.padded and shape[1:] == expected[1:] and shape[0] >= expected[0]
+        if shape != expected and not padded:
             raise CheckpointError(
-                f"{self._reader.folder}: {region.key} has shape {list(found)}, config.json asks for {list(wanted)};"
+                f"{self._reader.folder}: {region.key} has shape {list(shape)}, config.json asks for {list(expected)};"
                 " give the config of this checkpoint with --config"
             )
 
@@ -100,10 +104,10 @@ class TorchDistWeights:
             return self._reader.read(CARRIED + name, (0,) * len(shape), shape)
         link, _ = self._links[name]
         if self._last[0] is not link:
-            self._last = link, dict(link.to_hf(self._whole(link)))
+            self._last = link, dict(link.to_hf(self._read_parameter(link)))
         return self._last[1][name]
 
-    def _whole(self, link: Link) -> Tensor:
+    def _read_parameter(self, link: Link) -> Tensor:
         parts = []
         for region in self._regions(link):
             offsets = (*region.offsets, *(0 for _ in region.shape))
@@ -113,32 +117,32 @@ class TorchDistWeights:
 
 
 def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[Chunk]:
-    """All of a model's Megatron parameters as chunks of a torch_dist folder; `weights` holds what its links ask for.
+    """Build the chunks of all Megatron parameters of a model; `weights` must hold the tensors of its links.
 
-    Norms get every name that mcore's local and its TransformerEngine modules look for, over the same bytes.
-    Raises CheckpointError where tensors that Megatron stores as one have different dtypes.
+    Norms get the names of mcore's local and of its TransformerEngine modules, over the same bytes.
+    Raises CheckpointError if tensors that Megatron fuses have different dtypes.
     """
     forms, dtypes = weights.forms(), dict[str, tuple[torch.dtype, str]]()
-    made = [chunk for link in model.links for chunk in _chunks(weights, model, link, _dtype(link, forms))]
-    for chunk in made:
+    chunks = [chunk for link in model.links for chunk in _chunks(weights, model, link, _dtype(link, forms))]
+    for chunk in chunks:
         dtype, _ = dtypes.setdefault(chunk.key, (chunk.dtype, chunk.key))
         if dtype != chunk.dtype:
             raise CheckpointError(f"{chunk.key}: {dtype} in one layer, {chunk.dtype} in another; add --dtype")
     for name in carried:
         shape, dtype = forms[name]
-        made.append(Chunk(CARRIED + name, shape, (0,) * len(shape), shape, dtype, partial(weights.get, name)))
-    return made
+        chunks.append(Chunk(CARRIED + name, shape, (0,) * len(shape), shape, dtype, partial(weights.get, name)))
+    return chunks
 
 
 def extra_states(model: Model) -> list[str]:
-    """Keys of the state that a module keeps besides its weights (TransformerEngine's for fp8): mcore asks for it.
+    """Keys of the extra state of modules (TransformerEngine's for fp8), which mcore requires.
 
-    More keys than one kind of modules has; mcore passes over those that it does not know.
+    They are those of all module types; mcore ignores the ones that it does not have.
     """
     keys = []
     for link in model.links:
-        for way in _namings(naming.naming(model.architecture)):
-            for region in naming.stored(link, model.architecture, way):
+        for style in _norm_styles(naming.naming(model.architecture)):
+            for region in naming.stored(link, model.architecture, style):
                 module, _, parameter = region.key.rpartition(".")
                 if parameter == "weight" and module.startswith("decoder."):
                     keys.append(_object_key(module, region))
@@ -148,25 +152,25 @@ def extra_states(model: Model) -> list[str]:
 
 
 def _object_key(module: str, region: Stored) -> str:
-    place, counts = (".".join(map(str, numbers)) for numbers in (region.offsets or (0,), region.counts or (1,)))
-    return f"{module}._extra_state/shard_{place}_{counts}"
+    offsets, counts = (".".join(map(str, numbers)) for numbers in (region.offsets or (0,), region.counts or (1,)))
+    return f"{module}._extra_state/shard_{offsets}_{counts}"
 
 
 def _dtype(link: Link, forms: Mapping[str, Form]) -> torch.dtype:
-    found = {forms[name][1] for name in link.hf}
-    if len(found) > 1:
+    dtypes = {forms[name][1] for name in link.hf}
+    if len(dtypes) > 1:
         raise CheckpointError(f"{' and '.join(link.hf)} differ in dtype, Megatron has them in one tensor; add --dtype")
-    return found.pop()
+    return dtypes.pop()
 
 
 def _chunks(weights: Weights, model: Model, link: Link, dtype: torch.dtype) -> Iterator[Chunk]:
     def load(rows: tuple[int, int]) -> Tensor:
-        whole = link.to_megatron([weights.get(name) for name in link.hf])
-        return whole[rows[0] : rows[1]] if rows != (0, link.shape[0]) else whole
+        parameter = link.to_megatron([weights.get(name) for name in link.hf])
+        return parameter[rows[0] : rows[1]] if rows != (0, link.shape[0]) else parameter
 
-    usual = naming.naming(model.architecture)
-    ways = [naming.stored(link, model.architecture, way) for way in _namings(usual)]
-    for region, *others in zip(*ways, strict=True):
+    default_style = naming.naming(model.architecture)
+    regions_by_style = [naming.stored(link, model.architecture, style) for style in _norm_styles(default_style)]
+    for region, *alternatives in zip(*regions_by_style, strict=True):
         yield Chunk(
             region.key,
             (*region.counts, *region.shape),
@@ -174,10 +178,10 @@ def _chunks(weights: Weights, model: Model, link: Link, dtype: torch.dtype) -> I
             (*(1 for _ in region.counts), *region.shape),
             dtype,
             partial(load, region.rows),
-            tuple(other.key for other in others if other.key != region.key),
+            tuple(alternative.key for alternative in alternatives if alternative.key != region.key),
         )
 
 
-def _namings(way: Naming) -> list[Naming]:
-    """The same stacking with both kinds of norm names, `way` first."""
-    return [way, Naming(way.stacked, not way.fused)]
+def _norm_styles(style: Naming) -> list[Naming]:
+    """Key styles of the same stacking with both kinds of norm names, `style` first."""
+    return [style, Naming(style.stacked, not style.fused)]

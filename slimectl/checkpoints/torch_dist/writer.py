@@ -1,4 +1,4 @@
-"""Chunks of tensors in, a torch_dist folder out."""
+"""Writes chunks of tensors as a torch_dist folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahea
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}
-"""What Megatron-LM looks for in common.pt of a model that was never trained."""
+"""Content of common.pt that Megatron-LM requires for an untrained model."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of the tensor `key`, whose whole has the shape `whole`; `load` reads it when its turn has come.
+    """One box of the tensor `key` of shape `tensor_shape`; `load` reads it when it is written.
 
-    `aliases` are other keys under which the same bytes are to be found.
+    `aliases` are other keys for the same bytes.
     """
 
     key: str
-    whole: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -41,54 +41,54 @@ class Chunk:
 def write_torch_dist(
     folder: Path, chunks: Sequence[Chunk], *, max_file_bytes: int | None = None, objects: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Write all chunks and what describes them; the SHA-256 of the .distcp files.
+    """Write all chunks and their metadata; returns the SHA-256 of the .distcp files.
 
-    `objects` are keys under which mcore looks for something that is no tensor; it finds None there. Two chunks are in
-    memory at a time. Files of at most `max_file_bytes`; those that an interrupted call left whole stay.
+    `objects` are keys of objects that are not tensors and that mcore requires; None is stored. Two chunks are in memory
+    at a time. Files have at most `max_file_bytes`; complete ones of an interrupted call are kept.
     """
-    most = max_file_bytes or file_bytes(sum(chunk.nbytes for chunk in chunks))
-    groups = list(grouped(chunks, lambda chunk: chunk.nbytes, most))
+    max_bytes = max_file_bytes or file_bytes(sum(chunk.nbytes for chunk in chunks))
+    groups = list(grouped(chunks, lambda chunk: chunk.nbytes, max_bytes))
     names = [f"__0_{i}.distcp" for i in range(len(groups) + bool(objects))]
 
     def write(i: int, file: HashedFile) -> list[tuple[int, int]]:
-        return _write_file(file, groups[i]) if i < len(groups) else _write_nothing(file)
+        return _write_file(file, groups[i]) if i < len(groups) else _write_empty_object(file)
 
-    places, hashes = write_parts(folder, names, write)
-    placed = [
-        (chunk, name, *place)
-        for group, name, file in zip(groups, names, places, strict=False)
-        for chunk, place in zip(group, file, strict=True)
+    locations, hashes = write_parts(folder, names, write)
+    located_chunks = [
+        (chunk, name, *location)
+        for group, name, file in zip(groups, names, locations, strict=False)
+        for chunk, location in zip(group, file, strict=True)
     ]
-    metadata = _metadata(placed)
+    metadata = _metadata(located_chunks)
     if objects:
-        _add_objects(metadata, objects, names[-1], *places[-1][0])
+        _add_objects(metadata, objects, names[-1], *locations[-1][0])
     write_metadata(folder, metadata, COMMON_STATE)
     return hashes
 
 
 def _write_file(file: HashedFile, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Offset and length of each chunk's archive."""
-    places = []
+    """Write the chunks; returns offset and length of each archive."""
+    locations = []
     for chunk, loaded in zip(chunks, one_ahead(chunk.load for chunk in chunks), strict=True):
         start = file.tell()
         tensor = loaded.reshape(chunk.sizes)
         assert tensor.dtype == chunk.dtype, chunk.key
-        # torch.save writes a tensor's whole storage, also where the tensor is a part of it.
+        # torch.save writes the full storage, also if the tensor is a part of it.
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         torch.save(tensor, cast("BinaryIO", file))
-        places.append((start, file.tell() - start))
-    return places
+        locations.append((start, file.tell() - start))
+    return locations
 
 
-def _write_nothing(file: HashedFile) -> list[tuple[int, int]]:
-    """A list of one None, as mcore writes the extra state of a module that has none."""
+def _write_empty_object(file: HashedFile) -> list[tuple[int, int]]:
+    """Write a list of one None, which mcore uses for the extra state of a module that has none."""
     torch.save([None], cast("BinaryIO", file))
     return [(0, file.tell())]
 
 
 def _add_objects(metadata: Any, keys: Sequence[str], name: str, start: int, length: int) -> None:
-    """Let all keys lead to the same bytes."""
+    """Add metadata entries that map all keys to the same bytes."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -97,7 +97,7 @@ def _add_objects(metadata: Any, keys: Sequence[str], name: str, start: int, leng
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(name, start, length)
 
 
-def _metadata(placed: Sequence[tuple[Chunk, str, int, int]]) -> Any:
+def _metadata(located_chunks: Sequence[tuple[Chunk, str, int, int]]) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -109,12 +109,12 @@ def _metadata(placed: Sequence[tuple[Chunk, str, int, int]]) -> Any:
 
     tensors: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
-    for chunk, name, start, length in placed:
+    for chunk, name, start, length in located_chunks:
         for key in (chunk.key, *chunk.aliases):
-            new = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.whole), [])
-            whole = tensors.setdefault(key, new)
-            assert (whole.size, whole.properties.dtype) == (torch.Size(chunk.whole), chunk.dtype), key
-            index = MetadataIndex(key, chunk.offsets, len(whole.chunks))
-            whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            new = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.tensor_shape), [])
+            entry = tensors.setdefault(key, new)
+            assert (entry.size, entry.properties.dtype) == (torch.Size(chunk.tensor_shape), chunk.dtype), key
+            index = MetadataIndex(key, chunk.offsets, len(entry.chunks))
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             storage[index] = _StorageInfo(name, start, length)
     return Metadata(tensors, storage_data=storage)

@@ -1,1 +1,1 @@
-"""Hugging Face modules, one process or FSDP2."""
+"""Policies on Hugging Face models, in one process or sharded with FSDP2."""

@@ -1,4 +1,4 @@
-"""Attention over a pack: a few dense calls, one per bucket of similar lengths, whatever the number of sequences.
+"""Attention over a pack: one dense call per bucket of similar lengths, whatever the number of sequences.
 
 T input tokens · N rows of the padded grid · B sequences of a bucket · L, S their padded length · P prompt tokens
 H query heads · K key-value heads · D head dimension.
@@ -17,15 +17,15 @@ from slimectl.policies.fsdp.layout import Answers, Causal, PackLayout
 
 NAME = "slimectl_packed"
 UNSUPPORTED = ("softcap", "s_aux")
-"""What a layer may ask for that this attention does not compute."""
+"""Options of a layer that this attention does not compute."""
 
 
 DENSE_SCORES = 2**26
-"""Most attention scores of a bucket that are held in memory (128 MiB in bfloat16); beyond, flash attention."""
+"""Largest number of attention scores of a bucket in memory (128 MiB in bfloat16); above it, flash attention."""
 
 
 class _ToGrid(torch.autograd.Function):
-    """Input order to grid order. Every input token stands in one row of the grid, so backward is a gather too."""
+    """Input order to grid order. Every input token has one row of the grid, so backward is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, source_TW: Tensor, order_N: Tensor, place_T: Tensor) -> Tensor:
@@ -64,11 +64,12 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
-    asked = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if asked or (sliding_window and sliding_window <= int(layout.positions_T.max())):
+    """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
+    unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if unsupported or (sliding_window and sliding_window <= int(layout.positions_T.max())):
         raise CheckpointError(
-            f"{type(module).__name__} asks for {asked[0] if asked else 'a sliding window shorter than the row'}, which"
+            f"{type(module).__name__} asks for"
+            f" {unsupported[0] if unsupported else 'a sliding window shorter than the row'}, which"
             " packed training does not compute; use a model with plain causal attention, or shorter rows"
         )
     layout.attention_calls += 1
@@ -101,7 +102,7 @@ def _flat(output_BHSD: Tensor) -> Tensor:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: Causal, scaling: float | None) -> Tensor:
     q, k, v = (_bucket(states, bucket) for states in (query, key, value))
-    # Padding stands behind its sequence, where causality hides it.
+    # Padding follows its sequence, where the causal mask hides it.
     if _prefers_dense(q, k):
         mask_SS = torch.full((bucket.length, bucket.length), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
         return _flat(_dense(q, k, v, mask_SS, scaling))
@@ -140,7 +141,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def register() -> None:
-    """Make the attention known to transformers under NAME."""
+    """Register the attention with transformers under NAME."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -1,8 +1,8 @@
-"""Where every token of a pack lies: in the input, in the attention grid, in front of the head.
+"""Token layout of a pack: positions in the input, in the attention grid and in front of the LM head.
 
 T input tokens · R response tokens · N rows of the attention grid (T plus padding) · A answers · L answer inputs
-P prompt tokens. A pack reads [prompt | answer 1 | answer 2 …] per bundle; a prompt with one answer is one sequence.
-All tensors are made once per pack and read by every layer.
+P prompt tokens. A pack is [prompt | answer 1 | answer 2 …] per bundle; a prompt with one answer is one sequence.
+All tensors are built once per pack and read by every layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slimectl.algorithms.packing import Bundle, Pack
 from slimectl.types import Row
 
 LEAST_FILL = 0.85
-"""A bucket takes the next shorter sequence as long as this much of its grid is real."""
+"""A bucket accepts the next shorter sequence while at least this fraction of its grid holds real tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answers:
 
 @dataclass
 class PackLayout:
-    """One pack as tensors; `rows` are the caller's positions of its rows, in the order of `targets_R`."""
+    """One pack as tensors; `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -54,7 +54,7 @@ class PackLayout:
     sources_R: Tensor
     """Input position whose hidden state predicts the target: the prompt's last for the first response token."""
     order_N: Tensor
-    """Input position at each row of the grid (0 where it is padding)."""
+    """Input position at each row of the grid (0 for padding)."""
     place_T: Tensor
     """Row of the grid of each input position."""
     causal: list[Causal]
@@ -64,7 +64,7 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class _Span:
-    """Input positions [start, start + length), with the prompt's span before it where that is shared."""
+    """Input positions [start, start + length), and the span of the prompt if it is shared."""
 
     start: int
     length: int
@@ -76,7 +76,7 @@ class _Span:
 
 
 def laid_out(rows: Sequence[Row], pack: Pack, *, dtype: torch.dtype, device: torch.device) -> PackLayout:
-    """The layout of `pack`; attention masks are of `dtype`."""
+    """Build the layout of `pack`; attention masks have `dtype`."""
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[_Span] = []
@@ -85,10 +85,10 @@ def laid_out(rows: Sequence[Row], pack: Pack, *, dtype: torch.dtype, device: tor
     for bundle in pack:
         _append(rows, bundle, tokens, positions, spans, sources)
     if not pack:
-        # A rank without rows computes one token that nothing is asked of: the others wait for its collective calls.
+        # A rank without rows computes one unused token: the others wait for its collective calls.
         tokens, positions, spans = [0], [0], [_Span(0, 1)]
     targets = [token for i in members for token in rows[i].tokens[rows[i].prompt_length :]]
-    row_R = [place for place, i in enumerate(members) for _ in range(rows[i].response_length)]
+    row_R = [position for position, i in enumerate(members) for _ in range(rows[i].response_length)]
     order, causal, answers = _grid(spans, dtype=dtype, device=device)
     order_N = torch.tensor(order, device=device)
     real_N = (order_N >= 0).nonzero()[:, 0]
@@ -113,7 +113,7 @@ def _append(
     spans: list[_Span],
     sources: list[int],
 ) -> None:
-    """Append one bundle to the pack. The last token of a row predicts nothing and stays out."""
+    """Append one bundle to the pack. The last token of a row predicts nothing and is left out."""
     start, length = len(tokens), bundle.prompt_length
     tokens += rows[bundle.rows[0]].tokens[:length]
     positions += range(length)
@@ -132,20 +132,20 @@ def _append(
 def _grid(
     spans: list[_Span], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[int], list[Causal], list[Answers]]:
-    """Buckets of spans of similar length; the input position at each row of the grid, -1 where it is padding."""
+    """Group spans of similar length into buckets; lists the input position at each row of the grid (-1 for padding)."""
     order: list[int] = []
     causal: list[Causal] = []
     answers: list[Answers] = []
     for bucket in _buckets([span for span in spans if not span.prompt[1]], lambda span: span.length):
-        causal.append(Causal(len(order), len(bucket), _lay(bucket, order)))
+        causal.append(Causal(len(order), len(bucket), _append_padded(bucket, order)))
     for bucket in _buckets([span for span in spans if span.prompt[1]], lambda span: span.area):
-        start, length = len(order), _lay(bucket, order)
+        start, length = len(order), _append_padded(bucket, order)
         answers.append(_answers(bucket, start, length, dtype, device))
     return order, causal, answers
 
 
-def _lay(bucket: list[_Span], order: list[int]) -> int:
-    """Append the padded rows of a bucket to the grid; the length that all are padded to."""
+def _append_padded(bucket: list[_Span], order: list[int]) -> int:
+    """Append the padded rows of a bucket to the grid; returns the length that they are padded to."""
     length = max(span.length for span in bucket)
     for span in bucket:
         order += [*range(span.start, span.start + span.length), *([-1] * (length - span.length))]
@@ -153,7 +153,7 @@ def _lay(bucket: list[_Span], order: list[int]) -> int:
 
 
 def _buckets(spans: list[_Span], cost: Callable[[_Span], int]) -> list[list[_Span]]:
-    """Longest first; a new bucket begins where the current one would be filled less than LEAST_FILL."""
+    """Sort spans into buckets, longest first; a new bucket starts where the current one would drop below LEAST_FILL."""
     buckets: list[list[_Span]] = []
     real = 0
     for span in sorted(spans, key=lambda span: (-cost(span), span.start)):
@@ -167,15 +167,15 @@ def _buckets(spans: list[_Span], cost: Callable[[_Span], int]) -> list[list[_Spa
 
 
 def _answers(bucket: list[_Span], start: int, length: int, dtype: torch.dtype, device: torch.device) -> Answers:
-    """A padded answer row still sees its prompt: a softmax over nothing would be NaN."""
+    """Build a bucket of answers. A padded row still attends to its prompt: a softmax over nothing would be NaN."""
     prompt_start_A = torch.tensor([span.prompt[0] for span in bucket], device=device)
     prompt_length_A = torch.tensor([span.prompt[1] for span in bucket], device=device)
     offset_P = torch.arange(max(span.prompt[1] for span in bucket), device=device)
     in_prompt_AP = offset_P[None] < prompt_length_A[:, None]
     prompt_AP = prompt_start_A[:, None] + offset_P[None] * in_prompt_AP
-    seen_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    seen_ALK = torch.cat(
-        [in_prompt_AP[:, None].expand(-1, length, -1), seen_LL[None].expand(len(bucket), -1, -1)], dim=2
+    visible_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    visible_ALK = torch.cat(
+        [in_prompt_AP[:, None].expand(-1, length, -1), visible_LL[None].expand(len(bucket), -1, -1)], dim=2
     )
-    mask_ALK = torch.zeros(seen_ALK.shape, dtype=dtype, device=device).masked_fill_(~seen_ALK, -torch.inf)
+    mask_ALK = torch.zeros(visible_ALK.shape, dtype=dtype, device=device).masked_fill_(~visible_ALK, -torch.inf)
     return Answers(start, len(bucket), length, prompt_AP, mask_ALK[:, None])

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of a Hugging Face model.
+"""LoRA adapters on the linear layers of a Hugging Face model.
 
 I inputs · O outputs of a layer · K rank
 """
@@ -15,7 +15,7 @@ from slimectl.weights.adapters import chosen, halves
 
 
 class Adapters:
-    """A [K, I] and B [O, K] of every adapted layer, which become parameters of the model."""
+    """Adds A [K, I] and B [O, K] of every adapted layer to the model as parameters."""
 
     def __init__(self, hf: nn.Module, options: LoraOptions, *, seed: int) -> None:
         """Raises SettingsError if a target names no linear layer."""
@@ -24,7 +24,7 @@ class Adapters:
         layers = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m in inside}
         self.layers = set(chosen(layers, options.targets))
         self.initial: dict[str, Tensor] = {}
-        """What the parameters begin as, by name."""
+        """Initial values of the parameters, by name."""
         for name in (name for name in layers if name in self.layers):
             self._adapt(layers[name])
             shapes = (options.rank, layers[name].in_features), (layers[name].out_features, options.rank)
@@ -42,6 +42,6 @@ class Adapters:
         layer.register_forward_hook(add)
 
     def pair(self, parameter: str) -> tuple[str, str] | None:
-        """The names of A and B that belong to a weight, where it is adapted."""
+        """Names of A and B of a weight; None if it is not adapted."""
         layer = parameter.removesuffix(".weight")
         return halves(layer) if layer in self.layers else None

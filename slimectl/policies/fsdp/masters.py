@@ -1,4 +1,4 @@
-"""The float32 masters of a model: whole in one process, or this rank's shard of each under FSDP2."""
+"""Float32 master weights of a model: full tensors in one process, or this rank's shards under FSDP2."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Masters:
-    """Float32 tensors that the optimizer updates, and the way between them and full tensors.
+    """Float32 master weights that the optimizer updates, and their conversion from and to full tensors.
 
     In float32, and under FSDP2, the masters are the model's own parameters. In bfloat16 on one process the model holds
-    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward. What is frozen
-    is held in bfloat16 alone, unless that rounds it: then its own value is kept beside it, to be given back as it came.
+    a bfloat16 copy: on a CPU that is faster than autocast, which converts every weight in every forward. Frozen weights
+    are held in bfloat16 alone, unless that rounds them: then the original is kept too, so that it is saved unchanged.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Masters:
         mesh: Any | None,
         added: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`added`: parameters that a checkpoint may lack, and what they begin as."""
+        """`added`: parameters that a checkpoint may lack, with their initial values."""
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         self.mesh = mesh
@@ -55,12 +55,12 @@ class Masters:
         else:
             self.tensors = {name: parameter.data.to_local() for name, parameter in self.parameters.items()}
         self.trained = {name: self.tensors[name] for name, p in self.parameters.items() if p.requires_grad}
-        """Those that the optimizer updates; the others are frozen."""
+        """Master weights that the optimizer updates; the others are frozen."""
         if self.copies:
             for name in self.trained:
                 self.parameters[name].data = torch.empty_like(self.parameters[name], dtype=DTYPES[dtype])
-        self._sums: dict[str, Tensor] = {}
-        """Float32 gradients of bfloat16 copies, their memory kept from step to step."""
+        self._gradient_sums: dict[str, Tensor] = {}
+        """Float32 gradients of bfloat16 copies; the buffers are reused from step to step."""
         self.in_checkpoint: list[tuple[str, str]] = []
         """(checkpoint name, parameter name), in checkpoint order."""
         for name, tensor in self.added.items():
@@ -71,22 +71,24 @@ class Masters:
         order = []
         for name, parameter, tensor in self.names.matched(checkpoint.read(path), path, self.shapes):
             if self.copies and parameter not in self.trained:
-                self._take_frozen(parameter, tensor)
+                self._load_frozen(parameter, tensor)
             else:
                 self.put(tensor, self.tensors[parameter])
             order.append((name, parameter))
-        found = {parameter for _, parameter in order}
-        self.in_checkpoint = order + [(name, name) for name in self.added if name not in found and not is_adapter(name)]
+        loaded = {parameter for _, parameter in order}
+        self.in_checkpoint = order + [
+            (name, name) for name in self.added if name not in loaded and not is_adapter(name)
+        ]
         self.publish()
 
-    def _take_frozen(self, name: str, full: Tensor) -> None:
-        held = self.parameters[name].data
-        self.put(full, held)
-        exact = torch.equal(held.to(full.device, full.dtype), full)
-        self.tensors[name] = held if exact else full.to(held.device, torch.float32, copy=True)
+    def _load_frozen(self, name: str, full: Tensor) -> None:
+        compute_copy = self.parameters[name].data
+        self.put(full, compute_copy)
+        exact = torch.equal(compute_copy.to(full.device, full.dtype), full)
+        self.tensors[name] = compute_copy if exact else full.to(compute_copy.device, torch.float32, copy=True)
 
     def put(self, full: Tensor, local: Tensor) -> None:
-        """Copy `full`, or this rank's part of it, into `local`."""
+        """Copy `full`, or this rank's shard of it, into `local`."""
         if self.mesh is not None:
             parts = torch.chunk(full, self.mesh.size(), dim=0)
             rank = self.mesh.get_local_rank()
@@ -95,7 +97,7 @@ class Masters:
             local.copy_(full)
 
     def full(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded like parameter `name`; every rank must ask for it."""
+        """Gather the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
         if self.mesh is None:
             return local
         from torch.distributed.tensor import DTensor
@@ -105,26 +107,26 @@ class Masters:
         return DTensor.from_local(local, self.mesh, sharded.placements, shape=shape, stride=stride).full_tensor()
 
     def publish(self) -> None:
-        """Let the model compute with the present masters."""
+        """Copy the master weights into the model's compute copies."""
         if self.copies and self.trained:
             copies = [self.parameters[name].data for name in self.trained]
             torch._foreach_copy_(copies, list(self.trained.values()))
 
     def collect(self) -> None:
-        """After each backward: bfloat16 gradients are summed over packs in float32."""
+        """Accumulate bfloat16 gradients in float32; called after each backward."""
         if not self.copies:
             return
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 master = self.tensors[name]
                 if master.grad is None:
-                    master.grad = self._sums.setdefault(name, torch.empty_like(master)).copy_(parameter.grad)
+                    master.grad = self._gradient_sums.setdefault(name, torch.empty_like(master)).copy_(parameter.grad)
                 else:
                     master.grad.add_(parameter.grad)
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of each master, set on it; zeros where nothing was trained."""
+        """Set the gradient of each master weight and return them; zeros for parameters without a gradient."""
         for name, master in self.trained.items():
             if not self.copies:
                 gradient = self.parameters[name].grad
@@ -139,7 +141,7 @@ class Masters:
 
 
 def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype) -> None:
-    """FSDP2 over decoder layers and root; gradients are summed over ranks, because a loss here is a sum."""
+    """Apply FSDP2 to decoder layers and root; gradients are summed over ranks, because a loss here is a sum."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Casting inputs would rebuild the pack's layout in every layer; hidden states have the embedding's dtype already.
@@ -149,12 +151,12 @@ def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in modules:
         module.set_gradient_divide_factor(1.0)
-        # Without this the factor is applied by a pre-multiplied sum, which gloo does not know.
+        # Without this the factor is applied by a pre-multiplied sum, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _materialise(model: PackedModel, device: torch.device) -> None:
-    """Storage for all parameters; `to_empty` alone would lose the buffers and untie tied parameters."""
+    """Allocate all parameters; `to_empty` alone would lose the buffers and untie tied parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     ties = [(alias, first) for alias, first in ParameterNames(model.hf).of_parameter.items() if alias != first]
     model.to_empty(device=device)

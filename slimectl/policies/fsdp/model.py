@@ -30,7 +30,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf, self.temperature = hf, temperature
         self.gives_logits = False
-        """Whether logits [R, vocabulary] come in place of entropies: a loss of the user's asked for them."""
+        """Whether logits [R, vocabulary] are returned in place of entropies, for a user's loss that needs them."""
 
     def hidden(self, layout: PackLayout) -> Tensor:
         """Hidden states [R, H] that predict the pack's response tokens."""
@@ -40,11 +40,11 @@ class PackedModel(nn.Module):
         return hidden_1TH[0].index_select(0, layout.sources_R)
 
     def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [R] of the pack's response tokens, and their entropies if asked for."""
+        """Log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
         return self.log_probs(self.hidden(layout), layout, entropy=entropy)
 
     def log_probs(self, hidden_RH: Tensor, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """What `forward` gives, from the hidden states."""
+        """Log-probabilities [R], and entropies or logits, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
         if self.gives_logits:
             logits_RV = linear_logits(hidden_RH, weight_VH, temperature=self.temperature)
@@ -54,7 +54,7 @@ class PackedModel(nn.Module):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside hold parameters without storage; their buffers are real."""
+    """Build modules with parameters on the meta device; their buffers are real."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -71,7 +71,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def empty_model(model_dir: Path) -> nn.Module:
-    """The model that config.json describes, without weights. Raises CheckpointError if it cannot be trained here."""
+    """Build the model of config.json without weights. Raises CheckpointError if packed training does not support it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (model_dir / "config.json").is_file():
@@ -95,7 +95,7 @@ def empty_model(model_dir: Path) -> nn.Module:
 
 
 def _unsupported(hf: Any) -> str:
-    """Why packed training would not compute what this model computes; empty if it would."""
+    """Reason why packed training cannot reproduce this model; empty if it can."""
     config = hf.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     head = hf.get_output_embeddings()
@@ -112,18 +112,18 @@ def _unsupported(hf: Any) -> str:
 
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
-    """The blocks that are sharded and recomputed one by one."""
+    """Decoder layers: the units of sharding and of recomputation."""
     return hf.base_model.layers
 
 
 class ParameterNames:
-    """Checkpoint names and the parameters behind them; tied parameters answer to several names."""
+    """Maps checkpoint names to parameters; tied parameters have several names."""
 
     def __init__(self, hf: nn.Module, *, optional: Collection[str] = ()) -> None:
         """`optional`: parameters that a checkpoint may lack."""
         self.optional = optional
         self.of_parameter: dict[str, str] = {}
-        """Every name, aliases too, to the first name of its parameter."""
+        """First name of the parameter by every name, aliases included."""
         first: dict[int, str] = {}
         for name, parameter in hf.named_parameters(remove_duplicate=False):
             self.of_parameter[name] = first.setdefault(id(parameter), name)
@@ -133,8 +133,11 @@ class ParameterNames:
     def matched(
         self, tensors: Iterator[tuple[str, Tensor]], path: Path, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, str, Tensor]]:
-        """(checkpoint name, parameter name, tensor) of the stream; complete once exhausted. Raises CheckpointError."""
-        seen: set[str] = set()
+        """(checkpoint name, parameter name, tensor) of the stream, checked for completeness at its end.
+
+        Raises CheckpointError.
+        """
+        loaded: set[str] = set()
         for name, tensor in tensors:
             if name not in self.of_parameter:
                 if any(pattern.search(name) for pattern in self.ignored):
@@ -149,8 +152,8 @@ class ParameterNames:
                     f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; copy config"
                     " and weights from the same checkpoint"
                 )
-            seen.add(self.of_parameter[name])
+            loaded.add(self.of_parameter[name])
             yield name, self.of_parameter[name], tensor
-        missing = [name for name in self.of_parameter.values() if name not in seen and name not in self.optional]
+        missing = [name for name in self.of_parameter.values() if name not in loaded and name not in self.optional]
         if missing:
             raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")

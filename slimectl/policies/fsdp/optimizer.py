@@ -9,7 +9,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 
 
 def adamw(masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions) -> torch.optim.AdamW:
-    """The optimizer of `masters`; `ranks_of` are the tensors' numbers of dimensions before any sharding."""
+    """AdamW over `masters`; `ranks_of` are the tensors' numbers of dimensions before any sharding."""
     matrices = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim > 1]
     vectors = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -31,6 +31,6 @@ def squared_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
-    """Scale all gradients so that their global norm `norm` becomes `limit`, where it is above."""
+    """Scale all gradients so that their global norm `norm` is at most `limit`."""
     if limit and norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))

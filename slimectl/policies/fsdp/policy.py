@@ -1,4 +1,4 @@
-"""A Hugging Face causal model as a policy."""
+"""A Hugging Face causal language model as a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimectl.types import Row
 
 
 class FsdpPolicy(FsdpTrainer):
-    """ports.Policy; `options` are FsdpTrainer's."""
+    """ports.Policy on a Hugging Face model; `options` are those of FsdpTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         self.temperature = temperature
@@ -24,5 +24,5 @@ class FsdpPolicy(FsdpTrainer):
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
         return self.of_rows(rows)
 
-    def _packed(self, hf: nn.Module) -> PackedModel:
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedModel(hf, temperature=self.temperature)

@@ -1,4 +1,4 @@
-"""A policy that is its own critic: a value head on its backbone, moved with it by one optimizer.
+"""A policy with a shared critic: a value head on its backbone, trained with it by one optimizer.
 
 R response tokens · H hidden width.
 """
@@ -25,7 +25,7 @@ WEIGHT = f"{HEAD}.weight"
 
 
 class PackedBoth(PackedModel):
-    """The root module: of each of the pack's response tokens its log-probability and the value before it, [R, 2]."""
+    """The root module: log-probability of each response token of the pack, and the value before it, [R, 2]."""
 
     def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         hidden_RH = self.hidden(layout)
@@ -34,24 +34,24 @@ class PackedBoth(PackedModel):
 
 
 class FsdpPolicyWithValues(FsdpPolicy):
-    """ports.Policy that has ports.Critic's `values`, too; losses find those of now as `predicted_T`.
+    """ports.Policy with the `values` of ports.Critic; losses read the current values as `predicted_T`.
 
-    The head begins at zero unless the checkpoint has one.
+    The head starts at zero unless the checkpoint has one.
     """
 
     def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
-        return [[log_prob for log_prob, _ in both] for both in self.of_rows(rows)]
+        return [[log_prob for log_prob, _ in pairs] for pairs in self.of_rows(rows)]
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
-        return [[value for _, value in both] for both in self.of_rows(rows)]
+        return [[value for _, value in pairs] for pairs in self.of_rows(rows)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Without the value head, which no engine knows."""
+        """Stream the weights without the value head, which engines do not load."""
         return (item for item in super().weights() if item[0] != WEIGHT)
 
     def save(self, path: Path) -> None:
         super().save(path)
-        head = self._whole(WEIGHT)
+        head = self._full_tensor(WEIGHT)
         if self.rank == 0:
             write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
         if self.ranks > 1:
@@ -64,14 +64,19 @@ class FsdpPolicyWithValues(FsdpPolicy):
             self.masters.put(head, self.masters.tensors[WEIGHT])
         self.masters.publish()
 
-    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
-        return super()._add(hf) | add_head(hf)
+    def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
+        return super()._add_modules(hf) | add_head(hf)
 
-    def _packed(self, hf: nn.Module) -> PackedModel:
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedBoth(hf, temperature=self.temperature)
 
-    def _tokens(
-        self, rows: Sequence[Row], names: Sequence[str], layout: PackLayout, both_R2: Tensor, entropy_R: Tensor | None
+    def _token_batch(
+        self,
+        rows: Sequence[Row],
+        names: Sequence[str],
+        layout: PackLayout,
+        outputs_R2: Tensor,
+        entropy_R: Tensor | None,
     ) -> ResponseTokens:
-        made = super()._tokens(rows, names, layout, both_R2[:, 0], entropy_R)
-        return dataclasses.replace(made, predicted_T=both_R2[:, 1])
+        tokens = super()._token_batch(rows, names, layout, outputs_R2[:, 0], entropy_R)
+        return dataclasses.replace(tokens, predicted_T=outputs_R2[:, 1])

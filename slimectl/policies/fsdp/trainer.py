@@ -1,4 +1,4 @@
-"""A Hugging Face model with its optimizer, in one process or one rank of many: packs through it, updates, weights.
+"""Trains a Hugging Face model in one process or as one rank of many: forward and backward, updates, checkpoints.
 
 R response tokens of a pack.
 """
@@ -41,12 +41,12 @@ from slimectl.types import Metrics, Row
 
 
 class FsdpTrainer:
-    """Everything of a policy but what is computed from the hidden states.
+    """Base of policies and critics: all but the computation on the hidden states.
 
-    `dtype` is what forward and backward compute in; masters, gradients and optimizer are float32. Where a process group
-    of several ranks exists, every rank builds one and makes the same calls. `trains` False: only log-probabilities are
-    asked for, so nothing is held for gradients. With `lora` the model itself stays as it is: adapters are trained, and
-    whatever a kind of trainer adds to the model; `freeze` and `train_only` are not looked at.
+    `dtype` is that of forward and backward; masters, gradients and optimizer are float32. In a process group of several
+    ranks, every rank builds one and makes the same calls. `trains` False: the model is only used for log-probabilities,
+    so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and whatever modules
+    a subclass adds to the model; `freeze` and `train_only` are ignored.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class FsdpTrainer:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = dist.init_device_mesh(self.device.type, (self.ranks,)) if grouped else None
         hf = empty_model(self.model_dir)
-        # Training mode turns dropout on, but also recomputation; a policy gradient wants no dropout.
+        # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
         hf.train(gradient_checkpointing)
         if gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        added = self._add(hf)
+        added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
         if lora is not None:
             self.adapters = Adapters(hf, lora, seed=seed)
             added |= self.adapters.initial
             if lora.load is not None:
-                base_of(lora.load, lora, known=self.adapters.initial)
+                base_of(lora.load, lora, parameter_names=self.adapters.initial)
                 shapes = {name: tensor.shape for name, tensor in self.adapters.initial.items()}
                 added |= dict(read_adapter(lora.load, shapes))
-        self.model = self._packed(hf)
+        self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trained(present_names, freeze=freeze, train_only=train_only)
         for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(trains and name in (names | set(added)) - self._untrained(hf))
+            parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
         self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
         self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)
@@ -102,61 +102,61 @@ class FsdpTrainer:
     def weight_version(self) -> str:
         return str(self.step)
 
-    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
-        """Give the model what a kind of trainer has besides it: whole tensors to begin with, by parameter name."""
+    def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
+        """Add the modules of a subclass to the model; returns their full initial tensors by parameter name."""
         return {}
 
-    def _packed(self, hf: nn.Module) -> PackedModel:
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedModel(hf)
 
-    def _untrained(self, hf: nn.Module) -> set[str]:
-        """Parameters that a kind of trainer has no use for."""
+    def _unused_names(self, hf: nn.Module) -> set[str]:
+        """Names of the parameters that a subclass does not use."""
         return set()
 
-    def _tokens(
+    def _token_batch(
         self, rows: Sequence[Row], names: Sequence[str], layout: PackLayout, values_R: Tensor, entropy_R: Tensor | None
     ) -> ResponseTokens:
-        """A pack as a loss sees it, from what the root module gave."""
+        """Build the tensors that a loss reads, from the outputs of the root module."""
         return response_tokens(
             rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
         )
 
     def of_rows(self, rows: Sequence[Row]) -> list[list[Any]]:
-        """What the model says of every response token, without gradients, on every rank; R entries a row."""
-        found: dict[int, list[Any]] = {}
+        """Output of the model for every response token, without gradients, on every rank; R entries per row."""
+        outputs: dict[int, list[Any]] = {}
         with torch.no_grad():
-            for pack in self._share(rows):
+            for pack in self._packs_of_rank(rows):
                 layout, values_R, _ = self._forward(rows, pack, entropy=False)
                 values = iter(values_R.tolist())
                 for i in layout.rows:
-                    found[i] = [next(values) for _ in range(rows[i].response_length)]
-        for part in self._from_all_ranks(found):
-            found |= part
-        return [found[i] for i in range(len(rows))]
+                    outputs[i] = [next(values) for _ in range(rows[i].response_length)]
+        for part in self._gather_ranks(outputs):
+            outputs |= part
+        return [outputs[i] for i in range(len(rows))]
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         names = present(rows)
         self.model.gives_logits = getattr(loss, "needs_logits", False)
-        for pack in self._share(rows):
+        for pack in self._packs_of_rank(rows):
             layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
             if pack:
                 logits_RV = entropy_R if self.model.gives_logits else None
                 if logits_RV is not None:
                     _, entropy_R = of_logits(logits_RV, layout.targets_R, entropy=loss.needs_entropy)
-                tokens = self._tokens(rows, names, layout, values_R, entropy_R)
+                tokens = self._token_batch(rows, names, layout, values_R, entropy_R)
                 value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()
             self.masters.collect()
-            found = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
-            sums = combined([sums, found])
+            pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
+            sums = combined([sums, pack_sums])
         self.model.gives_logits = False
-        return combined(self._from_all_ranks({name: value.item() for name, value in sums.items()}))
+        return combined(self._gather_ranks({name: value.item() for name, value in sums.items()}))
 
     def optim_step(self) -> Metrics:
-        """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""
+        """Update the weights; skips an update whose gradient is not finite, which grad_norm shows."""
         gradients = self.masters.gradients()
         squares = squared_norm(gradients).to(self.device)
         if self.ranks > 1:
@@ -173,27 +173,29 @@ class FsdpTrainer:
         return {"grad_norm": norm, "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Float32 masters, adapters merged into them, in checkpoint order."""
+        """Stream the float32 masters with adapters merged, in checkpoint order."""
         for name, parameter in self.masters.in_checkpoint:
-            full = self._whole(parameter).float()
+            full = self._full_tensor(parameter).float()
             if self.adapters is not None and (pair := self.adapters.pair(parameter)):
-                full = self.adapters.options.merged(full, *map(self._whole, pair))
+                full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
             yield name, full
 
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
         return to(self.weights())
 
     def save(self, path: Path) -> None:
-        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+        """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
 
-        With adapters they are merged into the weights, and stand beside them in the folder `adapter` (peft's format).
+        Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
-        updates = self._updates()
+        updates = self._update_count()
         if self.rank == 0:
             self.checkpoint.write(path, self.weights())
             write_float32(path / OPTIMIZER, self._moment_shapes(), self._moments())
             if self.adapters is not None:
-                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained())
+                write_adapter(
+                    path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained_tensors()
+                )
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype)
             options = dataclasses.asdict(self.options)
@@ -204,7 +206,7 @@ class FsdpTrainer:
             for _ in self._moments():
                 pass
             if self.adapters is not None:
-                for _ in self._trained():
+                for _ in self._trained_tensors():
                     pass
         if self.ranks > 1:
             dist.barrier()
@@ -227,11 +229,11 @@ class FsdpTrainer:
         self.masters.drop_gradients()
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: all resources end with the process."""
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
-        """What was trained, and the model under it where that is another than this one began as."""
-        base = base_of(path, options, known=self._shapes())
+        """Load the trained adapter, and its base model if that differs from the present one."""
+        base = base_of(path, options, parameter_names=self._shapes())
         if base != self.base_dir.resolve():
             self.masters.read(self.checkpoint, base)
             self.base_dir = base
@@ -239,17 +241,17 @@ class FsdpTrainer:
             self.masters.put(full, self.masters.tensors[name])
         self.masters.publish()
 
-    def _whole(self, parameter: str) -> Tensor:
+    def _full_tensor(self, parameter: str) -> Tensor:
         return self.masters.full(parameter, self.masters.tensors[parameter])
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.masters.trained:
-            yield name, self._whole(name)
+            yield name, self._full_tensor(name)
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: self.masters.shapes[name] for name in self.masters.trained}
 
-    def _share(self, rows: Sequence[Row]) -> list[Pack]:
+    def _packs_of_rank(self, rows: Sequence[Row]) -> list[Pack]:
         return planned(
             rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts, batching=self.batching
         )[self.rank]
@@ -264,15 +266,15 @@ class FsdpTrainer:
             )
         return layout, values_R, entropy_R
 
-    def _from_all_ranks(self, part: dict) -> list[dict]:
+    def _gather_ranks(self, part: dict) -> list[dict]:
         if self.ranks == 1:
             return [part]
         parts: list[dict] = [{} for _ in range(self.ranks)]
         dist.all_gather_object(parts, part)
         return parts
 
-    def _updates(self) -> int:
-        """Updates that the optimizer has made: steps, less those left out."""
+    def _update_count(self) -> int:
+        """Count of optimizer updates: steps without the skipped ones."""
         slots = [self.optimizer.state[master] for master in self.masters.trained.values()]
         return int(slots[0]["step"]) if slots and slots[0] else 0
 

@@ -16,44 +16,44 @@ from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.types import Row
 
 HEAD = "score"
-"""Where transformers' sequence classifiers keep their head, [outputs, H]."""
+"""Module name of the head in transformers' sequence classifiers, [outputs, H]."""
 
 
 class PackedValues(PackedModel):
-    """The root module: values [R] of the states before the pack's response tokens."""
+    """The root module: values [R] of the states before the response tokens of the pack."""
 
     def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return values_of(self.hidden(layout), self.hf), None
 
 
 def values_of(hidden_RH: Tensor, hf: nn.Module) -> Tensor:
-    """The value [R] of each hidden state, by the head that `add_head` gave the model."""
+    """Value [R] of each hidden state, from the head that `add_head` added."""
     return (hidden_RH.float() @ hf.get_submodule(HEAD).weight.float().t())[:, 0]
 
 
 def add_head(hf: nn.Module) -> dict[str, Tensor]:
-    """Give a model a value head; what it begins as, by parameter name."""
+    """Add a value head to a model; returns its initial value by parameter name."""
     width = hf.get_output_embeddings().weight.shape[1]
     hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
     return {f"{HEAD}.weight": torch.zeros(1, width)}
 
 
 class FsdpCritic(FsdpTrainer):
-    """ports.Critic: values on the backbone of `model_dir`, trained whole; `options` are FsdpTrainer's.
+    """ports.Critic: values on the backbone of `model_dir`, all parameters trained; `options` are those of FsdpTrainer.
 
-    The head begins at zero unless the checkpoint has one. What is saved holds it as `score.weight`.
+    The head starts at zero unless the checkpoint has one. Checkpoints store it as `score.weight`.
     """
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         return self.of_rows(rows)
 
-    def _add(self, hf: nn.Module) -> dict[str, Tensor]:
+    def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         return add_head(hf)
 
-    def _packed(self, hf: nn.Module) -> PackedModel:
+    def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedValues(hf)
 
-    def _untrained(self, hf: nn.Module) -> set[str]:
-        """The head of the language model, unless it is the embedding too."""
+    def _unused_names(self, hf: nn.Module) -> set[str]:
+        """Name of the LM head, unless it is tied to the embedding."""
         head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
         return {name for name, parameter in hf.named_parameters() if parameter is head and head is not embedding}

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences, with context parallelism; grouped-query attention around it.
 
-T tokens that this rank holds · S tokens of the row · H query heads · K key-value heads · D head dimension (of values
+T tokens of this rank · S tokens of the row · H query heads · K key-value heads · D head dimension (of values
 V) · B sequences of one call · L their length. TransformerEngine's attention is not used, even where it is installed.
 """
 
@@ -25,13 +25,13 @@ from slimectl.policies.megatron.packed import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
 
 DENSE_SCORES = 2**26
-"""Most attention scores of a call that are held in memory (128 MiB in bfloat16); beyond, flash attention."""
+"""Largest number of attention scores of a call in memory (128 MiB in bfloat16); above it, flash attention."""
 
 
 class PackedCoreAttention(nn.Module):
     """mcore's core attention for packed sequences.
 
-    mcore's own (0.16.1, without TransformerEngine) knows neither packing nor context parallelism nor heads whose
+    That of mcore (0.16.1, without TransformerEngine) supports neither packing nor context parallelism nor heads whose
     values are narrower than their keys.
     """
 
@@ -43,12 +43,12 @@ class PackedCoreAttention(nn.Module):
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, packed: PackedSequences) -> Tensor:
         """Attention output, heads side by side: [T, H·V]."""
         if packed.context > 1:
-            # All keys and values come here: 2·K·D numbers a token, little beside the queries' own work.
+            # All keys and values are gathered: 2·K·D numbers per token, little beside the work on the queries.
             key_TKD, value_TKV = (
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.group)[packed.order_S]
                 for states in (key_TKD, value_TKV)
             )
-        if _flash_takes(query_THD):
+        if _supports_flash(query_THD):
             return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale).flatten(1)
         return torch.cat([
             _causal(query_THD[q], key_TKD[k], value_TKV[k], count, self.scale) for q, k, count in _calls(packed)
@@ -61,7 +61,7 @@ class PackedSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, hidden] to the same, and the bias to add."""
+        """Map [T, 1, hidden] to the same shape; returns the bias to add too."""
         gated = self.config.attention_output_gate
         query, key, value, *gate = (
             states.squeeze(1) for states in self.get_query_key_value_tensors(hidden_states, output_gate=gated)
@@ -75,7 +75,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def recomputable(layer: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    """The layer's core attention, computed again in the backward pass if its configuration asks for that."""
+    """The layer's core attention, recomputed in the backward pass if its configuration says so."""
     if not (layer.checkpoint_core_attention and layer.training):
         return layer.core_attention(query, key, value, packed)
 
@@ -86,7 +86,7 @@ def recomputable(layer: Any, query: Tensor, key: Tensor, value: Tensor, packed: 
 
 
 def _calls(packed: PackedSequences) -> Iterator[tuple[slice, slice, int]]:
-    """(rows of queries, rows of keys, sequences) of every call: neighbours of one length together.
+    """Yield (rows of queries, rows of keys, sequences) of every call: neighbours of equal length share one.
 
     Under context parallelism a call is one chunk of a sequence, and its keys are all up to the chunk's end.
     """
@@ -98,16 +98,16 @@ def _calls(packed: PackedSequences) -> Iterator[tuple[slice, slice, int]]:
             yield rows, rows, count
             start = rows.stop
         return
-    held = 0
+    offset = 0
     for length, start in zip(packed.lengths, packed.starts, strict=True):
         chunk = length // (2 * packed.context)
         for part in (packed.rank, 2 * packed.context - 1 - packed.rank):
-            yield slice(held, held + chunk), slice(start, start + (part + 1) * chunk), 1
-            held += chunk
+            yield slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk), 1
+            offset += chunk
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, count: int, scale: float | None) -> Tensor:
-    """`count` sequences of one length; queries are the last of the keys' positions. [B·L, H·V]."""
+    """`count` sequences of one length; queries are at the last of the keys' positions. Returns [B·L, H·V]."""
     q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in (query, key, value))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if _prefers_dense(q, k):
@@ -131,16 +131,16 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention with its scores in memory; query heads of one key head are rows of one product."""
     count, heads, length, width = query.shape
     groups = heads // key.shape[1]
-    hidden = torch.full((length, key.shape[2]), -torch.inf, dtype=query.dtype, device=query.device)
-    hidden = hidden.triu_(1 + key.shape[2] - length)
+    mask = torch.full((length, key.shape[2]), -torch.inf, dtype=query.dtype, device=query.device)
+    mask = mask.triu_(1 + key.shape[2] - length)
     scores = (query * scale).reshape(count, key.shape[1], groups * length, width) @ key.transpose(2, 3)
-    scores = scores.unflatten(2, (groups, length)) + hidden
+    scores = scores.unflatten(2, (groups, length)) + mask
     return (torch.softmax(scores, dim=-1).flatten(2, 3) @ value).reshape(count, heads, length, -1)
 
 
 @functools.cache
 def _varlen_kernel() -> Any:
-    """torch's attention over ragged sequences, where it takes the arguments of 2.13; they changed between releases."""
+    """Return torch's varlen attention if it has the arguments of 2.13 (they changed between releases), else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -148,16 +148,16 @@ def _varlen_kernel() -> Any:
     return varlen_attn if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
 
 
-def _flash_takes(query: Tensor) -> bool:
-    """Whether one kernel computes all sequences of the pack: CUDA, half precision, heads that it knows."""
+def _supports_flash(query: Tensor) -> bool:
+    """Whether one kernel computes all sequences of the pack: CUDA, half precision, supported head sizes."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     width = query.shape[-1]
     return query.is_cuda and half and width <= 256 and width % 8 == 0 and _varlen_kernel() is not None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
-    """Flash attention over ragged sequences, [T, H, V]; values narrower than keys are widened for it."""
-    q_ends, k_ends, rows, longest_q, longest_k = _ragged(packed, query.device)
+    """Flash attention over ragged sequences, [T, H, V]; values narrower than keys are padded."""
+    q_ends, k_ends, rows, longest_q, longest_k = _ragged_bounds(packed, query.device)
     if rows is not None:
         key, value = key[rows], value[rows]
     width = value.shape[-1]
@@ -168,8 +168,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, 
     return output[..., :width]
 
 
-def _ragged(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-    """Ends of queries and keys of all calls, the keys' rows one call after another, and the longest of both."""
+def _ragged_bounds(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
+    """Cumulative lengths of queries and keys of all calls, rows of the keys call by call, and both maximum lengths."""
     if packed.context == 1:
         return packed.cu_seqlens_q, packed.cu_seqlens_q, None, packed.max_seqlen_q, packed.max_seqlen_q
     if "ragged" not in packed.cache:

@@ -1,4 +1,4 @@
-"""An architecture and a layout as mcore's TransformerConfig."""
+"""Builds mcore's TransformerConfig from an architecture and a parallel layout."""
 
 from __future__ import annotations
 
@@ -21,47 +21,50 @@ from slimectl.policies.megatron.rotary import softmax_scale
 from slimectl.weights.architecture import Architecture
 
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-"""Whose fields [megatron.args] may name."""
+"""Configuration classes whose fields [megatron.args] may set."""
 
 _OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _RECOMPUTE = ("recompute_granularity", "recompute_modules")
-_OWN_SETTINGS = {setting.removeprefix("megatron."): setting for setting in SETTINGS.values()} | {
+_SETTING_OF_ARG = {setting.removeprefix("megatron."): setting for setting in SETTINGS.values()} | {
     "sequence_parallel": SETTINGS["tensor"],
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "train.dtype"),
     **{name: f"train.{name}" for name in _OPTIMIZER},
     **{name: f"megatron.{name}" for name in ("use_distributed_optimizer", "optimizer_cpu_offload", *_RECOMPUTE)},
 }
-"""Arguments that would contradict a setting, and that setting."""
+"""Arguments that a setting controls, and that setting."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again: "none", the "selective" `modules`, or whole layers ("full")."""
+    """Activation recomputation: "none", "selective" (the `modules`), or "full" (whole layers)."""
 
     granularity: str = "none"
     modules: tuple[str, ...] = ("core_attn",)
 
 
 def field_names(kind: type) -> set[str]:
-    """What the installed version of a configuration class can be given."""
+    """Names of the fields that the installed version of a configuration class accepts."""
     return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
 def check_args(args: Mapping[str, Any]) -> None:
-    """Raises SettingsError for an argument that is a setting of its own, or that no class of megatron-core takes; the
-    latter with the nearest name."""
-    for name in (name for name in args if name in _OWN_SETTINGS):
-        raise SettingsError(f"megatron.args.{name}: is a setting of its own; set {_OWN_SETTINGS[name]}")
-    known = set().union(*(field_names(kind) for kind in ARGUMENT_CLASSES))
+    """Check the names in [megatron.args].
+
+    Raises SettingsError for an argument that a setting controls, or that no class of megatron-core has; for the latter
+    with the nearest name.
+    """
+    for name in (name for name in args if name in _SETTING_OF_ARG):
+        raise SettingsError(f"megatron.args.{name}: is a setting of its own; set {_SETTING_OF_ARG[name]}")
+    accepted = set().union(*(field_names(kind) for kind in ARGUMENT_CLASSES))
     for name in args:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see TransformerConfig of megatron-core"
+        if name not in accepted:
+            matches = difflib.get_close_matches(name, sorted(accepted), n=1)
+            hint = f"; did you mean {matches[0]}?" if matches else "; see TransformerConfig of megatron-core"
             raise SettingsError(f"megatron.args.{name}: megatron-core has no such argument{hint}")
 
 
 def _check_against_model(args: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raises SettingsError for an argument that would make it another model, or that packed training stands on."""
+    """Raises SettingsError for an argument that would change the model, or that packed training depends on."""
     for name, value in args.items():
         if name in architecture.transformer and name not in _TUNABLE and value != architecture.transformer[name]:
             raise SettingsError(
@@ -75,7 +78,7 @@ def _check_against_model(args: Mapping[str, Any], architecture: Architecture) ->
 
 
 def args_of(args: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The arguments that `kind` takes."""
+    """Select the arguments that class `kind` accepts."""
     return {name: value for name, value in args.items() if name in field_names(kind)}
 
 
@@ -88,7 +91,7 @@ def transformer_config(
     recompute: Recompute | None = None,
     **fields: Any,
 ) -> TransformerConfig:
-    """The configuration of a model; `fields` and then the user's `args` have the last word.
+    """Build the configuration of a model; `fields` override it, and the user's `args` override both.
 
     Raises SettingsError for an unknown argument, and for values that megatron-core refuses.
     """
@@ -98,8 +101,8 @@ def transformer_config(
     values = {
         **_ALWAYS,
         **architecture.transformer,
-        **_parallel(layout),
-        **_recomputed(recompute or Recompute()),
+        **_parallel_fields(layout),
+        **_recompute_fields(recompute or Recompute()),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -108,35 +111,35 @@ def transformer_config(
         **args_of(args or {}, kind),
     }
     if architecture.layer == "wide_qk_norm":
-        # mcore adds up gradients of query and key norms over tensor-parallel ranks; these norms are cut, not copied.
+        # mcore sums gradients of query and key norms over tensor-parallel ranks; these are sharded, not replicated.
         values["qk_layernorm"] = False
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))
     try:
-        # Fields that the installed version does not have are optional ones of ours: users' are checked above.
+        # Fields that the installed version lacks are optional ones of this module: users' are checked above.
         return kind(**args_of(values, kind))
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
 
 
 _TUNABLE = {"hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
-"""What a model's architecture suggests and training may choose."""
+"""Fields with a default from the architecture that training may override."""
 _NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispatcher_type", "add_bias_linear"}
-"""What this package's attention, batches and losses are written for."""
+"""Fields that the attention, batches and losses of this package depend on."""
 
 
-def _as_allocated(weight: Tensor) -> Tensor:
-    """No initial values: weights are loaded afterwards. Not `perform_initialization=False`, with which mcore (0.16.1)
-    also leaves out the marks by which gradient norms know a cut parameter."""
+def _skip_initialization(weight: Tensor) -> Tensor:
+    """Skip initialization: weights are loaded afterwards. Not `perform_initialization=False`, with which mcore (0.16.1)
+    also omits the attributes by which gradient norms recognise a sharded parameter."""
     return weight
 
 
 _ALWAYS: dict[str, Any] = {
     "activation_func": F.silu,
-    "init_method": _as_allocated,
-    "output_layer_init_method": _as_allocated,
-    "embedding_init_method": _as_allocated,
+    "init_method": _skip_initialization,
+    "output_layer_init_method": _skip_initialization,
+    "embedding_init_method": _skip_initialization,
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -150,7 +153,7 @@ _ALWAYS: dict[str, Any] = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "moe_grouped_gemm": False,
-    # Packed rows differ in length from one micro-batch to the next; the allgather dispatcher cannot have that.
+    # Packed rows differ in length from one micro-batch to the next; the allgather dispatcher does not support that.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
@@ -160,7 +163,7 @@ _ALWAYS: dict[str, Any] = {
 }
 
 
-def _parallel(layout: ParallelLayout) -> dict[str, Any]:
+def _parallel_fields(layout: ParallelLayout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -175,7 +178,7 @@ def _parallel(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def _recomputed(recompute: Recompute) -> dict[str, Any]:
+def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "full":

@@ -1,4 +1,4 @@
-"""The way to megatron.core: present, of a known version, mended for this machine, and quiet about what it misses."""
+"""Imports megatron.core: checks its version, patches it for this machine and silences known warnings."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _PARTS = (
     "optimizer", "optimizer_param_scheduler", "pipeline_parallel", "pipeline_parallel.p2p_communication",
     "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel", "dist_checkpointing.strategies.torch",
 )  # fmt: skip
-"""What is imported before patching: every module of megatron.core that this package calls, and what those import."""
+"""Modules imported before patching: all of megatron.core that this package calls, with their dependencies."""
 
 _QUIET = (
     r"Transformer Engine and Apex are not installed", r"Apex is not installed",
     r"The following imports from `dynamic_context.py`", r"\s*The 'megatron.core.transformer.custom_layers",
     r"`torch.jit.script_method` is deprecated", r"`torch.jit.script` is deprecated",
 )  # fmt: skip
-"""Warnings of the import that tell a user nothing: the absence of those libraries is a choice."""
+"""Import warnings about missing optional libraries: their absence is intended."""
 _QUIET_LATER = (
     r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
     r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
 )
-"""Warnings of running it that are for its authors, or for GPUs older than Blackwell alone."""
+"""Run-time warnings that concern its developers, or only GPUs older than Blackwell."""
 
 
 def prepare() -> None:
-    """Import megatron.core and mend it where this machine needs that.
+    """Import megatron.core and patch it where this machine needs that.
 
     Raises MissingExtraError if megatron-core or psutil is absent, BackendError for a version that is not supported.
     """
@@ -58,7 +58,7 @@ def prepare() -> None:
 def _version() -> str:
     """The installed version of megatron-core."""
     for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
-        # Without psutil a checkpoint's save waits for ever (megatron-core 0.16.1).
+        # Without psutil saving a checkpoint hangs (megatron-core 0.16.1).
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(package, extra="megatron", wanted_by='train.policy = "megatron"')
     try:

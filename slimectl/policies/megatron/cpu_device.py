@@ -1,10 +1,10 @@
-"""Megatron-core on a machine without CUDA: its GPU calls are led to the CPU, and nothing outside megatron.core changes.
+"""Runs Megatron-core on a machine without CUDA: redirects its GPU calls to the CPU; other modules are unchanged.
 
 megatron-core has no switch for the device: it writes `device="cuda"`, asks `torch.cuda.current_device()`, calls
 `tensor.cuda()` and compares `tensor.type()` with "torch.cuda.FloatTensor". Here the functions of its loaded modules
-are given the same bytecode with other names: "cuda" becomes "cpu", and `torch` becomes a view of torch whose `cpu` also
-answers what megatron-core asks of `torch.cuda`. Delete this module when megatron-core takes its device from torch's
-current accelerator; delete a patch when the comment at it says so.
+get the same bytecode with other names: "cuda" becomes "cpu", and `torch` becomes a view of torch whose `cpu` also has
+the functions of `torch.cuda` that megatron-core calls. Delete this module when megatron-core takes its device from
+torch's current accelerator; delete a patch when its docstring says so.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from slimectl.errors import BackendError
 
 TESTED = ("0.16.1",)
-"""Versions of megatron-core whose every GPU call is known."""
+"""Versions of megatron-core whose GPU calls are all covered."""
 
 _TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
-_WORDS = {"cuda": "cpu", **_TYPES}
-_done: set[str] = set()
+_REPLACEMENTS = {"cuda": "cpu", **_TYPES}
+_patched_modules: set[str] = set()
 
 
 def needed() -> bool:
@@ -35,15 +35,15 @@ def needed() -> bool:
 
 
 def install(version: str) -> None:
-    """Patch every loaded module of megatron.core; again after more of it was imported. Raises BackendError."""
+    """Patch every loaded module of megatron.core; call it again after importing more. Raises BackendError."""
     if version not in TESTED:
         raise BackendError(
             f"megatron-core {version} was not tested without a GPU; run: pip install 'megatron-core=={TESTED[-1]}'"
         )
     view = _torch_on_cpu()
-    for name in [name for name in sys.modules if name.startswith("megatron.core") and name not in _done]:
+    for name in [name for name in sys.modules if name.startswith("megatron.core") and name not in _patched_modules]:
         module = sys.modules[name]
-        _done.add(name)
+        _patched_modules.add(name)
         if isinstance(module, ModuleType):
             _redirect(module, view)
     _patch_random()
@@ -55,43 +55,43 @@ def _redirect(module: ModuleType, view: ModuleType) -> None:
     if vars(module).get("torch") is torch:
         module.torch = view  # type: ignore[attr-defined]
     for function in _functions(module):
-        function.__code__ = _renamed(function.__code__)
+        function.__code__ = _replace_cuda_names(function.__code__)
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """Every function that the module defines, in classes and under decorators too."""
+    """Yield every function that the module defines, methods and decorated functions included."""
     spaces: list[Mapping[str, Any]] = [vars(module)]
-    spaces += [vars(kind) for kind in vars(module).values() if inspect.isclass(kind) and _of(kind, module)]
+    spaces += [vars(kind) for kind in vars(module).values() if inspect.isclass(kind) and _is_defined_in(kind, module)]
     for value in [value for space in spaces for value in space.values()]:
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
         for part in parts:
             function = inspect.unwrap(getattr(part, "__func__", part))
-            if isinstance(function, FunctionType) and _of(function, module):
+            if isinstance(function, FunctionType) and _is_defined_in(function, module):
                 yield function
 
 
-def _of(thing: Any, module: ModuleType) -> bool:
-    return getattr(thing, "__module__", None) == module.__name__
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
 
 
-def _renamed(code: CodeType) -> CodeType:
-    """The same code that speaks of the CPU; functions defined inside included."""
+def _replace_cuda_names(code: CodeType) -> CodeType:
+    """Replace CUDA names by CPU names in a code object, nested functions included."""
     return code.replace(
-        co_names=tuple(_WORDS.get(name, name) for name in code.co_names),
+        co_names=tuple(_REPLACEMENTS.get(name, name) for name in code.co_names),
         co_consts=tuple(_constant(value) for value in code.co_consts),
     )
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _renamed(value)
+        return _replace_cuda_names(value)
     if isinstance(value, tuple):
         return tuple(_constant(part) for part in value)
-    return _WORDS.get(value, value) if isinstance(value, str) else value
+    return _REPLACEMENTS.get(value, value) if isinstance(value, str) else value
 
 
 def _torch_on_cpu() -> ModuleType:
-    """torch, except that `cpu` has the calls of `torch.cuda` that megatron-core makes."""
+    """Build a view of torch whose `cpu` has the functions of `torch.cuda` that megatron-core calls."""
     view = types.ModuleType("torch")
     vars(view).update(vars(torch))
     view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
@@ -109,17 +109,17 @@ def _torch_on_cpu() -> ModuleType:
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream whose events can be waited for; torch's own returns none (2.13)."""
+    """A stream that returns events; that of torch (2.13) returns None."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()
 
 
 def _patch_random() -> None:
-    """Random state of the only generator there is.
+    """Redirect random states to the CPU generator, the only one.
 
-    megatron-core (0.16.1) keeps states of CUDA generators and warns if the CPU's generator moves meanwhile; here
-    they are the same. Goes with the rest of this module.
+    megatron-core (0.16.1) keeps states of CUDA generators and warns if the CPU's generator advances meanwhile; here
+    they are the same. Delete with the rest of this module.
     """
     from megatron.core.tensor_parallel import random
 
@@ -130,7 +130,7 @@ def _patch_random() -> None:
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """CudaRNGStatesTracker.fork: draw from the state `name` inside, from the caller's again outside."""
+    """Replace CudaRNGStatesTracker.fork: draw from the state `name` inside, from the caller's state again outside."""
     outer = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -141,9 +141,9 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _patch_token_dispatcher() -> None:
-    """Split sizes of all-to-all as a host sequence.
+    """Convert split sizes of all-to-all to a host sequence.
 
-    megatron-core (0.16.1) makes them one only when it moves them off a GPU; `all_to_all_single` refuses tensors.
+    megatron-core (0.16.1) converts them only when it moves them off a GPU; `all_to_all_single` refuses tensors.
     Delete when `maybe_move_tensor_to_cpu` honours `as_numpy` for host tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
@@ -155,9 +155,9 @@ def _patch_token_dispatcher() -> None:
 
 
 def _patch_uneven_parts() -> None:
-    """Gather and reduce-scatter of parts that differ in length, by padding them to the longest.
+    """Gather and reduce-scatter parts of different lengths by padding them to the longest.
 
-    gloo (torch 2.13) refuses such lists, nccl takes them; experts that are cut (expert tensor parallelism) exchange
+    gloo (torch 2.13) refuses such lists, nccl accepts them; sharded experts (expert tensor parallelism) exchange
     them. Delete when gloo's all_gather and reduce_scatter take lists of unequal tensors.
     """
     from megatron.core.tensor_parallel import mappings
@@ -170,20 +170,20 @@ def _patch_uneven_parts() -> None:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, None, use_global_buffer)
         longest = max(output_split_sizes)
-        parts = gather(_lengthened(part, longest), group).split(longest)
-        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+        parts = gather(_pad_rows(part, longest), group).split(longest)
+        return torch.cat([padded[:size] for padded, size in zip(parts, output_split_sizes, strict=True)])
 
-    def scattered(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def scattered(full: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, None, use_global_buffer)
+            return reduce_scatter(full, group, None, use_global_buffer)
         longest = max(input_split_sizes)
-        parts = [_lengthened(part, longest) for part in whole.split(input_split_sizes)]
+        parts = [_pad_rows(part, longest) for part in full.split(input_split_sizes)]
         return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
 
     gathered._slimectl = True  # type: ignore[attr-defined]
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gathered, scattered
 
 
-def _lengthened(part: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor with rows of zeros below."""
+def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    """Append rows of zeros up to `rows` rows."""
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])

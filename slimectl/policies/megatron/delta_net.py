@@ -17,34 +17,34 @@ from slimectl.policies.megatron.norms import RMSNorm
 from slimectl.policies.megatron.packed import PackedSequences
 
 CHUNK = 64
-"""Tokens whose mutual influence is solved for at once."""
+"""Chunk length: tokens of one triangular solve."""
 
 
 class PlainRMSNorm(RMSNorm):
-    """RMSNorm whose weight counts from 0, in a model whose other norms count theirs from 1."""
+    """RMSNorm with a plain weight, in a model whose other norms add 1 to theirs (zero-centered gamma)."""
 
     zero_centered = False
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """mcore's gated delta net by its parameters and its checkpoints.
+    """mcore's gated delta net with the same parameters and checkpoints.
 
-    mcore's own (0.16.1) takes no packed sequences, and needs flash-linear-attention for its computation.
+    That of mcore (0.16.1) does not support packed sequences, and needs flash-linear-attention for its computation.
     """
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, hidden] to the same (of sequence-parallel rows where those are cut), and the bias to add."""
-        mixed, _bias = self.in_proj(hidden_states)
+        """Map [T, 1, hidden] (sharded under sequence parallelism) to the same shape; returns the bias to add too."""
+        projected, _bias = self.in_proj(hidden_states)
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_value_heads // self.tp_size
-        qkv, z, beta, alpha = mixed.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
+        qkv, z, beta, alpha = projected.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
         qkv = F.silu(_causal_convolution(qkv, self.conv1d.weight.squeeze(1), packed_seq_params.positions_T))
         query, key, value = qkv.split([keys, keys, values], dim=-1)
         share = self.num_value_heads // self.num_key_heads
         query, key = (
-            _unit(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
+            _l2_normalize(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
             for part in (query, key)
         )
         decay_TH = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
@@ -60,32 +60,32 @@ class PackedDeltaNet(GatedDeltaNet):
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay_TH: Tensor, beta_TH: Tensor, packed: PackedSequences
 ) -> Tensor:
-    """Attention whose state forgets and corrects: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
+    """Gated delta rule: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
 
     `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32; the state is [K, V] and
-    begins at 0 in every sequence. Returns [T, H, V].
+    starts at 0 in every sequence. Returns [T, H, V].
     """
     places_NC, turns = _chunks(packed, query.device)
     real_NC = places_NC >= 0
     q, k, v = (_in_chunks(part, places_NC) for part in (query, key, value))
     g, beta = (_in_chunks(part[..., None], places_NC)[..., 0] for part in (decay_TH, beta_TH))
     total = g.cumsum(-1)  # [N, H, C]
-    fading = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    # What tokens of a chunk write depends on what earlier ones wrote: a triangular system, solved for both right sides.
-    system = (k * beta[..., None]) @ k.transpose(-1, -2) * fading
+    decay_mask = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    # Updates of a chunk's tokens depend on those of earlier tokens: a triangular system, solved for both right sides.
+    system = (k * beta[..., None]) @ k.transpose(-1, -2) * decay_mask
     sides = torch.cat([v, k * total.exp()[..., None]], dim=-1) * beta[..., None]
     solved = torch.linalg.solve_triangular(system.tril(-1), sides, upper=False, unitriangular=True)
-    written, taken = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    inner = q @ k.transpose(-1, -2) * fading
+    value_update, key_cumdecay = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inner = q @ k.transpose(-1, -2) * decay_mask
     from_state = q * total.exp()[..., None]
-    kept = k * (total[..., -1:] - total).exp()[..., None]
+    decayed_key = k * (total[..., -1:] - total).exp()[..., None]
     state = q.new_zeros(len(turns[0]), q.shape[1], q.shape[-1], v.shape[-1])  # [B, H, K, V]
     outputs = []
     for turn in turns:
         state = state[: len(turn)]
-        new = written[turn] - taken[turn] @ state
+        new = value_update[turn] - key_cumdecay[turn] @ state
         outputs.append(from_state[turn] @ state + inner[turn] @ new)
-        state = state * total[turn][..., -1, None, None].exp() + kept[turn].transpose(-1, -2) @ new
+        state = state * total[turn][..., -1, None, None].exp() + decayed_key[turn].transpose(-1, -2) @ new
     order_N = torch.cat(turns)
     output_NHCV = torch.cat(outputs)
     flat = torch.empty(packed.tokens, dtype=torch.long, device=query.device)
@@ -95,8 +95,8 @@ def gated_delta_rule(
 
 
 def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Row of every token of every chunk [N, C], -1 where a sequence ends before its chunk; and the chunks that are
-    computed in turn: the first of every sequence, the second of those that have one, …; longest sequences first."""
+    """Row of every token of every chunk [N, C], -1 for padding at the end of a sequence; and the order of computation:
+    the first chunk of every sequence, the second of those that have one, …; longest sequences first."""
     if "chunks" not in packed.cache:
         spans = sorted(zip(packed.starts, packed.lengths, strict=True), key=lambda span: -span[1])
         places, turns = [], [[] for _ in range(-(-max(packed.lengths) // CHUNK))]
@@ -111,13 +111,13 @@ def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list
 
 
 def _in_chunks(part_THW: Tensor, places_NC: Tensor) -> Tensor:
-    """[N, H, C, W]; zeros where there is no token, which neither write nor forget."""
+    """Gather tokens into chunks [N, H, C, W]; padding is zero, which leaves the state unchanged."""
     chunks = part_THW[places_NC.clamp(min=0)] * (places_NC >= 0)[..., None, None]
     return chunks.transpose(1, 2)
 
 
 def _causal_convolution(states_TW: Tensor, kernel_WS: Tensor, positions_T: Tensor) -> Tensor:
-    """Every channel with its own kernel over the last S tokens of its sequence."""
+    """Depthwise causal convolution: one kernel per channel over the last S tokens of its sequence."""
     output = states_TW * kernel_WS[:, -1]
     for back in range(1, kernel_WS.shape[1]):
         earlier = states_TW.roll(back, dims=0) * (positions_T >= back)[:, None]
@@ -125,5 +125,5 @@ def _causal_convolution(states_TW: Tensor, kernel_WS: Tensor, positions_T: Tenso
     return output
 
 
-def _unit(states: Tensor) -> Tensor:
+def _l2_normalize(states: Tensor) -> Tensor:
     return states * torch.rsqrt(states.square().sum(-1, keepdim=True) + 1e-6)

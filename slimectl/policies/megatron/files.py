@@ -1,4 +1,4 @@
-"""The files of a checkpoint, those of the FSDP policy: one rank writes, each reads as far as it needs."""
+"""Checkpoint files in the format of the FSDP policy: rank 0 writes, every rank reads its own part."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def save(
     weights: Iterator[tuple[str, Tensor]],
     updated: Sequence[Link],
     companions: Path,
-    facts: dict[str, Any],
+    trainer_state: dict[str, Any],
     adapter: tuple[LoraOptions, Path] | None = None,
 ) -> None:
-    """Float32 `weights` as a Hugging Face directory, the moments of `updated`, and `facts`.
+    """Write float32 `weights` as a Hugging Face directory, the moments of `updated`, and `trainer_state`.
 
-    Config and tokenizer are those of `companions`. With `adapter`, its options and the model under it, what was updated
-    is written in peft's format too.
+    Config and tokenizer are copied from `companions`. With `adapter` (its options and its base model), the trained
+    parameters are written in peft's format too.
     """
     moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
     if dist.get_rank() == 0:
@@ -42,43 +42,43 @@ def save(
         if adapter is not None:
             write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
         copy_companions(companions, path, torch.float32)
-        write_trainer(path, **facts)
+        write_trainer(path, **trainer_state)
     else:
-        # The first rank's tensors are made of all ranks' parts.
+        # Collective: rank 0 gathers its tensors from the parts of all ranks.
         for _ in chain(weights, moments, learned):
             pass
     dist.barrier()
 
 
 def load_adapter(path: Path, state: LinkedState, links: Iterable[Link]) -> None:
-    """Take this rank's part of the tensors of `links` from a folder in peft's format. Raises CheckpointError."""
-    mine = state.mine(links)
-    stream = read_adapter(path, shapes_of(mine))
-    for link in mine:
+    """Load this rank's part of the tensors of `links` from a folder in peft's format. Raises CheckpointError."""
+    local_links = state.mine(links)
+    stream = read_adapter(path, shapes_of(local_links))
+    for link in local_links:
         parts = dict(next(stream) for _ in link.hf)
         state.put(link, PARAM, parts.__getitem__)
 
 
 def load_moments(path: Path, state: LinkedState, updated: Iterable[Link], *, updates: int) -> None:
-    """Take back this rank's part of the moments of `updated`, after so many updates. Raises CheckpointError."""
-    mine = state.mine(updated)
-    stream = read_tensors(path / OPTIMIZER, _moment_shapes(mine))
-    for link in mine:
-        for what in MOMENTS:
+    """Load this rank's part of the moments of `updated`; `updates` is the step count. Raises CheckpointError."""
+    local_links = state.mine(updated)
+    stream = read_tensors(path / OPTIMIZER, _moment_shapes(local_links))
+    for link in local_links:
+        for moment in MOMENTS:
             parts = {name: next(stream)[1] for name in link.hf}
-            state.put(link, what, parts.__getitem__, updates=updates)
+            state.put(link, moment, parts.__getitem__, updates=updates)
 
 
 def shapes_of(links: Iterable[Link]) -> dict[str, torch.Size]:
-    """The Hugging Face tensors of the links, in order."""
+    """Shapes of the Hugging Face tensors of the links, in order."""
     return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
 def _moment_shapes(links: Iterable[Link]) -> dict[str, torch.Size]:
-    """In the order of LinkedState.each."""
+    """Shapes of the moments, in the order of LinkedState.each."""
     return {
-        f"{what}.{name}": torch.Size(shape)
+        f"{moment}.{name}": torch.Size(shape)
         for link in links
-        for what in MOMENTS
+        for moment in MOMENTS
         for name, shape in zip(link.hf, link.shapes, strict=True)
     }

@@ -23,10 +23,10 @@ from slimectl.policies.megatron.batch import Batch
 def response_log_probs(
     hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [R], and entropies [R] if asked for: the same numbers on every rank of the pack.
+    """Log-probabilities [R], and entropies [R] if requested: the same numbers on every rank of the pack.
 
-    Every rank may compute the same loss of them: each carries back the gradient of its own tokens and of its own rows
-    of the vocabulary only, and what finalize_model_grads sums over ranks is the whole gradient, counted once.
+    Every rank may compute the same loss from them: each back-propagates the gradient of its own tokens and its own rows
+    of the vocabulary only, so that the sum of finalize_model_grads over ranks is the full gradient, counted once.
     """
     selected_MH = whole(hidden_T1H)[batch.sources_M]
     logprobs_M, entropy_M = linear_log_probs(
@@ -51,7 +51,7 @@ def response_logits(
 
 
 def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:
-    """This tensor-parallel rank's rows of the vocabulary; None where it has all."""
+    """Rows of the vocabulary of this tensor-parallel rank; None if it holds all."""
     group = parallel_state.get_tensor_model_parallel_group()
     rows = weight_VH.shape[0]
     if group.size() == 1 and rows == vocab_size:
@@ -68,7 +68,7 @@ def whole(hidden_T1H: Tensor) -> Tensor:
 
 
 def in_pack(values_M: Tensor, batch: Batch) -> Tensor:
-    """Every context-parallel rank's values, in the order of the pack's response tokens."""
+    """Combine the values of all context-parallel ranks, in the order of the pack's response tokens."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return values_M
     return _InPack.apply(values_M, batch.mine_M, len(batch.targets_R))
@@ -79,7 +79,7 @@ class _InPack(torch.autograd.Function):
     def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(mine_M)
         values_R = values_M.new_zeros(count, *values_M.shape[1:]).index_copy_(0, mine_M, values_M)
-        # All others hold zeros at a rank's places: the sum rounds nothing.
+        # All other ranks hold zeros at these positions: the sum is exact.
         dist.all_reduce(values_R, group=parallel_state.get_context_parallel_group())
         return values_R
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory against the links of a model: nothing missing, nothing more, every shape right."""
+"""Checks a Hugging Face directory against the links of a model: no tensor missing, none extra, all shapes right."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEAD = "lm_head.weight"
 
 
 def checked_names(weights: Weights, links: Sequence[Link], carried: Sequence[str], tie: str, path: Path) -> list[str]:
-    """The tensors that the model has, in the checkpoint's order; a head that repeats its embedding `tie` is one.
+    """List the names of the model's tensors in the checkpoint's order; a head that repeats the embedding `tie` is one.
 
-    Reads nothing but headers, except such a head. Raises CheckpointError.
+    Reads only headers, except for such a head. Raises CheckpointError.
     """
     expected = {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
     shapes = expected if HEAD in expected else {**expected, HEAD: expected[tie]}

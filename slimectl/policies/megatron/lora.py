@@ -1,6 +1,6 @@
-"""Low-rank adapters on the linear layers of mcore's model: a pair of matrices for every Hugging Face layer in them.
+"""LoRA adapters on the linear layers of mcore's model: a pair of matrices for each Hugging Face layer in them.
 
-T tokens · K rank · I inputs · O outputs of a Megatron matrix, as far as this rank holds them · P layers in it.
+T tokens · K rank · I inputs · O outputs of a Megatron matrix on this rank · P Hugging Face layers in it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _REFUSED = {
 
 
 class Adapter(nn.Module):
-    """B A of the Hugging Face layers that are one Megatron matrix, scaled: what the matrix computes more.
+    """Scaled B A of all Hugging Face layers that are fused in one Megatron matrix.
 
-    Tensor parallelism cuts it as it cuts the matrix. Of a matrix cut by rows B is cut and every rank's A sees its own
-    tokens; of one cut by columns A is cut and B sees the rank's own tokens.
+    Tensor parallelism shards it like the matrix. For a matrix split by rows, B is split and A of every rank processes
+    the rank's tokens; for one split by columns, A is split and B processes the rank's tokens.
     """
 
     def __init__(self, link: Link, pairs: Sequence[Pair], scale: float, config: Any, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
         if cut is not None:
             shape[cut.axis] //= self.group.size()
         parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        # The marks by which mcore shares gradients and counts each once in their norm.
+        # Attributes by which mcore reduces gradients and counts each once in their norm.
         set_tensor_model_parallel_attributes(parameter, self.routed or cut is not None, cut.axis if cut else -1, 1)
         if self.routed:
             parameter.allreduce = False
@@ -70,41 +70,41 @@ class Adapter(nn.Module):
         return parameter
 
     def _rows(self, link: Link, half: Link, device: torch.device) -> Tensor | None:
-        """At which of this rank's outputs the rows of B stand; None if B has a row for each, in order."""
+        """Output index on this rank of each row of B; None if B has one row per output, in order."""
         if len(link.hf) == 1:
             return None
         part = next(i for i, name in enumerate(link.hf) if half.hf[0].startswith(name.removesuffix("weight")))
         sizes = [shape[0] for shape in link.shapes]
         numbers = torch.arange(sum(sizes)).split(sizes)
-        held, mine = link.join.whole(numbers), numbers[part]
+        local_rows, layer_rows = link.join.whole(numbers), numbers[part]
         if link.split is not None and half.split is not None:
-            held = link.split.shard(held, self.group.rank(), self.group.size())
-            mine = half.split.shard(mine, self.group.rank(), self.group.size())
-        places = torch.full((sum(sizes),), -1)
-        places[held] = torch.arange(len(held))
-        assert (places[mine] >= 0).all()
-        return places[mine].to(device)
+            local_rows = link.split.shard(local_rows, self.group.rank(), self.group.size())
+            layer_rows = half.split.shard(layer_rows, self.group.rank(), self.group.size())
+        index_of_row = torch.full((sum(sizes),), -1)
+        index_of_row[local_rows] = torch.arange(len(local_rows))
+        assert (index_of_row[layer_rows] >= 0).all()
+        return index_of_row[layer_rows].to(device)
 
     def down(self) -> Tensor:
-        """All A below each other, [P K, I]."""
-        return torch.cat([self._whole(a, cut=self.axis == 1) for a in self.A.values()])
+        """All A, concatenated by rows: [P K, I]."""
+        return torch.cat([self._copy_to_ranks(a, cut=self.axis == 1) for a in self.A.values()])
 
     def up(self) -> Tensor:
-        """All B, each at its layer's outputs and its A's ranks, zeros elsewhere: [O, P K]."""
-        found = []
+        """All B, each at the rows of its layer and the columns of its A, zeros elsewhere: [O, P K]."""
+        columns = []
         for name, b in self.B.items():
-            rows, b = self.rows[name], self._whole(b, cut=self.axis == 0)
-            found.append(b if rows is None else b.new_zeros(self.outputs, b.shape[1]).index_copy(0, rows, b))
-        return torch.cat(found, dim=1)
+            rows, b = self.rows[name], self._copy_to_ranks(b, cut=self.axis == 0)
+            columns.append(b if rows is None else b.new_zeros(self.outputs, b.shape[1]).index_copy(0, rows, b))
+        return torch.cat(columns, dim=1)
 
-    def _whole(self, parameter: Tensor, *, cut: bool) -> Tensor:
-        """For routed experts: ranks that share an expert each have a part of an uncut matrix's gradient."""
+    def _copy_to_ranks(self, parameter: Tensor, *, cut: bool) -> Tensor:
+        """Return a parameter; sums an unsplit one's gradient over the ranks that share a routed expert."""
         if not self.routed or cut or self.group.size() == 1:
             return parameter
         return copy_to_tensor_model_parallel_region(parameter, group=self.group)
 
     def forward(self, states: Tensor) -> Tensor:
-        """What to add to the matrix's output for its input `states` [T, 1, I]."""
+        """Adapter output to add to the matrix's output, for its input `states` [T, 1, I]."""
         inner = F.linear(states, self.down())
         if self.sequence_parallel and self.axis == 0:
             inner = gather_from_sequence_parallel_region(inner, group=self.group)
@@ -114,49 +114,49 @@ class Adapter(nn.Module):
 
 
 class Adapters:
-    """The adapters of a model, on all ranks by link and on this one as modules."""
+    """All adapters of a model: links for all ranks, modules for this one."""
 
     def __init__(self, options: LoraOptions, links: Sequence[Link], args: Mapping[str, Any]) -> None:
-        """Raises SettingsError if a target names no linear layer, or for arguments of mcore that cannot be had."""
+        """Raises SettingsError if a target names no linear layer, or for an mcore argument that LoRA does not allow."""
         for name in (name for name in _REFUSED if args.get(name)):
             raise SettingsError(f"megatron.args.{name}: is not possible with train.lora_rank ({_REFUSED[name]})")
         self.options = options
         layers = set(chosen(linear_layers(links), options.targets))
-        found = [(link, adapter_links(link, layers, options.rank)) for link in links]
-        self.of_matrix = {link.megatron: (link, pairs) for link, pairs in found if pairs}
+        pairs_by_link = [(link, adapter_links(link, layers, options.rank)) for link in links]
+        self.of_matrix = {link.megatron: (link, pairs) for link, pairs in pairs_by_link if pairs}
         pairs = [pair for _, pairs in self.of_matrix.values() for pair in pairs]
         self.of_weight = {a.hf[0].removesuffix("lora_A.weight") + "weight": (a, b) for a, b in pairs}
         self.links = [half for pair in pairs for half in pair]
 
     def attach(self, chunks: Sequence[PackedGPT], device: torch.device) -> None:
-        """Give the linear layers that this rank holds theirs."""
+        """Attach adapters to the linear layers of this rank."""
         for chunk in chunks:
             for name, module in list(chunk.named_modules()):
                 link, pairs = self.of_matrix.get(naming.global_name(f"{name}.weight", chunk), (None, []))
                 if link is not None:
                     module.add_module("adapter", Adapter(link, pairs, self.options.scale, chunk.config, device))
-                    module.register_forward_hook(_add)
+                    module.register_forward_hook(_add_adapter_output)
 
     def begin(self, state: LinkedState, seed: int) -> None:
-        """The values before the first step: drawn, or those of the adapter to begin from. Raises CheckpointError."""
+        """Initialize the adapters: random, or from the adapter to start from. Raises CheckpointError."""
         load = self.options.load
         if load is not None:
-            base_of(load, self.options, known=shapes_of(self.links))
+            base_of(load, self.options, parameter_names=shapes_of(self.links))
             load_adapter(load, state, self.links)
             return
         for link in state.mine(self.links):
             state.put(link, PARAM, lambda name, link=link: initial(name, link.shape, seed=seed))
 
     def merged(self, state: LinkedState, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """state.tensors with the adapters merged into the matrices."""
+        """Stream state.tensors with the adapters merged into the matrices."""
         for name, tensor in state.tensors(names, PARAM):
             if name in self.of_weight:
                 tensor = self.options.merged(tensor, *(state.whole(half, PARAM) for half in self.of_weight[name]))
             yield name, tensor
 
 
-def _add(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    """A forward hook: mcore's layers give a bias beside their output."""
+def _add_adapter_output(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    """Forward hook that adds the adapter's output; mcore's layers may return a bias beside theirs."""
     if isinstance(output, tuple):
         return output[0] + module.adapter(inputs[0]), *output[1:]
     return output + module.adapter(inputs[0])

@@ -1,4 +1,4 @@
-"""The float32 masters behind a rank's parameters, and their moments, wherever mcore's optimizers keep them."""
+"""Access to the float32 masters of a rank's parameters and their moments in any of mcore's optimizers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 PARAM = "param"
-"""What Master calls the float32 parameter itself, beside the moments."""
+"""Slot name of the float32 parameter itself, beside the moments."""
 
 
 @dataclass
 class Master:
-    """The float32 master of one parameter and its moments, as far as this rank holds them.
+    """The float32 master of one parameter and its moments: this rank's part of them.
 
-    `main` is the master, or its part [start, stop) of the flat parameter where data ranks share it; None if this rank
-    has no part. `inner` is the torch optimizer, None for what is not trained.
+    `main` is the master, or its part [start, stop) of the flat parameter if it is sharded over data ranks; None if this
+    rank has no part. `inner` is the torch optimizer, None for a frozen parameter.
     """
 
     parameter: Tensor
@@ -31,35 +31,35 @@ class Master:
     stop: int = 0
     group: dist.ProcessGroup | None = None
 
-    def read(self, what: str) -> Tensor:
-        """PARAM or a moment in the parameter's shape; where data ranks share it, all of them must ask."""
-        held = self._held(what)
+    def read(self, slot: str) -> Tensor:
+        """Read `slot` (PARAM or a moment) in the parameter's shape; collective over the data ranks that share it."""
+        local = self._local_part(slot)
         if self.group is None:
-            assert held is not None
-            return held.detach()
+            assert local is not None
+            return local.detach()
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
-        if held is not None:
-            flat[self.start : self.stop] = held.detach()
+        if local is not None:
+            flat[self.start : self.stop] = local.detach()
         dist.all_reduce(flat, group=self.group)
         return flat.view(self.parameter.shape)
 
     @torch.no_grad()
-    def write(self, what: str, value: Tensor, *, updates: int) -> None:
-        """Take over `value` (the parameter's shape); a moment after `updates` updates."""
-        if what == PARAM:
+    def write(self, slot: str, value: Tensor, *, updates: int) -> None:
+        """Write `value` (in the parameter's shape) to `slot`; a moment with the step count `updates`."""
+        if slot == PARAM:
             self.parameter.copy_(value)
             if self.inner is None:
-                # Frozen: a value that the parameter rounds is kept beside it, to be given back as it came.
+                # Frozen: a value that the parameter rounds is kept beside it, so that it is saved unchanged.
                 self.main = self.parameter if torch.equal(self.parameter.to(value.dtype), value) else value.clone()
                 return
         if self.main is None:
             return
         part = value.reshape(-1)[self.start : self.stop].view_as(self.main) if self.group is not None else value
-        if what == PARAM:
+        if slot == PARAM:
             self.main.copy_(part)
         slots, device = self._slots()
-        if what != PARAM:
-            slots[what] = part.to(device, torch.float32).reshape(self.main.shape).clone()
+        if slot != PARAM:
+            slots[slot] = part.to(device, torch.float32).reshape(self.main.shape).clone()
             slots["step"] = torch.tensor(float(updates), device=device)
         elif isinstance(self.inner, HybridDeviceOptimizer) and self.main in self.inner.gpu_params_map_cpu_copy:
             self.inner.gpu_params_map_cpu_copy[self.main].copy_(part)
@@ -69,51 +69,51 @@ class Master:
         if self.main is not None and self.inner is not None:
             self._slots()[0].clear()
 
-    def _held(self, what: str) -> Tensor | None:
-        if what == PARAM or self.main is None:
+    def _local_part(self, slot: str) -> Tensor | None:
+        if slot == PARAM or self.main is None:
             return self.main
-        moment = self._slots()[0].get(what)
+        moment = self._slots()[0].get(slot)
         return torch.zeros_like(self.main, dtype=torch.float32) if moment is None else moment.to(self.main.device)
 
     def _slots(self) -> tuple[dict[str, Tensor], torch.device]:
-        """The optimizer's state of this master, and where it lies."""
+        """Optimizer state of this master, and its device."""
         assert self.main is not None
         if not isinstance(self.inner, HybridDeviceOptimizer):
             return self.inner.state[self.main], self.main.device
-        own = self.inner.param_to_inner_param[self.main]
+        inner_parameter = self.inner.param_to_inner_param[self.main]
         for part in self.inner.sub_optimizers:
-            if any(own is parameter for group in part.param_groups for parameter in group["params"]):
-                return part.state[own], own.device
+            if any(inner_parameter is parameter for group in part.param_groups for parameter in group["params"]):
+                return part.state[inner_parameter], inner_parameter.device
         raise AssertionError("a hybrid optimizer without one of its parameters")
 
 
 def masters(tensors: Sequence[Tensor], optimizer: Any) -> list[Master]:
-    """The master of each of a rank's parameters or buffers."""
+    """Return the master of each of a rank's parameters or buffers."""
     shared: dict[Tensor, Master] = {}
-    whole: dict[Tensor, Any] = {}
+    unsharded: dict[Tensor, Any] = {}
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
         if isinstance(part, DistributedOptimizer):
-            shared |= _shared(part)
+            shared |= _sharded_masters(part)
         else:
-            whole |= {main: part.optimizer for group in part.optimizer.param_groups for main in group["params"]}
-    made = []
+            unsharded |= {main: part.optimizer for group in part.optimizer.param_groups for main in group["params"]}
+    result = []
     for tensor in tensors:
         main = getattr(tensor, "main_param", None)
         main = tensor if main is None else main
-        made.append(shared[tensor] if tensor in shared else Master(tensor, main, whole.get(main)))
-    return made
+        result.append(shared[tensor] if tensor in shared else Master(tensor, main, unsharded.get(main)))
+    return result
 
 
-def _shared(part: DistributedOptimizer) -> dict[Tensor, Master]:
-    found = {}
+def _sharded_masters(part: DistributedOptimizer) -> dict[Tensor, Master]:
+    result = {}
     for parameter in [parameter for buffer in part.buffers for parameter in buffer.params]:
         master = Master(parameter, None, part.optimizer, group=part.data_parallel_group)
         if parameter in part.model_param_gbuf_map:
-            held = part._get_model_param_range_map(parameter)["param"]
+            param_range = part._get_model_param_range_map(parameter)["param"]
             group, order = part.model_param_group_index_map[parameter]
             main = part.optimizer.param_groups[group]["params"][order]
-            master = replace(master, main=main, start=held.start, stop=held.end)
-        found[parameter] = master
-    return found
+            master = replace(master, main=main, start=param_range.start, stop=param_range.end)
+        result[parameter] = master
+    return result

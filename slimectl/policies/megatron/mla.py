@@ -22,7 +22,7 @@ from slimectl.policies.megatron.rotary import rotated
 
 
 class ReplicatedLinear(nn.Module):
-    """A matrix that every tensor-parallel rank holds whole, applied to the rank's part of the tokens."""
+    """A linear layer that every tensor-parallel rank replicates, applied to the rank's part of the tokens."""
 
     def __init__(self, inputs: int, outputs: int, config: Any) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """mcore's MLASelfAttention by its parameters' names, with down-projections that every rank holds.
+    """mcore's MLASelfAttention with the same parameter names and replicated down-projections.
 
-    mcore's own (0.16.1, without TransformerEngine) cuts them, and with tensor parallelism loses a part of the
-    gradient of the rotary key, silently.
+    That of mcore (0.16.1, without TransformerEngine) shards them, and with tensor parallelism silently loses a part of
+    the gradient of the rotary key.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """[N, 1, hidden] to the same; mcore expects a bias beside it."""
+        """Map [N, 1, hidden] to the same shape; mcore expects a bias beside it."""
         config, angles = self.config, packed_seq_params.angles
         assert angles is not None
         query_THD = self._query(hidden_states).squeeze(1).unflatten(-1, (self.heads, -1))
@@ -98,9 +98,9 @@ class LatentAttention(MegatronModule):
         key, value_THV = (
             up.squeeze(1).unflatten(-1, (self.heads, -1)).split([config.qk_head_dim, config.v_head_dim], -1)
         )
-        plain, turning = query_THD.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain, rotary = query_THD.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         shared_key = rotated(rotary_key, angles).expand(-1, self.heads, -1)
-        query_THD = torch.cat([plain, rotated(turning, angles)], dim=-1)
+        query_THD = torch.cat([plain, rotated(rotary, angles)], dim=-1)
         key_THD = torch.cat([key, shared_key], dim=-1)
         output_TW = recomputable(self, query_THD, key_THD, value_THV, packed_seq_params)
         output, _ = self.linear_proj(output_TW[:, None])

@@ -1,6 +1,6 @@
 """mcore's GPTModel over packed sequences, from an architecture; one chunk per virtual pipeline stage.
 
-T tokens that this rank holds · H hidden width · V vocabulary.
+T tokens of this rank · H hidden width · V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slimectl.weights.architecture import Architecture
 
 
 class PackedGPT(GPTModel):
-    """GPTModel that returns hidden states: the head is the caller's, who needs few rows of it.
+    """GPTModel that returns hidden states: the caller applies the head, to few of the tokens.
 
-    Its parameters, and so its checkpoints, are GPTModel's.
+    Its parameters, and so its checkpoints, are those of GPTModel.
     """
 
     def __init__(self, architecture: Architecture, config: Any, *, vocab_size: int, virtual_stage: int | None) -> None:
@@ -61,9 +61,9 @@ class PackedGPT(GPTModel):
         )
 
     def _padding(self, packed: PackedSequences) -> Tensor:
-        """What the routers leave out of their counts, [1, T].
+        """Padding mask for the routers' token counts, [1, T].
 
-        mcore (0.16.1) cuts it for sequence parallelism on the first pipeline stage only.
+        mcore (0.16.1) splits it for sequence parallelism on the first pipeline stage only.
         """
         padding_1T = packed.padding_T[None]
         if self.pre_process or not self.config.sequence_parallel:
@@ -76,7 +76,7 @@ class PackedGPT(GPTModel):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The head's rows of this tensor-parallel rank, [V / tensor, H]; the embedding where they are tied.
+        """Rows of the head on this tensor-parallel rank, [V / tensor, H]; the embedding if they are tied.
 
         On the last stage only. In a pipeline of several stages a tied head is the last stage's copy of the embedding
         (`output_layer.weight`), whose gradient mcore adds to the first stage's.
@@ -87,17 +87,17 @@ class PackedGPT(GPTModel):
 
 
 def device() -> torch.device:
-    """Where models are built: the current GPU, else the CPU."""
+    """Device of the models: the current GPU, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Rows of embedding and head: the vocabulary's, rounded up to a multiple of the tensor-parallel size."""
+    """Rows of embedding and head: the vocabulary size, rounded up to a multiple of the tensor-parallel size."""
     return -(-architecture.vocab_size // layout.tensor) * layout.tensor
 
 
 Provide = Callable[..., PackedGPT]
-"""(build, pre_process, post_process, vp_stage): a chunk of the model, of which `build()` is the usual one."""
+"""(build, pre_process, post_process, vp_stage) -> a chunk of the model; `build()` returns the default one."""
 
 
 def build(
@@ -110,9 +110,9 @@ def build(
     provide: Provide | None = None,
     **fields: Any,
 ) -> list[PackedGPT]:
-    """The chunks of the model that this rank holds, one per virtual pipeline stage; matrices have no values yet.
+    """Build this rank's chunks of the model, one per virtual pipeline stage; matrices are uninitialized.
 
-    `parallel.start(layout, …)` comes first. `provide` makes a chunk its own way. Raises SettingsError for a
+    Call `parallel.start(layout, …)` first. `provide` replaces the construction of a chunk. Raises SettingsError for a
     configuration that megatron-core refuses.
     """
     config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
@@ -123,7 +123,7 @@ def build(
         make = partial(PackedGPT, architecture, config, vocab_size=vocab_size, virtual_stage=stage)
         first, last = _is_first(stage), _is_last(stage)
         chunks.append(provide(make, pre_process=first, post_process=last, vp_stage=stage) if provide else make())
-    # Moved as a whole: mcore makes routers on the CPU and moves them when they first run.
+    # The whole chunk is moved: mcore builds routers on the CPU and moves them when they first run.
     return [chunk.to(device()) for chunk in chunks]
 
 

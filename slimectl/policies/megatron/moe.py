@@ -1,4 +1,4 @@
-"""Mixture of experts: mcore's router without its trap for padding, and its experts computed together.
+"""Mixture of experts: mcore's router with correct padding, and its experts as grouped matrix products.
 
 N rows, one for each choice of a token, experts' rows together · E experts of this rank · I input width · O output
 width · F an expert's inner width.
@@ -17,45 +17,45 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """mcore's router; its softmax and sigmoid choices are those of the Hugging Face models."""
+    """mcore's router; its softmax and sigmoid routing equals that of the Hugging Face models."""
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of every expert, for the update of its bias.
 
-        megatron-core (0.16.1) combines [tokens, experts] with a mask [tokens], which fails or counts wrong, and
-        compiles the function, which needs a C++ compiler. Delete when neither is so.
+        megatron-core (0.16.1) combines [tokens, experts] with a mask [tokens], which fails or miscounts, and
+        compiles the function, which needs a C++ compiler. Delete when both are fixed.
         """
         if self.enable_expert_bias and torch.is_grad_enabled():
-            counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
-            self.local_tokens_per_expert += counted.sum(dim=0)
+            real_map = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += real_map.sum(dim=0)
 
 
 class Experts(SequentialMLP):
-    """mcore's experts, an MLP each by parameters, with one matrix product for all of them.
+    """mcore's experts, with the parameters of one MLP each and one grouped matrix product for all.
 
-    Needs no TransformerEngine, as mcore's own grouped experts do.
+    Does not need TransformerEngine, unlike the grouped experts of mcore.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # mcore (0.16.1) reduces gradients over the experts' own data-parallel ranks only with expert parallelism; with
-        # a tensor size above their own, ranks would then keep parts. It also lets optimizers be saved at one expert
-        # size and loaded at another: experts have one of their own at every size.
+        # mcore (0.16.1) reduces gradients over the experts' data-parallel ranks only with expert parallelism; with a
+        # tensor size above the experts', ranks would then keep partial gradients. It also allows saving optimizers at
+        # one expert size and loading at another: experts have an optimizer of their own at every size.
         for parameter in self.parameters():
             parameter.allreduce = False
 
     def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
-        """Every row through its expert, times its weight; rows come one expert after another."""
+        """Apply each row's expert and multiply by the row's weight; rows are sorted by expert."""
         ends_E = tokens_per_expert_E.to(rows_NI.device).cumsum(0).to(torch.int32)
         up = [expert.linear_fc1 for expert in self.local_experts]
         down = [expert.linear_fc2 for expert in self.local_experts]
-        gate_NF, up_NF = _product(rows_NI, ends_E, up).chunk(2, dim=-1)
+        gate_NF, up_NF = _grouped_linear(rows_NI, ends_E, up).chunk(2, dim=-1)
         inner_NF = (self.config.activation_func(gate_NF) * up_NF * weights_N[:, None]).to(rows_NI.dtype)
-        return _product(inner_NF, ends_E, down), None
+        return _grouped_linear(inner_NF, ends_E, down), None
 
 
-def _product(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Rows through the matrix of their expert, and its adapter where there are any (lora.py)."""
+def _grouped_linear(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
+    """Multiply rows by the matrix of their expert, and add its adapter if there is one (lora.py)."""
     output_NO = _GroupedLinear.apply(rows_NI, ends_E, *(linear.weight for linear in linears))
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter")]
     if adapters:
@@ -68,7 +68,7 @@ def _product(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
 class _GroupedLinear(torch.autograd.Function):
     """Rows times the transposed matrix [O, I] of their expert.
 
-    The product wants the matrices in one tensor: they are stacked for it, forward and backward, and not kept.
+    The product needs the matrices in one tensor: they are stacked for it in forward and backward, and not saved.
     """
 
     @staticmethod
@@ -102,6 +102,10 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> tuple[Tensor, ..
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """Whether grouped_mm takes them: no float64, and every row starts at a multiple of 16 bytes."""
-    sizes = [size * each.element_size() for each in operands for size in each.shape[-2 if each.ndim > 2 else -1 :]]
+    """Whether grouped_mm supports the operands: no float64, and every row starts at a multiple of 16 bytes."""
+    sizes = [
+        size * operand.element_size()
+        for operand in operands
+        for size in operand.shape[-2 if operand.ndim > 2 else -1 :]
+    ]
     return operands[0].dtype != torch.float64 and all(size % 16 == 0 for size in sizes)

@@ -1,4 +1,4 @@
-"""Which parameters of the whole model this rank holds, and under which global names."""
+"""Global names of the parameters that this rank holds."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 def held(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
     """Parameters and buffers by the names of weights.Link: layers and experts counted over the whole model.
 
-    The last stage's copy of a tied embedding is not in it: see `tied_copy`.
+    The last stage's copy of a tied embedding is not included: see `tied_copy`.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for chunk in chunks:
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
             if name != HEAD or not chunk.share_embeddings_and_output_weights:
-                found[global_name(name, chunk)] = tensor
-    return found
+                tensors[global_name(name, chunk)] = tensor
+    return tensors
 
 
 def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
-    """The head that repeats the embedding of another pipeline stage, where this rank has one."""
+    """Return the head that copies the embedding of another pipeline stage; None if this rank has none."""
     last = chunks[-1]
     if last.post_process and last.share_embeddings_and_output_weights and not last.pre_process:
         return last.output_layer.weight
@@ -38,7 +38,7 @@ def tied_copy(chunks: Sequence[PackedGPT]) -> Tensor | None:
 
 
 def global_name(name: str, chunk: PackedGPT) -> str:
-    """The name over the whole model of what this rank's `chunk` calls `name`."""
+    """Name in the whole model of the tensor that this rank's `chunk` calls `name`."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name

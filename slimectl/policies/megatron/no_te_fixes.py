@@ -1,20 +1,20 @@
-"""Megatron-core without TransformerEngine and other kernel libraries, on GPUs too: defects mended in place.
+"""Patches for Megatron-core without TransformerEngine and other kernel libraries, on GPUs too.
 
-Other such defects are avoided rather than mended: latent attention (mla.py) is our own, and so are the experts (moe.py)
-and the saved state of optimizers.
+Other such defects are avoided rather than patched: this package has its own latent attention (mla.py), experts (moe.py)
+and saved optimizer state.
 """
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Mend the loaded modules; doing it again changes nothing."""
-    _router_gate()
-    _delta_net()
+    """Patch the loaded modules; idempotent."""
+    _patch_router_gate()
+    _patch_delta_net()
 
 
-def _router_gate() -> None:
-    """Give the router's matrix product a name that only an import of TransformerEngine defines.
+def _patch_router_gate() -> None:
+    """Define a name that the router's matrix product reads and only an import of TransformerEngine defines.
 
     megatron-core (0.16.1): NameError on `te_general_gemm` in RouterGatingLinearFunction. Delete when moe_utils
     defines it without TransformerEngine.
@@ -25,8 +25,8 @@ def _router_gate() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _delta_net() -> None:
-    """Let gated delta nets be built without flash-linear-attention.
+def _patch_delta_net() -> None:
+    """Allow building gated delta nets without flash-linear-attention.
 
     megatron-core (0.16.1) refuses to build the module, whose parameters we take and whose computation we do not
     (delta_net.py). Delete when it refuses only to run.

@@ -1,4 +1,4 @@
-"""RMSNorm that knows about tensor and sequence parallelism.
+"""RMSNorm for tensor and sequence parallelism.
 
 T tokens · W normalised width.
 """
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich 2019, arXiv:1910.07467; with `layernorm_zero_centered_gamma` the weight counts from 1.
+    """Zhang and Sennrich 2019, arXiv:1910.07467; with `layernorm_zero_centered_gamma` 1 is added to the weight.
 
-    mcore's WrappedTorchNorm refuses sequence parallelism; here the weight is marked, so that its gradient is summed
-    over the tensor-parallel ranks, each of which sees a part of the tokens (or of the heads).
+    mcore's WrappedTorchNorm refuses sequence parallelism; here an attribute of the weight makes mcore sum its gradient
+    over the tensor-parallel ranks, each of which processes a part of the tokens (or of the heads).
     """
 
     zero_centered = True
@@ -50,16 +50,16 @@ class WideRMSNorm(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., heads of this rank, head dimension], normalised over the last two axes of all ranks."""
+        """Normalise [..., heads of this rank, head dimension] over the last two axes of all ranks."""
         flat = states.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
-        # The sum is used by every rank's heads: its gradient is their sum, and each rank's own squares get all of it.
+        # Every rank's heads use the sum: its gradient is the sum over ranks, and each rank's squares get all of it.
         total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = flat * torch.rsqrt(total / self.width + self.eps)
         return (self.weight * normed.to(states.dtype)).view_as(states)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """mcore's description for checkpoints: cut along the weight's only axis."""
+        """Describe the weight for mcore's checkpoints: sharded along its only axis."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
@@ -67,14 +67,14 @@ class WideRMSNorm(nn.Module):
 
 
 class WideQueryNorm(WideRMSNorm):
-    """Over all query heads."""
+    """RMSNorm over all query heads."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(config, config.num_attention_heads, eps)
 
 
 class WideKeyNorm(WideRMSNorm):
-    """Over all key heads."""
+    """RMSNorm over all key heads."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(config, config.num_query_groups, eps)

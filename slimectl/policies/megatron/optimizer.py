@@ -1,8 +1,8 @@
-"""mcore's optimizer under the settings of every policy: AdamW on float32 masters, whole or cut over data ranks.
+"""mcore's optimizer with the options of every policy: AdamW on float32 masters, full or sharded over data ranks.
 
-The learning rate is policies.optimizer.lr_at's, set on the parameter groups before each update. mcore's
-OptimizerParamScheduler cannot give those numbers: stepped before an update (so that warm-up does not begin at 0), its
-decay is one step ahead; stepped after it, its warm-up is one behind.
+The learning rate is that of policies.optimizer.lr_at, set on the parameter groups before each update. mcore's
+OptimizerParamScheduler cannot produce those numbers: stepped before an update (so that warm-up does not start at 0),
+its decay is one step ahead; stepped after it, its warm-up is one step behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class OptimizerChoices:
-    """How the optimizer is laid out; `args` are the user's [megatron.args]."""
+    """Placement of the optimizer's state; `args` are the user's [megatron.args]."""
 
     distributed: bool = True
     cpu_offload: bool = False
@@ -43,7 +43,7 @@ class OptimizerChoices:
 
 
 def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[DistributedDataParallel]:
-    """The chunks with float32 main gradients. Raises SettingsError for an argument that cannot be had."""
+    """Wrap the chunks for float32 main gradients. Raises SettingsError for an unsupported argument."""
     args = choices.args or {}
     for name in (name for name in args if args[name] and name in _REFUSED):
         raise SettingsError(f"megatron.args.{name}: is not possible ({_REFUSED[name]}); drop it")
@@ -60,7 +60,7 @@ def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[Dist
 
 
 def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, choices: OptimizerChoices) -> Any:
-    """mcore's optimizer of the parameters that take gradients."""
+    """Build mcore's optimizer for the parameters that require gradients."""
     config = chunks[0].config
     fields = {
         "lr": options.lr,
@@ -74,12 +74,12 @@ def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, 
         "fp16": config.fp16,
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": choices.distributed,
-        # Without a GPU all of it lies in host memory already, and mcore's hybrid optimizer knows copies only.
+        # Without a GPU all of it is in host memory already, and mcore's hybrid optimizer supports copies only.
         "optimizer_cpu_offload": choices.cpu_offload and torch.cuda.is_available(),
         "optimizer_offload_fraction": 1.0,
         **args_of(choices.args or {}, OptimizerConfig),
     }
-    # Without gradients: views of float32 parameters would be no leaves, which optimizers on the CPU refuse.
+    # Without gradients: views of float32 parameters would not be leaves, which optimizers on the CPU refuse.
     with torch.no_grad():
         # Gloo groups serve checkpoints of an old format only.
         optimizer = get_megatron_optimizer(_config(fields), list(chunks), use_gloo_process_groups=False)
@@ -100,12 +100,15 @@ def _config(fields: dict[str, Any]) -> OptimizerConfig:
 
 
 def inners(optimizer: Any) -> list[Any]:
-    """The torch (or TransformerEngine, or hybrid) optimizers inside mcore's."""
+    """List the torch (or TransformerEngine, or hybrid) optimizers inside mcore's."""
     return [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float, clip: float) -> tuple[float, bool]:
-    """Share the gradients, clip, update; the norm before clipping, and whether it was finite: else no update."""
+    """Reduce the gradients, clip and update.
+
+    Returns the norm before clipping, and whether it was finite; if not, the update is skipped.
+    """
     finalize_model_grads(list(chunks), None)
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -122,7 +125,7 @@ def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float
 
 
 def resume(optimizer: Any, *, updates: int) -> None:
-    """Set the counts that optimizers of apex and TransformerEngine keep per group; torch's are per parameter."""
+    """Set the step counts that optimizers of apex and TransformerEngine keep per group; torch's are per parameter."""
     for inner in inners(optimizer):
         if not isinstance(inner, torch.optim.AdamW | HybridDeviceOptimizer):
             for group in inner.param_groups:

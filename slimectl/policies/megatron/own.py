@@ -1,4 +1,4 @@
-"""A user's functions on every rank: at the beginning, around the model, before passes and steps."""
+"""User functions of [megatron] on every rank: initialization, model provider, before log-probabilities and steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.settings import Settings
 
 @dataclass(frozen=True)
 class OwnFunctions:
-    """Those of [megatron] for one model; `store_prefix` says which: "" is the policy, "ref_", "teacher_"."""
+    """User functions of one model; `store_prefix` names the model: "" is the policy, or "ref_", "teacher_"."""
 
     args: Args
     init: Hook | None
@@ -23,20 +23,20 @@ class OwnFunctions:
     store_prefix: str = ""
 
     def begin(self) -> None:
-        """The groups exist, the model does not."""
+        """Call the init function: after the process groups are created, before the model is built."""
         self._call(self.init)
 
     def provide(
         self, build: Callable[[], PackedGPT], *, pre_process: bool, post_process: bool, vp_stage: int | None
     ) -> PackedGPT:
-        """A chunk of the model. Raises HookError if the function made another kind of thing."""
+        """Build a chunk of the model. Raises HookError if the function returns an object of another type."""
         if self.provider is None:
             return build()
         stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
-        made = self._call(self.provider, **stage, build=build)
-        if not isinstance(made, PackedGPT):
-            raise self.provider.returned(made, f"what build() makes, a {PackedGPT.__name__}, or a subclass of it")
-        return made
+        chunk = self._call(self.provider, **stage, build=build)
+        if not isinstance(chunk, PackedGPT):
+            raise self.provider.returned(chunk, f"what build() makes, a {PackedGPT.__name__}, or a subclass of it")
+        return chunk
 
     def before_log_probs(self, model: Sequence[Any]) -> None:
         self._call(self.log_prob, model=model, store_prefix=self.store_prefix)
@@ -44,15 +44,15 @@ class OwnFunctions:
     def before_step(
         self, rollout_id: int, step_id: int, *, model: Sequence[Any], optimizer: Any, scheduler: Callable[[int], float]
     ) -> None:
-        of_step = {"rollout_id": rollout_id, "step_id": step_id}
-        self._call(self.train_step, **of_step, model=model, optimizer=optimizer, scheduler=scheduler)
+        step_ids = {"rollout_id": rollout_id, "step_id": step_id}
+        self._call(self.train_step, **step_ids, model=model, optimizer=optimizer, scheduler=scheduler)
 
-    def _call(self, found: Hook | None, **offered: Any) -> Any:
-        return None if found is None else found({"args": self.args, "settings": self.args, **offered})
+    def _call(self, user_hook: Hook | None, **available: Any) -> Any:
+        return None if user_hook is None else user_hook({"args": self.args, "settings": self.args, **available})
 
 
 def own_functions(settings: Settings, *, store_prefix: str) -> OwnFunctions:
-    """Those that the settings name, for one model."""
+    """Load the functions that the settings name, for one model."""
     return OwnFunctions(
         args=Args(settings),
         init=hook(settings, "megatron.custom_init_path"),

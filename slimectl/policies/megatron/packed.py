@@ -1,6 +1,6 @@
-"""Sequences one after another in one row: what every layer has to know of a batch.
+"""Packed sequences: the description of a batch that every layer reads.
 
-T tokens that this rank holds · S tokens of the whole row. Under context parallelism a sequence is cut in 2·C chunks
+T tokens of this rank · S tokens of the whole row. Under context parallelism a sequence is split into 2·C chunks
 and rank r of C holds chunks r and 2·C - 1 - r (zig-zag: causal attention costs every rank the same).
 """
 
@@ -21,7 +21,7 @@ from slimectl.policies.megatron.rotary import Angles
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """mcore's description of packed sequences, with what our layers need besides.
+    """mcore's description of packed sequences, extended for the layers of this package.
 
     `lengths` are those of the sequences with their padding, over all context-parallel ranks; `starts` their first
     positions in the row.
@@ -32,17 +32,17 @@ class PackedSequences(PackedSeqParams):
     context: int = 1
     rank: int = 0
     index_T: Any = None
-    """Position in the row of each token that this rank holds."""
+    """Position in the row of each token of this rank."""
     positions_T: Any = None
     """Its position in its sequence."""
     padding_T: Any = None
     """Whether it is padding."""
     order_S: Any = None
-    """Where each position of the row lies when the ranks' tokens are laid one after another; None for one rank."""
+    """Index of each position of the row in the concatenation of the ranks' tokens; None for one rank."""
     angles: Angles | None = None
     """Rotary angles of the tokens, set by the model."""
     cache: dict[str, Any] = field(default_factory=dict)
-    """What attention derives from the lengths once per batch."""
+    """Values that attention derives from the lengths once per batch."""
 
     @property
     def tokens(self) -> int:
@@ -51,17 +51,17 @@ class PackedSequences(PackedSeqParams):
 
 
 def packed(lengths: Sequence[int], layout: ParallelLayout, *, rank: int, device: torch.device) -> PackedSequences:
-    """Sequences of these lengths on context-parallel rank `rank`, padded as far as `layout` asks for.
+    """Pack sequences of these lengths for context-parallel rank `rank`, padded as `layout` requires.
 
-    Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can cut the row;
-    padding stands behind its sequence, where causality hides it.
+    Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row;
+    padding follows its sequence, where the causal mask hides it.
 
     >>> packed([5, 3], ParallelLayout(context=2), rank=0, device=torch.device("cpu")).index_T.tolist()
     [0, 1, 6, 7, 8, 11]
     """
-    padded = _padded(lengths, layout)
+    padded = _padded_lengths(lengths, layout)
     starts = tuple(accumulate(padded, initial=0))[:-1]
-    index = [_held(padded, starts, r, layout.context) for r in range(layout.context)]
+    index = [_local_positions(padded, starts, r, layout.context) for r in range(layout.context)]
     index_T = index[rank].to(device)
     start_S = torch.repeat_interleave(torch.tensor(starts), torch.tensor(padded)).to(device)
     real_S = torch.repeat_interleave(torch.tensor(starts) + torch.tensor(lengths), torch.tensor(padded)).to(device)
@@ -79,15 +79,15 @@ def packed(lengths: Sequence[int], layout: ParallelLayout, *, rank: int, device:
     )  # fmt: skip
 
 
-def _padded(lengths: Sequence[int], layout: ParallelLayout) -> list[int]:
+def _padded_lengths(lengths: Sequence[int], layout: ParallelLayout) -> list[int]:
     unit = 2 * layout.context if layout.context > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
     padded[-1] += -sum(padded) % (unit * layout.tensor)
     return padded
 
 
-def _held(lengths: Sequence[int], starts: Sequence[int], rank: int, context: int) -> Tensor:
-    """Positions in the row that context-parallel rank `rank` holds."""
+def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, context: int) -> Tensor:
+    """Positions in the row of context-parallel rank `rank`."""
     if context == 1:
         return torch.arange(sum(lengths))
     parts = []

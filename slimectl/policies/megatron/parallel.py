@@ -1,4 +1,4 @@
-"""The process groups of a layout: checked against the model, started and stopped."""
+"""Process groups of a parallel layout: checks against the model, start and stop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.layouts import ParallelLayout, problems
 from slimectl.weights.architecture import Architecture
 
-_started: ParallelLayout | None = None
-_own_world = False
+_active_layout: ParallelLayout | None = None
+_created_world = False
 
 
 def check(layout: ParallelLayout, architecture: Architecture, world: int) -> None:
-    """Raises SettingsError, in one line with the setting to change, if the model cannot be laid out so, and
-    CheckpointError if it cannot be trained at all."""
+    """Check that the model supports the layout.
+
+    Raises SettingsError, in one line with the setting to change, if it does not, and CheckpointError if the model
+    cannot be trained at all.
+    """
     for problem in problems(layout, architecture.transformer, world):
         raise SettingsError(problem)
     if architecture.layer == "sparse_latent":
@@ -27,20 +30,20 @@ def check(layout: ParallelLayout, architecture: Architecture, world: int) -> Non
 
 
 def start(layout: ParallelLayout, seed: int) -> None:
-    """Make the groups of `layout` from the ranks of torch.distributed, or from this process alone if there are none.
+    """Create the groups of `layout` from the ranks of torch.distributed, or from this process alone if there are none.
 
     Several models of one layout share the groups: starting it again does nothing. Raises BackendError if another
     layout is running.
     """
-    global _started, _own_world
-    if _started == layout and parallel_state.is_initialized():
+    global _active_layout, _created_world
+    if _active_layout == layout and parallel_state.is_initialized():
         return
-    if _started is not None:
-        raise BackendError(f"this process already runs {_started}; all models of a process share one layout")
+    if _active_layout is not None:
+        raise BackendError(f"this process already runs {_active_layout}; all models of a process share one layout")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        _own_world = True
+        _created_world = True
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -50,18 +53,20 @@ def start(layout: ParallelLayout, seed: int) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    _started = layout
+    _active_layout = layout
 
 
 def stop() -> None:
-    """Forget the groups, and leave the world if `start` made it; models of this layout cannot be used any more."""
-    global _started, _own_world
-    # mcore (0.16.1) forgets most groups without ending them: each keeps threads that poll.
-    made = [group for group in parallel_state._global_process_group_list or [] if isinstance(group, dist.ProcessGroup)]
+    """Destroy the groups, and the world group if `start` created it; models of this layout become unusable."""
+    global _active_layout, _created_world
+    # mcore (0.16.1) drops most groups without destroying them: each keeps threads that poll.
+    groups = [
+        group for group in parallel_state._global_process_group_list or [] if isinstance(group, dist.ProcessGroup)
+    ]
     parallel_state.destroy_model_parallel()
-    for group in made:
-        if group in dist.distributed_c10d._world.pg_map:  # some it does end
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:  # mcore destroys some
             dist.destroy_process_group(group)
-    if _own_world and dist.is_initialized():
+    if _created_world and dist.is_initialized():
         dist.destroy_process_group()
-    _started, _own_world = None, False
+    _active_layout, _created_world = None, False

@@ -22,7 +22,7 @@ from slimectl.types import Metrics, Row
 
 
 class MegatronPolicy(MegatronTrainer):
-    """ports.Policy over mcore's GPTModel; `options` are MegatronTrainer's."""
+    """ports.Policy on mcore's GPTModel; `options` are those of MegatronTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         super().__init__(model_dir, checkpoint, **options)
@@ -43,11 +43,11 @@ class MegatronPolicy(MegatronTrainer):
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV: Tensor | None = None
             if getattr(loss, "needs_logits", False):
-                logits_RV = response_logits(hidden, self.last.output_weight, batch, **self._head)
+                logits_RV = response_logits(hidden, self.last.output_weight, batch, **self._head_options)
                 logprobs_R, entropy_R = of_logits(logits_RV, batch.targets_R, entropy=loss.needs_entropy)
             else:
                 logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
-            predicted_R = self._predicted(batch, hidden)
+            predicted_R = self._predicted_values(batch, hidden)
             if not batch.members:
                 return logprobs_R.sum() + (0.0 if predicted_R is None else predicted_R.sum()), {}
             tokens = response_tokens(
@@ -61,13 +61,13 @@ class MegatronPolicy(MegatronTrainer):
     def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
         return to(self.weights())
 
-    def _predicted(self, batch: Batch, hidden: Tensor) -> Tensor | None:
-        """Values [R] of the states before the response tokens, where the policy is its own critic."""
+    def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """Values [R] of the states before the response tokens, for a policy with a shared critic; else None."""
         return None
 
     def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return response_log_probs(hidden, self.last.output_weight, batch, entropy=entropy, **self._head)
+        return response_log_probs(hidden, self.last.output_weight, batch, entropy=entropy, **self._head_options)
 
     @property
-    def _head(self) -> dict[str, Any]:
+    def _head_options(self) -> dict[str, Any]:
         return {"vocab_size": self.architecture.vocab_size, "temperature": self.temperature}

@@ -27,20 +27,24 @@ class Angles:
 
 
 def rotated(states_THD: Tensor, angles: Angles) -> Tensor:
-    """The first R dimensions of every head turned by their angles; the others as they are."""
+    """Rotate the first R dimensions of every head by their angles; the others are unchanged."""
     cos, sin = (part[:, None].to(states_THD.dtype) for part in (angles.cos, angles.sin))
     width = 2 * cos.shape[-1]
-    turned = states_THD[..., :width]
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if angles.interleaved else turned.chunk(2, dim=-1)
-    one, two = first * cos - second * sin, second * cos + first * sin
-    parts = [torch.stack((one, two), dim=-1).flatten(-2)] if angles.interleaved else [one, two]
+    rotary = states_THD[..., :width]
+    first, second = (rotary[..., 0::2], rotary[..., 1::2]) if angles.interleaved else rotary.chunk(2, dim=-1)
+    rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
+    parts = (
+        [torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)]
+        if angles.interleaved
+        else [rotated_first, rotated_second]
+    )
     if width < states_THD.shape[-1]:
         parts.append(states_THD[..., width:])
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 class Rotary(nn.Module):
-    """Positions to angles; no parameters, nothing in a checkpoint."""
+    """Maps positions to angles; has no parameters and nothing in a checkpoint."""
 
     def __init__(self, rope: Rope, *, head_dim: int, max_positions: int, device: torch.device) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
-        """Moves, but stays float32: an angle in bfloat16 is off by whole turns."""
+        """Move to a device, but stay float32: an angle in bfloat16 is off by whole turns."""
         self.frequencies = self.frequencies.to(fn(torch.empty_like(self.frequencies)).device)
         return self
 
@@ -59,7 +63,7 @@ class Rotary(nn.Module):
 
 
 def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Radians per position [R/2], and the factor of cosine and sine. Raises CheckpointError for an unknown scaling."""
+    """Radians per position [R/2], and the scale of cosine and sine. Raises CheckpointError for an unknown scaling."""
     width = int(head_dim * rope.percent)
     plain = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width))
     scaling = rope.scaling or {}
@@ -78,11 +82,11 @@ def frequencies_of(rope: Rope, head_dim: int, max_positions: int) -> tuple[Tenso
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long waves slowed by `factor`, short ones kept, a linear passage between (Llama 3.1)."""
+    """Scale low frequencies by `factor`, keep high ones, interpolate linearly between (Llama 3.1)."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    waves = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-    passage = ((waves - low) / (high - low)).clamp(0, 1)
-    return (1 - passage) * plain / factor + passage * plain
+    wavelengths = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    ramp = ((wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * plain / factor + ramp * plain
 
 
 def _yarn(
@@ -100,15 +104,15 @@ def _yarn(
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     ramp = (torch.arange(width // 2).float() - first) / (last - first if last != first else 0.001)
-    kept = 1 - ramp.clamp(0, 1)
+    extrapolation = 1 - ramp.clamp(0, 1)
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = yarn_scale(factor, scaling.get("mscale"), scaling.get("mscale_all_dim"))
-    return plain / factor * (1 - kept) + plain * kept, float(attention)
+    return plain / factor * (1 - extrapolation) + plain * extrapolation, float(attention)
 
 
 def yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What YaRN multiplies cosine and sine with."""
+    """Factor of cosine and sine in YaRN."""
     if mscale and mscale_all_dim:
         return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
     return _temperature(factor, 1.0)
@@ -119,7 +123,7 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def softmax_scale(rope: Rope, head_dim: int, max_positions: int) -> float:
-    """What multi-head latent attention multiplies its scores with: YaRN's `mscale_all_dim` is squared into it."""
+    """Softmax scale of multi-head latent attention; includes the square of YaRN's `mscale_all_dim` factor."""
     scaling = rope.scaling or {}
     if scaling.get("rope_type") != "yarn" or not scaling.get("mscale_all_dim"):
         return head_dim**-0.5

@@ -1,4 +1,4 @@
-"""What a step of training tells the routers of a mixture of experts: how much their own losses weigh."""
+"""Scales MoE auxiliary losses to the token weights of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimectl.types import Row
 
 
 class Balance:
-    """Load-balancing and z losses, on a par with a loss that is a weighted sum.
+    """Scales load-balancing and z losses to match a loss that is a weighted sum.
 
-    mcore computes them once per micro-batch and layer, and counts on a later division by the number of tokens, which
-    never comes here. Instead each is averaged over the micro-batches of a call and multiplied by the sum of the call's
-    row weights: with weights that sum to 1 over a step, `moe_aux_loss_coeff` means what it means in pretraining, and
-    a step may be made of several calls.
+    mcore computes them once per micro-batch and layer, and expects a later division by the number of tokens, which is
+    not done here. Instead each is averaged over the micro-batches of a call and multiplied by the sum of the call's
+    row weights: with weights that sum to 1 over a step, `moe_aux_loss_coeff` has its meaning of pretraining, and
+    a step may consist of several calls.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -31,19 +31,21 @@ class Balance:
         self.weight = 0.0
 
     def begin(self, rows: Sequence[Row], packs: int) -> None:
-        """A call over `rows`, all of them, in so many micro-batches of all ranks."""
+        """Start a call over all `rows`, in `packs` micro-batches over all ranks."""
         clear_aux_losses_tracker()
         self.weight = sum(sum(row.weights) for row in rows) / max(1, packs)
 
     def weigh(self, batch: Batch) -> None:
-        """Ahead of a micro-batch's forward."""
+        """Set the loss coefficients for a micro-batch; called before its forward."""
         if not self.active:
             if not batch.members:
-                # Nobody's token, computed for the sake of the other ranks, is not counted for the routers' biases.
+                # The unused token of a rank without rows must not count for the routers' biases.
                 batch.sequences.padding_T = batch.sequences.padding_T | True
             return
         weight = self.weight if batch.members else 0.0
         for router, (balance, z) in zip(self.routers, self.given, strict=True):
-            scaled = [each * weight for each in balance] if isinstance(balance, list) else balance * weight
+            scaled = (
+                [coefficient * weight for coefficient in balance] if isinstance(balance, list) else balance * weight
+            )
             router.config.moe_aux_loss_coeff = scaled
             router.config.moe_z_loss_coeff = None if z is None else z * weight

@@ -1,4 +1,4 @@
-"""Micro-batches through mcore's pipeline schedules."""
+"""Runs micro-batches with mcore's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from slimectl.policies.megatron.batch import Batch
 
 Finish = Callable[[Batch, Tensor], tuple[Tensor, Any]]
-"""(batch, hidden states) on the last stage: the value whose gradient is taken, and what to keep."""
+"""(batch, hidden states) on the last stage: the value to differentiate, and the output to return."""
 
 Forward = Callable[[Batch, int], Tensor]
-"""(batch, position of a chunk): its hidden states."""
+"""(batch, index of a chunk): its hidden states."""
 
 
 def run(
@@ -26,20 +26,20 @@ def run(
     forward: Forward,
     forward_only: bool,
 ) -> list[Any]:
-    """Forward and, unless `forward_only`, backward of all micro-batches; what `finish` kept, on the last stage.
+    """Run forward and, unless `forward_only`, backward of all micro-batches.
 
-    Gradients add up in the main gradients of this rank; they are shared with others by optimizer.step alone, so that
-    several calls make one step.
+    Returns the outputs of `finish` on the last stage. Gradients accumulate in the main gradients of this rank; only
+    optimizer.step reduces them over ranks, so that several calls make one step.
     """
 
     def step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
-        hidden = forward(batch, next(i for i, each in enumerate(chunks) if each is chunk))
+        hidden = forward(batch, next(i for i, candidate in enumerate(chunks) if candidate is chunk))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-            value, kept = finish(batch, hidden)
+            value, output = finish(batch, hidden)
             # The number of tokens would divide the gradient; the loss is a sum that needs no division.
-            return value, torch.zeros((), dtype=torch.int, device=value.device), kept
+            return value, torch.zeros((), dtype=torch.int, device=value.device), output
 
         return hidden, loss
 
@@ -49,7 +49,7 @@ def run(
             data_iterator=[iter(batches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(batches),
-            seq_length=1,  # variable_seq_lengths: the stages tell each other the shapes
+            seq_length=1,  # variable_seq_lengths: the stages exchange the shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )

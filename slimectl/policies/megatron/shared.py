@@ -1,4 +1,4 @@
-"""A policy that is its own critic: a value head on its backbone, moved with it by one optimizer.
+"""A policy with a shared critic: a value head on its backbone, trained with it by one optimizer.
 
 R response tokens of a pack.
 """
@@ -20,13 +20,13 @@ from slimectl.ports import Weights
 
 
 class MegatronPolicyWithValues(WithValueHead, MegatronPolicy):
-    """ports.Policy that has ports.Critic's `values`, too; losses find those of now as `predicted_T`.
+    """ports.Policy with the `values` of ports.Critic; losses read the current values as `predicted_T`.
 
-    The head begins at zero unless the checkpoint has one; it is saved beside the model, as by the FSDP policy.
+    The head starts at zero unless the checkpoint has one; it is saved beside the model, as by the FSDP policy.
     """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Without the value head, which no engine knows."""
+        """Stream the weights without the value head, which engines do not load."""
         return (item for item in super().weights() if item[0] != NAME)
 
     def save(self, path: Path) -> None:
@@ -40,8 +40,8 @@ class MegatronPolicyWithValues(WithValueHead, MegatronPolicy):
         check_value_head(path)
         super().load(path)
 
-    def _opened(self, path: Path) -> Weights:
-        return HeadBeside(super()._opened(path), path / VALUE_HEAD)
+    def _open_weights(self, path: Path) -> Weights:
+        return HeadBeside(super()._open_weights(path), path / VALUE_HEAD)
 
-    def _predicted(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+    def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         return self.last.value_head(hidden, batch)

@@ -1,4 +1,4 @@
-"""Which module stands where in a decoder: mcore's layers with our own attention, norms and experts."""
+"""Layer specs of a decoder: mcore's layers with the attention, norms and experts of this package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
 
 
 def _stored_names(projection: str) -> dict[str, str]:
-    """Names in a checkpoint, as mcore's own local layers have them (weights/stored.py knows the others)."""
+    """Names in a checkpoint, those of mcore's local layers (weights/stored.py has the others)."""
     return {
         "input_layernorm.": f"self_attention.{projection}.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

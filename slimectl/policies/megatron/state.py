@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors from all ranks' parts, and the other way: the links of weights/ over process groups."""
+"""Gathers full Hugging Face tensors from the parts of all ranks and scatters them, by the links of weights/."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Read = Callable[[str], Tensor]
 class LinkedState:
     """Masters and moments of all ranks, by link.
 
-    `held` are this rank's masters by global name, `copy` the last stage's of a tied embedding. Every rank makes the
-    same calls: a whole tensor is gathered over data and tensor ranks, then sent to all from the first rank that has it.
+    `local` are this rank's masters by global name, `copy` the last stage's of a tied embedding. Every rank makes the
+    same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that has it.
     """
 
     def __init__(
-        self, links: Sequence[Link], held: dict[str, Master], copy: Master | None, device: torch.device
+        self, links: Sequence[Link], local: dict[str, Master], copy: Master | None, device: torch.device
     ) -> None:
-        self.links, self.held, self.copy, self.device = links, held, copy, device
+        self.links, self.held, self.copy, self.device = links, local, copy, device
         self.of_name = {name: link for link in links for name in link.hf}
         self.embedding = next(link.hf[0] for link in links if link.megatron == EMBEDDING)
-        mine = [i for i, link in enumerate(links) if link.megatron in held]
-        everyones: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, mine)
+        local_indices = [i for i, link in enumerate(links) if link.megatron in local]
+        indices_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(indices_by_rank, local_indices)
         self.source: dict[str, int] = {}
-        for rank in reversed(range(len(everyones))):
-            self.source |= {links[i].megatron: rank for i in everyones[rank]}
+        for rank in reversed(range(len(indices_by_rank))):
+            self.source |= {links[i].megatron: rank for i in indices_by_rank[rank]}
 
-    def whole(self, link: Link, what: str) -> Tensor:
-        """The whole parameter, or its moment, in float32 on every rank."""
+    def whole(self, link: Link, slot: str) -> Tensor:
+        """Gather the full parameter, or its moment, in float32 on every rank."""
         master = self.held.get(link.megatron)
-        tensor = None if master is None else _joined(link, master.read(what).float())
+        tensor = None if master is None else _gather_shards(link, master.read(slot).float())
         if dist.get_world_size() == 1:
             assert tensor is not None
             return tensor
@@ -50,10 +50,10 @@ class LinkedState:
         dist.broadcast(tensor, src=self.source[link.megatron])
         return tensor
 
-    def tensors(self, names: Iterable[str], what: str) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) in the order of `names`.
+    def tensors(self, names: Iterable[str], slot: str) -> Iterator[tuple[str, Tensor]]:
+        """Stream (Hugging Face name, full tensor) in the order of `names`.
 
-        A link is gathered once; what belongs to later names is kept until their turn.
+        A link is gathered once; tensors of later names are kept until their turn.
         """
         waiting: dict[str, Tensor] = {}
         for name in names:
@@ -61,41 +61,42 @@ class LinkedState:
             key = name if name in self.of_name else self.embedding
             if key not in waiting:
                 link = self.of_name[key]
-                waiting |= link.to_hf(self.whole(link, what))
+                waiting |= link.to_hf(self.whole(link, slot))
             yield name, waiting.pop(key)
 
-    def each(self, links: Iterable[Link], whats: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """("what.Hugging Face name", whole tensor), link by link."""
+    def each(self, links: Iterable[Link], slots: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Stream ("slot.Hugging Face name", full tensor), link by link."""
         for link in links:
-            for what in whats:
-                for name, tensor in link.to_hf(self.whole(link, what)):
-                    yield f"{what}.{name}", tensor
+            for slot in slots:
+                for name, tensor in link.to_hf(self.whole(link, slot)):
+                    yield f"{slot}.{name}", tensor
 
     def mine(self, links: Iterable[Link]) -> list[Link]:
-        """Those of the links of which this rank holds something."""
-        return [link for link in links if self._takers(link)]
+        """Select the links of which this rank holds a part."""
+        return [link for link in links if self._local_masters(link)]
 
-    def put(self, link: Link, what: str, read: Read, *, updates: int = 0) -> None:
-        """This rank's part of a parameter or moment; `read(name)` gives a Hugging Face tensor."""
-        takers = self._takers(link)
-        if takers:
-            whole = _padded(link, link.to_megatron([read(name).to(self.device, torch.float32) for name in link.hf]))
-            part = _shard(link, whole)
-            for master in takers:
-                master.write(what, part, updates=updates)
+    def put(self, link: Link, slot: str, read: Read, *, updates: int = 0) -> None:
+        """Write this rank's part of a parameter or moment; `read(name)` returns a Hugging Face tensor."""
+        local_masters = self._local_masters(link)
+        if local_masters:
+            full = _pad_rows(link, link.to_megatron([read(name).to(self.device, torch.float32) for name in link.hf]))
+            part = _local_shard(link, full)
+            for master in local_masters:
+                master.write(slot, part, updates=updates)
 
-    def _takers(self, link: Link) -> list[Master]:
-        held = self.held.get(link.megatron)
+    def _local_masters(self, link: Link) -> list[Master]:
+        master = self.held.get(link.megatron)
         copies = [self.copy] if self.copy is not None and link.megatron == EMBEDDING else []
-        return [*([held] if held is not None else []), *copies]
+        return [*([master] if master is not None else []), *copies]
 
 
 def trained_links(links: Sequence[Link], names: set[str]) -> set[str]:
     """Megatron names of the parameters whose Hugging Face names are in `names`.
 
-    Raises SettingsError for a parameter that is both: Megatron fuses query, key and value, and gate and up.
+    Raises SettingsError for a parameter of which only a part is in `names`: Megatron fuses query, key and value, and
+    gate and up.
     """
-    chosen = set()
+    trained = set()
     for link in links:
         inside = [name for name in link.hf if name in names]
         if inside and len(inside) < len(link.hf):
@@ -105,18 +106,18 @@ def trained_links(links: Sequence[Link], names: set[str]) -> set[str]:
                 " in one matrix; freeze both or neither"
             )
         if inside:
-            chosen.add(link.megatron)
-    return chosen
+            trained.add(link.megatron)
+    return trained
 
 
 def group_of(link: Link) -> dist.ProcessGroup:
-    """The ranks that `link.split` cuts the parameter for."""
+    """Process group over which `link.split` shards the parameter."""
     if link.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def _joined(link: Link, part: Tensor) -> Tensor:
+def _gather_shards(link: Link, part: Tensor) -> Tensor:
     group = group_of(link)
     if link.split is None or group.size() == 1:
         return part
@@ -125,9 +126,9 @@ def _joined(link: Link, part: Tensor) -> Tensor:
     return link.split.joined(parts)
 
 
-def _shard(link: Link, whole: Tensor) -> Tensor:
+def _local_shard(link: Link, full: Tensor) -> Tensor:
     group = group_of(link)
-    return whole if link.split is None else link.split.shard(whole, group.rank(), group.size())
+    return full if link.split is None else link.split.shard(full, group.rank(), group.size())
 
 
 def _padded_shape(link: Link) -> tuple[int, ...]:
@@ -137,8 +138,8 @@ def _padded_shape(link: Link) -> tuple[int, ...]:
     return (-(-link.shape[0] // ranks) * ranks, *link.shape[1:])
 
 
-def _padded(link: Link, whole: Tensor) -> Tensor:
+def _pad_rows(link: Link, full: Tensor) -> Tensor:
     shape = _padded_shape(link)
-    if tuple(whole.shape) == shape:
-        return whole
-    return torch.cat([whole, whole.new_zeros(shape[0] - whole.shape[0], *shape[1:])])
+    if tuple(full.shape) == shape:
+        return full
+    return torch.cat([full, full.new_zeros(shape[0] - full.shape[0], *shape[1:])])

@@ -1,7 +1,7 @@
-"""A policy in Megatron's own checkpoint layout, model and optimizer, through mcore's dist_checkpointing.
+"""Saves and loads model and optimizer in Megatron's torch_dist checkpoint format with mcore's dist_checkpointing.
 
-For those who go on in Megatron-LM or come from it; a run saves and resumes by MegatronTrainer.save, which is exact at
-every layout. mcore (0.16.1) reshards optimizers over tensor, pipeline and data sizes.
+For exchange with Megatron-LM; a run saves and resumes by MegatronTrainer.save, which is exact at every layout.
+ mcore (0.16.1) reshards optimizers over tensor, pipeline and data sizes.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from slimectl.model_files import check_file, check_model_files, open_file
 from slimectl.policies.megatron.optimizer import drop_gradients, inners
 
 CONTENT = {
-    # Every moment in the shape of its parameter: the one form that can be cut anew.
+    # Every moment in the shape of its parameter: the only form that can be resharded.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""What mcore keeps with a checkpoint, to be handed back on loading."""
+"""Metadata that mcore stores with a checkpoint and needs on loading."""
 MAX_OBJECT_BYTES = 1024**3
-"""Of an object that is no tensor: schedules, random states, the state of fp8 modules."""
+"""Size limit of an object that is not a tensor: schedules, random states, the state of fp8 modules."""
 
 
 def save(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, *, step: int, updates: int) -> None:
     """Write the weights, masters, moments and counts of all ranks into the existing folder `path`."""
-    _begin(optimizer)
+    _init_moments(optimizer)
     state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": {"step": step, "updates": updates}}
-    with _written_here():
+    with _write_in_process():
         dist_checkpointing.save(state, str(path), content_metadata=CONTENT)
 
 
 def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> tuple[int, int]:
-    """Take all of it back at this layout; steps and updates. Raises CheckpointError."""
-    _begin(optimizer)
+    """Load it all at this layout; returns steps and updates. Raises CheckpointError."""
+    _init_moments(optimizer)
     try:
         with _plain_data_only(path):
             content = dist_checkpointing.load_content_metadata(str(path))
@@ -64,9 +64,9 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
             f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
             f" convert {path} DIR --to hf"
         ) from error
-    for name, chunk in _named(chunks):
+    for name, chunk in _named_chunks(chunks):
         chunk.module.load_state_dict(loaded[name])
-    with _counted(optimizer, updates):
+    with _per_parameter_steps(optimizer, updates):
         optimizer.load_state_dict(loaded["optimizer"])
     drop_gradients(chunks, optimizer)
     return step, updates
@@ -74,23 +74,23 @@ def load(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) 
 
 @contextmanager
 def _plain_data_only(folder: Path) -> Iterator[None]:
-    """Let mcore load `folder` without running anything in it. Raises CheckpointError for files that lead elsewhere.
+    """Let mcore load `folder` without executing code in it. Raises CheckpointError for files outside of it.
 
     mcore (0.16.1) and torch (2.13) read `.metadata` by pickle.load and objects that are no tensors by torch.load with
-    weights_only=False: either runs what a stranger's file says. Inside, `.metadata` is read by us, and every torch.load
-    takes plain data only, from the same bytes that were looked at. Delete when both read safely.
+    weights_only=False: either executes code of an untrusted file. Inside, this package reads `.metadata`, and every
+    torch.load accepts plain data only, from the same bytes that were checked. Delete when both read safely.
     """
     check_model_files(folder)
     load, reads = torch.load, FileSystemReader.read_metadata
 
     def load_plain(source: Any, *args: Any, **options: Any) -> Any:
-        view, length = _view(source)
+        view, length = _open_view(source)
         check_stored(view, length)
         return load(view, *args, **{**options, "weights_only": True, "pickle_module": None})
 
     def read_plain(reader: FileSystemReader, *_: Any, **__: Any) -> Any:
         metadata = read_metadata(Path(reader.path))
-        for name in {place.relative_path for place in metadata.storage_data.values()}:
+        for name in {location.relative_path for location in metadata.storage_data.values()}:
             check_file(Path(reader.path) / name)
         return metadata
 
@@ -103,8 +103,8 @@ def _plain_data_only(folder: Path) -> Iterator[None]:
         torch.load, FileSystemReader.read_metadata = load, reads
 
 
-def _view(source: Any) -> tuple[FileRange, int]:
-    """What mcore asks torch to load, and its length: a file's name, a part of an open file, or bytes."""
+def _open_view(source: Any) -> tuple[FileRange, int]:
+    """View of the source that mcore passes to torch.load, and its length: a path, a part of an open file, or bytes."""
     if isinstance(source, _ReaderView):
         return FileRange(source.base_stream, source.offset, source.len), source.len
     if isinstance(source, str | os.PathLike):
@@ -116,22 +116,22 @@ def _view(source: Any) -> tuple[FileRange, int]:
     return FileRange(source, 0, length), length
 
 
-def _named(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
-    """mcore's names of the chunks."""
+def _named_chunks(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
+    """Pair the chunks with mcore's names for them."""
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, content: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    models = {name: chunk.module.sharded_state_dict(metadata=dict(content)) for name, chunk in _named(chunks)}
+    models = {name: chunk.module.sharded_state_dict(metadata=dict(content)) for name, chunk in _named_chunks(chunks)}
     return models | {"optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(content))}
 
 
 @contextmanager
-def _written_here() -> Iterator[None]:
-    """Let this process write its files itself.
+def _write_in_process() -> Iterator[None]:
+    """Make mcore write files in this process.
 
-    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them; a rank may have no children
-    (it is a daemon), and leaves without the chance to end any. Delete when a synchronous save starts no process.
+    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them; a rank cannot have children
+    (it is a daemon), and exits without stopping any. Delete when a synchronous save starts no process.
     """
     forks, results = FileSystemWriterAsync.write_preloaded_data_multiproc, filesystem_async._results_queue
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
@@ -144,21 +144,21 @@ def _written_here() -> Iterator[None]:
 
 
 def _write(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
-    """FileSystemWriterAsync.write_preloaded_data_multiproc, one file after another."""
-    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    """Replace FileSystemWriterAsync.write_preloaded_data_multiproc: write one file after another."""
+    result_queue: queue.Queue[tuple[int, Any]] = queue.Queue()
     for i, bucket in enumerate(buckets):
         waiting: queue.Queue[int] = queue.Queue()
         waiting.put(i)
-        FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, written, waiting, True, use_msc=use_msc)
-    answers = dict(written.get() for _ in buckets)
-    failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
-    results.put(failures[0] if failures else answers)
+        FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, result_queue, waiting, True, use_msc=use_msc)
+    results_by_bucket = dict(result_queue.get() for _ in buckets)
+    failures = [result for result in results_by_bucket.values() if isinstance(result, Exception)]
+    results.put(failures[0] if failures else results_by_bucket)
 
 
-def _begin(optimizer: Any) -> None:
-    """Moments of zero for torch's AdamW before its first update.
+def _init_moments(optimizer: Any) -> None:
+    """Create zero moments for torch's AdamW before its first update.
 
-    megatron-core (0.16.1) reads the count of updates from them. Delete when it saves an optimizer without any.
+    megatron-core (0.16.1) reads the step count from them. Delete when it saves an optimizer without any.
     """
     for inner in inners(optimizer):
         if isinstance(inner, torch.optim.AdamW):
@@ -172,15 +172,15 @@ def _begin(optimizer: Any) -> None:
 
 
 @contextmanager
-def _counted(optimizer: Any, updates: int) -> Iterator[None]:
-    """Give every parameter of torch's AdamW its own count of updates while states are loaded.
+def _per_parameter_steps(optimizer: Any, updates: int) -> Iterator[None]:
+    """Set a separate step count for every parameter of torch's AdamW while states are loaded.
 
-    megatron-core (0.16.1) has none to copy into the parameters' states (KeyError: 'step'), and then gives them all one
-    tensor: each would count every other's updates. Delete when DistributedOptimizer.load_state_dict does it.
+    megatron-core (0.16.1) has none to copy into the parameters' states (KeyError: 'step'), and then shares one tensor
+    between them: each would count every other's updates. Delete when DistributedOptimizer.load_state_dict does it.
     """
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):
-        part._set_main_param_and_optimizer_states = partial(_set_counted, part, torch.tensor(float(updates)))
+        part._set_main_param_and_optimizer_states = partial(_set_state_with_step, part, torch.tensor(float(updates)))
     try:
         yield
     finally:
@@ -192,5 +192,7 @@ def _counted(optimizer: Any, updates: int) -> Iterator[None]:
                 slots["step"] = torch.tensor(float(updates), device=master.device)
 
 
-def _set_counted(part: DistributedOptimizer, step: torch.Tensor, parameter: Any, tensors: dict[str, Any]) -> None:
+def _set_state_with_step(
+    part: DistributedOptimizer, step: torch.Tensor, parameter: Any, tensors: dict[str, Any]
+) -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {**tensors, "step": step})

@@ -1,4 +1,4 @@
-"""A model laid over ranks with its optimizer: micro-batches through it, updates, weights in and out."""
+"""Trains a model sharded over ranks with Megatron-core: micro-batches, updates, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from slimectl.weights.links import Link
 _QUIET = (
     # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
-    # Its model is frozen: a reference.
+    # The model is frozen: a reference.
     (r"WARNING: there is no optimizer on RANK", UserWarning),
     # Advice for GPUs, given without one too.
     *([] if torch.cuda.is_available() else [(r"When using sequence parallelism it is recommended", UserWarning)]),
@@ -57,11 +57,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronTrainer:
-    """Everything of a policy but what is computed from the hidden states.
+    """Base of policies and critics: all but the computation on the hidden states.
 
-    Every rank of torch.distributed's group (or this process alone) builds one and makes the same calls. What is saved
-    has the files of the FSDP policy: either takes it back, at any layout. With `lora` the model itself stays as it is,
-    as with the FSDP policy; `freeze` and `train_only` are not looked at.
+    Every rank of torch.distributed's group (or this process alone) builds one and makes the same calls. Checkpoints
+    have the files of the FSDP policy: either loads them, at any layout. With `lora` the base model is frozen, as with
+    the FSDP policy; `freeze` and `train_only` are ignored.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class MegatronTrainer:
         lora: LoraOptions | None = None,
         device: str | None = None,
         routing_replay: bool = False,
-        own: OwnFunctions | None = None,
+        user_functions: OwnFunctions | None = None,
         seed: int = 0,
     ) -> None:
-        """`trains` False: only log-probabilities are asked for, so no gradients and no optimizer are held.
+        """`trains` False: the model is only used for log-probabilities, without gradients or optimizer.
 
         Raises SettingsError or CheckpointError.
         """
@@ -100,12 +100,12 @@ class MegatronTrainer:
         config = read_config(self.model_dir)
         family = family_of(config)
         self.architecture, self.carried = family.architecture(config), family.carried
-        self.links = [*family.links(config), *self._links()]
+        self.links = [*family.links(config), *self._extra_links()]
         self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size() if grouped else 1
         parallel.check(self.layout, self.architecture, self.ranks)
-        self.trained = self._trained(freeze, train_only) if trains else set()
+        self.trained = self._trainable_names(freeze, train_only) if trains else set()
         self.device = model.device()
         if device is not None and torch.device(device).type != self.device.type:
             raise SettingsError(
@@ -113,9 +113,9 @@ class MegatronTrainer:
                 " CUDA_VISIBLE_DEVICES= or set train.device to auto"
             )
         parallel.start(self.layout, seed)
-        self.own = own
-        if own is not None:
-            own.begin()
+        self.own = user_functions
+        if user_functions is not None:
+            user_functions.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
         self.balance = Balance(self.chunks)
@@ -124,54 +124,54 @@ class MegatronTrainer:
         if self.adapters is not None:
             self.adapters.begin(self.state, seed)
 
-    def _trained(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
-        """Megatron names of what is trained."""
+    def _trainable_names(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
+        """Megatron names of the trainable parameters."""
         if self.adapters is not None:
-            return {link.megatron for link in [*self.adapters.links, *self._links()]}
+            return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
         names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
-        return trained_links(self.links, names) - self._untrained()
+        return trained_links(self.links, names) - self._unused_names()
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
         provide = None if self.own is None else self.own.provide
         bare = model.build(self.architecture, self.layout, provide=provide, **fields)
-        self._add(bare)
+        self._add_modules(bare)
         links = self.links
         if self.adapters is not None:
             self.adapters.attach(bare, self.device)
             links = [*links, *self.adapters.links]
         if self.trained and bare[0].pre_process:
             bare[0].embedding.register_forward_hook(_with_gradient)
-        held = naming.held(bare)
-        held = {link.megatron: held[link.megatron] for link in links if link.megatron in held}
+        local = naming.held(bare)
+        local = {link.megatron: local[link.megatron] for link in links if link.megatron in local}
         copy = naming.tied_copy(bare)
-        for name, tensor in [*held.items(), *([(naming.EMBEDDING, copy)] if copy is not None else [])]:
+        for name, tensor in [*local.items(), *([(naming.EMBEDDING, copy)] if copy is not None else [])]:
             tensor.requires_grad_(isinstance(tensor, torch.nn.Parameter) and name in self.trained)
         self.chunks = optimizer.wrapped(bare, choices)
         self.last = bare[-1]
         self.optimizer = optimizer.build(self.chunks, self.options, choices)
-        made = masters([*held.values(), *([copy] if copy is not None else [])], self.optimizer)
-        of_copy = made.pop() if copy is not None else None
-        self.state = LinkedState(links, dict(zip(held, made, strict=True)), of_copy, self.device)
+        local_masters = masters([*local.values(), *([copy] if copy is not None else [])], self.optimizer)
+        copy_master = local_masters.pop() if copy is not None else None
+        self.state = LinkedState(links, dict(zip(local, local_masters, strict=True)), copy_master, self.device)
         self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
 
     def _read_weights(self, path: Path) -> None:
-        weights = self._opened(path)
+        weights = self._open_weights(path)
         self.names = checked_names(weights, self.links, self.carried, self.state.embedding, path)
         for link in self.state.mine(self.links):
             self.state.put(link, PARAM, weights.get)
 
-    def _links(self) -> list[Link]:
-        """Of what a kind of trainer has besides the model."""
+    def _extra_links(self) -> list[Link]:
+        """Links of the modules that a subclass adds to the model."""
         return []
 
-    def _add(self, chunks: Sequence[model.PackedGPT]) -> None:
-        """Build that, where this rank holds it."""
+    def _add_modules(self, chunks: Sequence[model.PackedGPT]) -> None:
+        """Build the additional modules that this rank holds."""
 
-    def _untrained(self) -> set[str]:
-        """Megatron names of parameters that a kind of trainer has no use for."""
+    def _unused_names(self) -> set[str]:
+        """Megatron names of the parameters that a subclass does not use."""
         return set()
 
-    def _opened(self, path: Path) -> Weights:
+    def _open_weights(self, path: Path) -> Weights:
         return self.checkpoint.open(path)
 
     @property
@@ -179,18 +179,18 @@ class MegatronTrainer:
         return str(self.step)
 
     def run(self, rows: Sequence[Row], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
-        """What `finish` kept of this rank's share of the rows, on the last stage; see schedule.run.
+        """Outputs of `finish` for this rank's share of the rows, on the last stage; see schedule.run.
 
         Routing is recorded in a run without gradients and replayed in one with them.
         """
         if not rows:
             return []
         data = self.layout.data(self.ranks)
-        everyones = shares(rows, self.layout, max_tokens=self.max_tokens, data=data, batching=self.batching)
-        packs = everyones[parallel_state.get_data_parallel_rank()]
+        packs_by_rank = shares(rows, self.layout, max_tokens=self.max_tokens, data=data, batching=self.batching)
+        packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
-        self.balance.begin(rows, sum(bool(pack) for share in everyones for pack in share))
+        self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
 
         def forward(batch: Batch, chunk: int) -> Tensor:
             self.balance.weigh(batch)
@@ -201,17 +201,17 @@ class MegatronTrainer:
                 self.replay.record(rows, batch, chunk)
             return hidden
 
-        kept = schedule.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
+        outputs = schedule.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
         if self.replay:
             self.replay.end(recorded=forward_only)
-        return kept
+        return outputs
 
     def of_rows(self, rows: Sequence[Row], finish: schedule.Finish) -> list[list[float]]:
-        """What `finish` kept for every row, without gradients, on every rank."""
+        """Outputs of `finish` for every row, without gradients, on every rank."""
         return per_row(self.run(rows, finish, forward_only=True), len(rows))
 
     def summed(self, rows: Sequence[Row], evaluate: Evaluate) -> Metrics:
-        """Accumulate the gradient of the loss over all rows; it and its metrics, summed in float64, on every rank."""
+        """Accumulate the gradient of the loss over all rows; returns loss and metrics, summed in float64."""
 
         def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             value, metrics = evaluate(batch, hidden)
@@ -220,7 +220,7 @@ class MegatronTrainer:
         return totals(self.run(rows, finish, forward_only=False))
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """ports.Stepped."""
+        """ports.Stepped: call the user's function before an update."""
         if self.own is not None:
             schedule = partial(lr_at, options=self.options)
             self.own.before_step(
@@ -228,7 +228,7 @@ class MegatronTrainer:
             )  # fmt: skip
 
     def optim_step(self) -> Metrics:
-        """Besides the port: an update whose gradient is not finite is left out, and its grad_norm says so."""
+        """Update the weights; skips an update whose gradient is not finite, which grad_norm shows."""
         lr = lr_at(self.step, self.options)
         norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.clip_grad)
         self.step += 1
@@ -236,20 +236,26 @@ class MegatronTrainer:
         return {"grad_norm": norm, "lr": lr}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Float32 masters, whole, adapters merged into them, in checkpoint order."""
+        """Stream the full float32 masters with adapters merged, in checkpoint order."""
         if self.adapters is not None:
             return self.adapters.merged(self.state, self.names)
         return self.state.tensors(self.names, PARAM)
 
     def save(self, path: Path) -> None:
-        """Float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+        """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
 
-        With adapters they are merged into the weights, and stand beside them in the folder `adapter` (peft's format).
+        Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
-        facts = {"step": self.step, "updates": self.updates, "seed": self.seed, "optimizer": asdict(self.options)}
+        trainer_state = {
+            "step": self.step,
+            "updates": self.updates,
+            "seed": self.seed,
+            "optimizer": asdict(self.options),
+        }
         files.save(
             path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated, companions=self.model_dir,
-            facts=facts, adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
+            trainer_state=trainer_state,
+            adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
         )  # fmt: skip
 
     def load(self, path: Path) -> None:
@@ -264,17 +270,17 @@ class MegatronTrainer:
         optimizer.drop_gradients(self.chunks, self.optimizer)
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
-        """What was trained, and the model under it where that is another than this one began as."""
-        base = base_of(path, options, known=files.shapes_of(self.updated))
+        """Load the trained adapter, and its base model if that differs from the present one."""
+        base = base_of(path, options, parameter_names=files.shapes_of(self.updated))
         if base != self.base_dir.resolve():
             self._read_weights(base)
             self.base_dir = base
         files.load_adapter(path, self.state, self.updated)
 
     def save_torch_dist(self, path: Path) -> None:
-        """Besides the port: the same in Megatron's own layout, see torch_dist.py, with config and tokenizer.
+        """Write a checkpoint in Megatron's torch_dist format (see torch_dist.py), with config and tokenizer.
 
-        Raises SettingsError with adapters, which that layout does not know.
+        Not part of ports.Policy. Raises SettingsError with adapters, which that format does not support.
         """
         if self.adapters is not None:
             raise SettingsError("train.lora_rank: adapters are not saved as torch_dist; save as hf and convert that")
@@ -287,10 +293,13 @@ class MegatronTrainer:
         self.step, self.updates = torch_dist.load(path, self.chunks, self.optimizer)
 
     def close(self) -> None:
-        """Nothing outlives the process; the groups of the layout serve other models of it."""
+        """Do nothing: resources end with the process; other models of the layout use its groups."""
 
 
 def _with_gradient(module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-    """A forward hook: mcore (0.16.1) recomputes a layer with gradients only if its input has one; a frozen table gives
-    none. Delete when its checkpoint asks the parameters too."""
+    """Forward hook that makes the embedding's output require a gradient.
+
+    mcore (0.16.1) recomputes a layer with gradients only if its input requires one; a frozen embedding gives none.
+    Delete when its checkpoint checks the parameters too.
+    """
     return embedded if embedded.requires_grad or not torch.is_grad_enabled() else embedded.requires_grad_()

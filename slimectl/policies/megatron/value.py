@@ -25,27 +25,27 @@ from slimectl.types import Metrics, Row
 from slimectl.weights.links import Link
 
 NAME = "score.weight"
-"""Where transformers' sequence classifiers keep the weight of their head, [outputs, H]."""
+"""Name of the head's weight in transformers' sequence classifiers, [outputs, H]."""
 
 
 class ValueHead(nn.Module):
-    """One number for each hidden state; every tensor-parallel rank holds all of it and computes all of it."""
+    """Maps each hidden state to one value; replicated on every tensor-parallel rank."""
 
     def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype, device=device))
 
     def forward(self, hidden_T1H: Tensor, batch: Batch) -> Tensor:
-        """Values [R]: of the state before each response token, at the token that predicts it."""
+        """Values [R] of the state before each response token, at the token that predicts it."""
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            # All ranks compute the same from here on: each takes its own tokens' gradient, none are summed.
+            # All ranks compute the same from here on: each keeps the gradient of its own tokens, none are summed.
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
         selected_MH = hidden_T1H[:, 0][batch.sources_M]
         return in_pack((selected_MH.float() @ self.weight.float().t())[:, 0], batch)
 
 
 class WithValueHead(MegatronTrainer):
-    """A value head on the backbone of `model_dir`, from zero unless the checkpoint has one."""
+    """Adds a value head to the backbone of `model_dir`; it starts at zero unless the checkpoint has one."""
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         """One value per response token, without gradients."""
@@ -59,26 +59,26 @@ class WithValueHead(MegatronTrainer):
     def _width(self) -> int:
         return int(self.architecture.transformer["hidden_size"])
 
-    def _links(self) -> list[Link]:
+    def _extra_links(self) -> list[Link]:
         return [Link("value_head.weight", (NAME,), ((1, self._width),))]
 
-    def _add(self, chunks: Sequence[PackedGPT]) -> None:
+    def _add_modules(self, chunks: Sequence[PackedGPT]) -> None:
         last = chunks[-1]
         if last.post_process:
             last.value_head = ValueHead(self._width, dtype=last.config.params_dtype, device=self.device)
 
-    def _opened(self, path: Path) -> Weights:
+    def _open_weights(self, path: Path) -> Weights:
         return _WithHead(self.checkpoint.open(path), self._width)
 
 
 class MegatronCritic(WithValueHead):
-    """Values on the backbone of `model_dir`, trained whole; `options` are MegatronTrainer's.
+    """Values on the backbone of `model_dir`, all parameters trained; `options` are those of MegatronTrainer.
 
-    What is saved holds the head as `score.weight`.
+    Checkpoints store the head as `score.weight`.
     """
 
     def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
-        """ports.Policy's; the loss finds the values, with their gradient, where a policy's finds log-probabilities."""
+        """ports.Policy.forward_backward; the loss reads the values, with their gradient, as `logprobs_T`."""
         names = present(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -92,12 +92,12 @@ class MegatronCritic(WithValueHead):
 
         return self.summed(rows, evaluate)
 
-    def _untrained(self) -> set[str]:
+    def _unused_names(self) -> set[str]:
         return {HEAD}
 
 
 class _WithHead:
-    """The weights of a checkpoint, with a head of zeros if it has none."""
+    """Weights of a checkpoint, with a zero value head if it has none."""
 
     def __init__(self, weights: Weights, width: int) -> None:
         self._weights, self._width = weights, width
@@ -112,7 +112,7 @@ class _WithHead:
 
 
 class HeadBeside:
-    """The weights of a checkpoint, with the head from a file of its own where there is one."""
+    """Weights of a checkpoint, with the value head from a separate file if there is one."""
 
     def __init__(self, weights: Weights, file: Path) -> None:
         self._weights, self._file = weights, file
