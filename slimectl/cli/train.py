@@ -141,5 +141,5 @@ def _trained(
             stdio.emit(json.dumps(report.to_json()))
             steps += 1
         if steps and save is not None:
-            write_folder(save, by.save, about=about({"steps": steps}))
+            write_folder(save, by.save, manifest_fields=about({"steps": steps}))
     return steps

@@ -91,7 +91,7 @@ def convert(
         facts.update(sign(counts) if sign else {"counts": counts})
         return hashes
 
-    write_folder(target, fill, about=facts, resume=resume)
+    write_folder(target, fill, manifest_fields=facts, resume=resume)
     return counts
 
 
