@@ -230,7 +230,7 @@ def fault(result: warm.Result, case: HookCase, *, codes: set[int], named: bool =
     for number, line in enumerate(result.stdout.splitlines(), start=1):
         try:
             if case.command[0] in ("score", "rollout"):
-                read_sample(line, where=f"stdout:{number}", position=0)
+                read_sample(line, location=f"stdout:{number}", position=0)
             elif case.command[0] == "train":
                 assert "metrics" in json.loads(line)
             else:

@@ -8,8 +8,8 @@ import threading
 
 def main() -> None:
     """Entry point of `slimectl`."""
-    # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. It has
-    # to be said before torch is loaded.
+    # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. The
+    # variable must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from slimectl import stdio
     from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, StorageError
@@ -27,10 +27,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_READER_GONE)
-    except KeyboardInterrupt:  # while commands are imported; what comes later is theirs
+    except KeyboardInterrupt:  # while commands are imported; later ones are handled by the command
         stdio.say("slimectl: interrupted")
         sys.exit(EXIT_INTERRUPTED)
     finally:
-        # All is said and done: a late Ctrl-C is not to tear what libraries do at exit apart.
+        # A late Ctrl-C must not interrupt the exit handlers of libraries.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The commands, in the order in which people meet them."""
+"""The typer application: registers all commands in the order of the help."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ app = typer.Typer(
 
 
 def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Callable[..., None]:
-    """Turn what a command raises into one line on stderr and the exit code that errors.py documents.
+    """Wrap a command: exceptions become one line on stderr and the exit code that errors.py documents.
 
-    One that `runs_user_code` keeps stdout for its records.
+    With `runs_user_code`, stdout is reserved for the command's records.
     """
 
     @functools.wraps(command)
@@ -58,27 +58,29 @@ def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Ca
         except KeyboardInterrupt:
             stdio.say("slimectl: interrupted")
             leave(EXIT_INTERRUPTED)
-        except SystemExit as error:  # no command of ours: a task or a library that a user's function began
-            stdio.say(f"slimectl: a user's function called sys.exit({error.code!r:.40}){_place(error)}; mend it there")
+        except SystemExit as error:  # not from slimectl: raised by a task or library that a user's function started
+            stdio.say(
+                f"slimectl: a user's function called sys.exit({error.code!r:.40}){_location(error)}; mend it there"
+            )
             leave(HookError.exit_code)
 
     return body
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return (FILE:LINE) of the statement that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without a second interrupt tearing the interpreter's own clean-up apart."""
+    """Exit, ignoring further interrupts so that they do not break the interpreter's clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise typer.Exit(code)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(value: bool) -> None:
+    if value:
         print(f"slimectl {__version__}")
         raise typer.Exit
 

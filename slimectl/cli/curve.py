@@ -1,4 +1,4 @@
-"""How a run ends on the screen: the curve, before and after, what to try next."""
+"""Terminal summary at the end of a run: reward curve, accuracies, next commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def closing_words(job: Job, recipe: Recipe) -> None:
-    """Curve, accuracies before and after, next commands."""
+    """Print the reward curve, accuracies before and after, and next commands."""
     journal = job.journal
     if job.settings.track.plot and len(journal.scores) > 1:
         say(curve(journal.scores, title="mean reward of each round"))
@@ -29,7 +29,7 @@ def closing_words(job: Job, recipe: Recipe) -> None:
 
 
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
-    """A plot of (round, value), as wide as the terminal up to 80 columns."""
+    """Plot (round, value) points as text, as wide as the terminal up to 80 columns."""
     import shutil
 
     import plotext

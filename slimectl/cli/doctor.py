@@ -45,7 +45,7 @@ def doctor(
     from slimectl.doctor import Finding, machine, self_test
 
     findings: list[Finding] = []
-    chosen = machine()
+    checks = machine()
     if engine:
         flags = {"model.path": model, "train.policy": policy} | cluster_flags(executor, ray_address)
         settings = resolved(config, assign, flags | engine_flags(None, None, engine_url)).settings
@@ -58,8 +58,8 @@ def doctor(
         if not settings.rollout.data:
             source = {"data": ["slimectl.doctor:questions"]}
             tested["rollout"] = settings.rollout.model_copy(update=source)
-        chosen = self_test(settings.model_copy(update=tested), steps=steps)
-    for finding in chosen:
+        checks = self_test(settings.model_copy(update=tested), steps=steps)
+    for finding in checks:
         print(finding, flush=True)
         findings.append(finding)
     if failed := [finding.what for finding in findings if finding.fine is False]:

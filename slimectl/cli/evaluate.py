@@ -62,33 +62,35 @@ def evaluate(
 
         slimectl eval --data aime=aime.jsonl --model models/smollm2 -n 4 --rm-type math --out graded.jsonl
     """
-    named: dict[str, str] = {}
-    for name, source in map(_named, data or []):
-        if name in named:
-            raise SettingsError(f"--data {name}={source}: {name} is {named[name]} already; give each dataset its name")
-        named[name] = source
-    flags = {"eval.data": named or None, "model.path": model, "eval.n_samples_per_prompt": n}
+    sources: dict[str, str] = {}
+    for name, source in map(_parse_dataset, data or []):
+        if name in sources:
+            raise SettingsError(
+                f"--data {name}={source}: {name} is {sources[name]} already; give each dataset its name"
+            )
+        sources[name] = source
+    flags = {"eval.data": sources or None, "model.path": model, "eval.n_samples_per_prompt": n}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     flags |= {"eval.temperature": temperature, "score.rm_type": rm_type}
-    found = resolved(config, assign, flags, eval_config=eval_config)
-    settings = found.settings
+    resolution = resolved(config, assign, flags, eval_config=eval_config)
+    settings = resolution.settings
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
     import json
 
     from slimectl.cli.records import say
 
-    metrics = _measured(settings, out)
+    metrics = _measure(settings, out)
     for name in settings.eval.data:
         say(summary_line(name, metrics))
     (say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
-def _measured(settings: Settings, out: str | None) -> Metrics:
-    """The metrics of every dataset; the graded samples go to `out` where one is given."""
+def _measure(settings: Settings, out: str | None) -> Metrics:
+    """Evaluate every dataset and return its metrics; graded samples are written to `out`, if any."""
     from slimectl import wiring
     from slimectl.cli.records import told, up_to_date, write_out
     from slimectl.hooks import check_hooks
@@ -97,45 +99,52 @@ def _measured(settings: Settings, out: str | None) -> Metrics:
 
     parts = {}
     for name, source in settings.eval.sources.items():
-        own = settings_for(settings, name)
-        check_hooks(own, "rollout.", "score.")
-        prompts = wiring.prompts(own, [source], shuffle=False)
-        parts[name] = own, prompts, wiring.reward(own), wiring.agent(own)
+        dataset_settings = settings_for(settings, name)
+        check_hooks(dataset_settings, "rollout.", "score.")
+        prompts = wiring.prompts(dataset_settings, [source], shuffle=False)
+        parts[name] = dataset_settings, prompts, wiring.reward(dataset_settings), wiring.agent(dataset_settings)
     folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     tokenizer = wiring.tokenizer(folder)
     metrics: Metrics = {}
 
-    def graded(sampling: Any, graders: Any) -> Iterator[Sample]:
-        for name, (own, prompts, reward, agent) in parts.items():
+    def graded_samples(sampling: Any, graders: Any) -> Iterator[Sample]:
+        for name, (dataset_settings, prompts, reward, agent) in parts.items():
             too_long: list[Prompt] = []
             samples = stage(
-                prompts, sampling, tokenizer, reward, own, executor=graders, agent=agent, left_out=too_long.append
+                prompts,
+                sampling,
+                tokenizer,
+                reward,
+                dataset_settings,
+                executor=graders,
+                agent=agent,
+                left_out=too_long.append,
             )
-            yield from summarized(name, samples, metrics, own, answer=answer_of(reward), too_long=too_long)
+            yield from summarized(name, samples, metrics, dataset_settings, answer=answer_of(reward), too_long=too_long)
 
     with closing(wiring.graders()) as graders, wiring.engines(settings, folder, tokenizer) as sampling:
         if out is None:
-            for _ in graded(sampling, graders):
+            for _ in graded_samples(sampling, graders):
                 pass
         else:
             inputs = [*settings.eval.sources.values(), str(folder)]
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
-            told(write_out(graded(sampling, graders), out, manifest, inputs), {})
+            told(write_out(graded_samples(sampling, graders), out, manifest, inputs), {})
     return metrics
 
 
 def summary_line(name: str, metrics: Metrics) -> str:
-    """The accuracy on a dataset; attempts that failed count as wrong. Both they and prompts left out are told."""
+    """One line with the accuracy of a dataset (failed attempts count as wrong), failures and skipped prompts."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    told = "".join(f", {count:.0f} failed of {kind}" for kind, count in failed.items())
+    suffix = "".join(f", {count:.0f} failed of {kind}" for kind, count in failed.items())
     too_long = metrics.get(f"eval/{name}/prompts_too_long", 0)
-    told += f", {too_long:.0f} prompts left out as too long" if too_long else ""
-    return f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}{told}"
+    suffix += f", {too_long:.0f} prompts left out as too long" if too_long else ""
+    return f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}{suffix}"
 
 
-def _named(item: str) -> tuple[str, str]:
+def _parse_dataset(item: str) -> tuple[str, str]:
     name, equals, source = item.partition("=")
     if not equals or not name or not source:
         raise SettingsError(f"--data {item}: write it as NAME=PROMPTS, e.g. --data aime=aime.jsonl")

@@ -1,4 +1,4 @@
-"""What `slimectl inspect` prints."""
+"""Output of `slimectl inspect`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slimectl.weights.complete import raw_config
 
 
 def at_run(path: Path) -> None:
-    """How far a run is, its curve and its evaluations."""
+    """Print the progress of a run, its reward curve and its evaluations."""
     metrics = path / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
-    # A line without its end is being written, or was when the run was killed.
+    # A line without a newline is incomplete: it is being written, or the run was killed.
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     scores = [(line["rollout_id"], line["metrics"]["rollout/raw_reward"]) for line in lines
               if "rollout/raw_reward" in line["metrics"]]  # fmt: skip
@@ -32,19 +32,19 @@ def at_run(path: Path) -> None:
 
 
 def at_folder(path: Path) -> None:
-    """The shape of a model, or what a folder holds."""
-    config = path / "config.json"
-    if not config.exists():
+    """Print the architecture of a model, or the entries of a folder."""
+    config_file = path / "config.json"
+    if not config_file.exists():
         print(f"{path}: {', '.join(sorted(child.name for child in path.iterdir())) or 'empty'}")
         return
     check_model_files(path)
-    facts = raw_config(path)
+    config = raw_config(path)
     shown = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "dtype")
-    print(f"{path}: " + ", ".join(f"{key} {facts[key]}" for key in shown if key in facts))
+    print(f"{path}: " + ", ".join(f"{key} {config[key]}" for key in shown if key in config))
 
 
 def at_samples(path: Path, rows: int) -> None:
-    """Counts, rewards, and the first samples in words."""
+    """Print counts, rewards, and the text of the first samples."""
     samples = list(read_samples(path))
     rewards = [s.reward for s in samples if isinstance(s.reward, int | float)]
     mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ", not scored"
@@ -56,15 +56,17 @@ def at_samples(path: Path, rows: int) -> None:
 
 
 def at_manifest(path: Path) -> None:
-    """Who made it, from what."""
+    """Print the manifest of a path: its origin and inputs."""
     file = manifest_path(path)
     if not file.exists():
         return
-    facts = read_json(file)
+    manifest = read_json(file)
     shown = {
-        key: facts[key] for key in ("slimectl", "stage", "started", "finished", "counts", "parents") if key in facts
+        key: manifest[key]
+        for key in ("slimectl", "stage", "started", "finished", "counts", "parents")
+        if key in manifest
     }
     print("manifest: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
-    inputs = facts.get("inputs")
+    inputs = manifest.get("inputs")
     for name, digest in inputs.items() if isinstance(inputs, dict) else ():
         print(f"input {name} sha256 {str(digest)[:16]}…")

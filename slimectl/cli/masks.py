@@ -1,4 +1,4 @@
-"""Samples with their loss masks shown: what the model is taught, and what it only reads."""
+"""Displays the loss masks of samples: tokens that are trained on, and context tokens."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from slimectl.types import Sample
 TAUGHT, READ, PROMPT = "taught", "read", "prompt"
 COLOURS = {TAUGHT: "\x1b[30;42m", READ: "\x1b[33m", PROMPT: "\x1b[2m"}
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Characters that would steer the terminal, as the pictures of them that Unicode has: a model writes anything."""
+"""Terminal control characters replaced by Unicode's control pictures: model output may hold any character."""
 BRACKETS = {TAUGHT: ("[[", "]]"), READ: ("((", "))"), PROMPT: ("", "")}
 
 
 def at_masks(path: Path, rows: int, settings: Settings) -> None:
-    """The first samples of a file, or of the demonstrations that its prompts become, with every token's part shown."""
-    tokenizer = wiring.tokenizer(wiring.model_folder(settings.model.path or _made_with(path)))
+    """Print the first samples of a file, or the demonstrations made of its prompts, with each token's role marked."""
+    tokenizer = wiring.tokenizer(wiring.model_folder(settings.model.path or _recorded_model(path)))
     coloured = sys.stdout.isatty() if "FORCE_COLOR" not in os.environ else True
     coloured = coloured and "NO_COLOR" not in os.environ
-    print(" ".join(_shown(part, part, coloured) for part in (PROMPT, TAUGHT, READ)))
+    print(" ".join(_highlight(part, part, coloured) for part in (PROMPT, TAUGHT, READ)))
     for sample in islice(_samples(path, tokenizer, settings), rows):
         mask = sample.mask()
         print(f"--- sample {sample.index}: {sample.prompt_length} + {len(mask)} tokens, {sum(mask)} taught")
-        print("".join(_shown(text, part, coloured) for part, text in _runs(sample, tokenizer)))
+        print("".join(_highlight(text, part, coloured) for part, text in _runs(sample, tokenizer)))
 
 
-def _made_with(path: Path) -> str:
-    """The model that the file's manifest names."""
+def _recorded_model(path: Path) -> str:
+    """The model path in the manifest of a file. Raises SettingsError if there is none."""
     file = manifest_path(path)
-    facts = json.loads(file.read_text()) if file.exists() else {}
-    model = facts.get("settings", {}).get("model", {}).get("path")
+    manifest = json.loads(file.read_text()) if file.exists() else {}
+    model = manifest.get("settings", {}).get("model", {}).get("path")
     if not model:
         raise SettingsError(f"{path}: no manifest says whose tokens these are; add --model DIR")
     return str(model)
@@ -53,15 +53,15 @@ def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]
 
 
 def _runs(sample: Sample, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """(part, text) of tokens that stand together."""
+    """(part, text) of each run of consecutive tokens of one part."""
     parts = [PROMPT] * sample.prompt_length + [TAUGHT if bit else READ for bit in sample.mask()]
     for part, tokens in groupby(zip(parts, sample.tokens, strict=True), key=lambda pair: pair[0]):
         yield part, tokenizer.decode([token for _, token in tokens], skip_special_tokens=False)
 
 
-def _shown(text: str, part: str, coloured: bool) -> str:
+def _highlight(text: str, part: str, coloured: bool) -> str:
     text = text.translate(PICTURES)
-    if coloured:  # line by line: pagers begin each line without a colour
+    if coloured:  # line by line: pagers reset colours at each line
         return "\n".join(f"{COLOURS[part]}{line}\x1b[0m" if line else "" for line in text.split("\n"))
     before, after = BRACKETS[part]
     return before + text + after

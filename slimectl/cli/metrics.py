@@ -39,6 +39,6 @@ def _entry(metric: Metric) -> str:
 
 
 def _row(metric: Metric) -> str:
-    """One line of a table, where a bar would end the cell."""
+    """One row of a Markdown table, with bars escaped."""
     definition = metric.definition.replace("|", r"\|")
     return f"| `{metric.name}` | {metric.unit} | `{metric.axis}` | {definition} |"

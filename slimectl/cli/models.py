@@ -48,25 +48,25 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Names to the left, numbers to the right."""
+    """Print aligned columns: the first two left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
-        left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
-        print("  ".join(left + right))
+        left_cells = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
+        right_cells = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+        print("  ".join(left_cells + right_cells))
 
 
 def check(name: str, folder: Path) -> None:
-    """The differences line by line and exit code 1; one line if there are none."""
+    """Print the differences between a checkpoint and a card, with exit code 1 if there are any."""
     from slimectl import wiring
     from slimectl.cli.records import say
     from slimectl.weights.complete import read_config
 
     card: dict[str, Any] = cards.load(name)
-    found = cards.differences(card, read_config(wiring.model_folder(str(folder), setting="models check")))
-    for difference in found:
+    differences = cards.differences(card, read_config(wiring.model_folder(str(folder), setting="models check")))
+    for difference in differences:
         print(cards.told(difference))
-    if found:
+    if differences:
         raise typer.Exit(1)
     say(f"{folder}: agrees with the card {name}")
 

@@ -1,4 +1,4 @@
-"""The options that commands share, and how they become settings."""
+"""Options shared by commands, and their conversion to settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slimectl import stdio
 from slimectl.errors import SettingsError
 from slimectl.redaction import redact, secrets_in
 
-if TYPE_CHECKING:  # the settings' classes take a quarter of a second to build: help does without
+if TYPE_CHECKING:  # the settings' classes take a quarter of a second to build, which help avoids
     from slimectl.settings import Layer, Resolved
 
 STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def output_name(out: str | None) -> str | None:
-    """Return the name of an output: `-` for every name of stdout, whose descriptor is not where records go."""
+    """Return the name of an output, with every alias of stdout as `-`: records do not go to its file descriptor."""
     return "-" if out in STDOUT_NAMES else out
 
 
@@ -70,7 +70,7 @@ def resolved(
     recipe: Layer | None = None,
     eval_config: Path | None = None,
 ) -> Resolved:
-    """Defaults < recipe < files < environment < -s < flags; a flag that was not given (None, []) sets nothing."""
+    """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored."""
     from slimectl.settings import Layer, resolve
     from slimectl.settings.eval_config import from_eval_config
     from slimectl.settings.layers import from_assignments, from_environment, from_file
@@ -92,14 +92,14 @@ def resolved(
 
 
 def cluster_flags(executor: str | None, ray_address: str | None) -> dict[str, Any]:
-    """The settings that say where work runs."""
+    """Settings of the executor from its flags."""
     if ray_address and executor is None:
         executor = "ray"
     return {"cluster.executor": executor, "cluster.ray_address": ray_address}
 
 
 def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] | None) -> dict[str, Any]:
-    """The settings that say what samples."""
+    """Settings of the engine from its flags."""
     return {"engine.kind": engine, "engine.num_engines": engines, "engine.url": engine_url}
 
 
@@ -121,7 +121,7 @@ def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
 
 
 def toml_value(value: Any) -> str:
-    """A value as `-s` would take it."""
+    """Format a value in the syntax of `-s`."""
     import tomli_w
 
     if value is None:
@@ -134,7 +134,7 @@ def toml_value(value: Any) -> str:
 
 
 def needs_destination(out: str) -> None:
-    """Raises SettingsError if records would flood a terminal."""
+    """Raise SettingsError if records would be written to a terminal."""
     if out == "-" and stdio.is_terminal():
         raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
 

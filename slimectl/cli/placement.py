@@ -1,4 +1,4 @@
-"""`slimectl plan --placement`: who works on which GPU, from the settings of a run."""
+"""`slimectl plan --placement`: placement of ranks and engines on GPUs, from the settings of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.settings import Settings
 
 
 def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
-    """Print every place with who is there; on stderr what cannot be, or could be better. Exit code 1 if it cannot."""
+    """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
     from slimectl import wiring
     from slimectl.cli.records import say
 
@@ -34,7 +34,7 @@ def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
 
 
 def table(placement: Placement) -> Iterator[str]:
-    """A line a place."""
+    """Table with one line per GPU or process."""
     place = "gpu" if placement.on_gpu else "process"
     yield f"machine  {place:<7}  trains    samples"
     for bundle in placement.bundles:
@@ -44,17 +44,17 @@ def table(placement: Placement) -> Iterator[str]:
 
 
 def told(placement: Placement) -> str:
-    """The placement in a line."""
+    """Summary of the placement in one line."""
     machines, ranks = _count(placement.nodes, "machine"), _count(placement.ranks, "rank")
     engines = _count(placement.engines, "engine")
     if not placement.on_gpu:
         return f"{machines}: {ranks}; {engines} beside, where there is room"
-    of, each = _count(placement.gpus_per_node, "GPU"), _count(placement.gpus_per_engine, "GPU")
-    return f"{machines} of {of}: {ranks} and {engines} of {each}, {'sharing' if placement.colocate else 'apart'}"
+    node, engine = _count(placement.gpus_per_node, "GPU"), _count(placement.gpus_per_engine, "GPU")
+    return f"{machines} of {node}: {ranks} and {engines} of {engine}, {'sharing' if placement.colocate else 'apart'}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _copies(settings: Settings) -> int:
@@ -66,7 +66,7 @@ def _copies(settings: Settings) -> int:
 
 
 def _layout_problems(settings: Settings) -> Iterator[str]:
-    """Why the model cannot be cut so, where there is one to look at."""
+    """Problems of the parallel layout with the model, if one is configured."""
     from slimectl import wiring
     from slimectl.cli.plan import configuration
     from slimectl.layouts import problems

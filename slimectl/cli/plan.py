@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from slimectl.estimates.plan import Plan
 
 
-def option(name: str, words: str, panel: str | None = None, **limits: Any) -> Any:
-    return typer.Option(name, help=words, rich_help_panel=panel, **limits)
+def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
+    return typer.Option(name, help=help_text, rich_help_panel=panel, **limits)
 
 
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
@@ -99,35 +99,35 @@ def plan(
 
     if lora_target and lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
-    found = estimates.model_of(
+    shape = estimates.model_of(
         configuration(card, model), lora_rank=lora_rank, lora_targets=lora_target or TrainSettings().lora_targets,
         critic=critic, reference=reference, teacher=teacher and _teacher(teacher),
     )  # fmt: skip
     share = min(1.0, (response_len or seq_len) / seq_len)
     run = Run(gpus, ParallelLayout(), policy, dtype, recompute or "none", seq_len, max_tokens, share, device)
     sizes = {"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "context": cp, "expert": ep, "expert_tensor": etp}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if given:
-        run = replace(run, layout=ParallelLayout(**given))
+    requested = {name: size for name, size in sizes.items() if size is not None}
+    if requested:
+        run = replace(run, layout=ParallelLayout(**requested))
     elif policy == "megatron":
         suggestion = estimates.suggested(cards.load(card), gpus) if card else None
         run = estimates.with_layout(
-            found, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
+            shape, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
         )  # fmt: skip
-    estimates.check(found, run)
-    made = estimates.planned(
-        found, run, batch=batch, memory_gib=gpu_memory, tflops=tflops, mfu=mfu, engine_tensor=engine_tp,
+    estimates.check(shape, run)
+    result = estimates.planned(
+        shape, run, batch=batch, memory_gib=gpu_memory, tflops=tflops, mfu=mfu, engine_tensor=engine_tp,
         engine_share=mem_fraction, concurrency=concurrency,
     )  # fmt: skip
-    print_plan(made, as_json)
-    verdict = "fits" if made.fits else "does not fit"
+    print_plan(result, as_json)
+    verdict = "fits" if result.fits else "does not fit"
     say(f"{estimates.told(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
-    if not made.fits:
+    if not result.fits:
         raise typer.Exit(1)
 
 
 def configuration(card: str | None, model: str | None) -> dict[str, Any]:
-    """The complete configuration of the card or the directory; both only where they agree."""
+    """The complete configuration of a card or directory. Raises SettingsError if both are passed and disagree."""
     from slimectl import wiring
     from slimectl.weights.complete import completed, read_config
 
@@ -135,28 +135,28 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
         raise SettingsError("plan: which model? add --card NAME or --model DIR")
     if model is None:
         return cards.language_model(completed(cards.load(card or "")["config"]))
-    found = read_config(wiring.model_folder(str(Path(model))))
+    config = read_config(wiring.model_folder(str(Path(model))))
     if card is not None:
-        cards.check(card, found, location=model)
-    return cards.language_model(found)
+        cards.check(card, config, location=model)
+    return cards.language_model(config)
 
 
 def _teacher(name: str) -> dict[str, Any]:
     return configuration(None, name) if Path(name).is_dir() else configuration(name, None)
 
 
-def print_plan(made: Plan, as_json: bool) -> None:
-    """A table with a formula on every line, or all of it as JSON."""
+def print_plan(result: Plan, as_json: bool) -> None:
+    """Print a table with a formula on every line, or JSON."""
     from slimectl.estimates.plan import told
 
     if as_json:
-        sections = {name: [asdict(figure) for figure in figures] for name, figures in made.sections.items()}
-        print(json.dumps({"run": asdict(made.run), "fits": made.fits, "sections": sections}, indent=2))
+        sections = {name: [asdict(figure) for figure in figures] for name, figures in result.sections.items()}
+        print(json.dumps({"run": asdict(result.run), "fits": result.fits, "sections": sections}, indent=2))
         return
-    every = [figure for section in made.sections.values() for figure in section]
+    every = [figure for section in result.sections.values() for figure in section]
     name_width, value_width = max(len(figure.name) for figure in every), max(len(figure.text) for figure in every)
-    print(f"layout  {told(made.run)}")
-    for section, figures in made.sections.items():
+    print(f"layout  {told(result.run)}")
+    for section, figures in result.sections.items():
         print(f"\n{section}")
         for figure in figures:
             print(f"  {figure.name:<{name_width}}  {figure.text:>{value_width}}  {figure.formula}")

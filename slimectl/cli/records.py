@@ -1,4 +1,4 @@
-"""Records out of a stage: written, counted, and signed with a manifest where they stay in a file."""
+"""Writes the records of a stage, counts them, and adds a manifest to output files."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from slimectl.settings import Settings
 from slimectl.types import Sample
 
 READ_ONCE = "a pipe, read once"
-"""Stands in a manifest for the hash of an input that was one."""
+"""Placeholder in a manifest for the hash of a pipe."""
 
 
 def say(text: str) -> None:
-    """Words go to stderr; stdout is for data."""
+    """Print a message to stderr; stdout is for data."""
     stdio.say(text)
 
 
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
-    """The manifest to sign the output with; None (and a word) if `out` already is what would be made."""
+    """The manifest of the output; None, with a message, if `out` is already made of the same inputs and settings."""
     named = {*inputs, *_hook_files(settings)}
     pipes = {name for name in named if is_pipe(name)}
     hashes = {name: content_hash(Path(name)) for name in sorted(named - pipes) if Path(name).exists()}
-    known = len(hashes) == len(named)
-    # What came through a pipe has no hash: nobody can say that it would come again.
+    all_hashed = len(hashes) == len(named)
+    # A pipe has no hash: its content may differ the next time.
     manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
     sidecar = Path(f"{out}.{MANIFEST}")
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
         raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
-    if out != "-" and not force and known and manifest.unchanged(Path(out)):
+    if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
         say(f"{out}: is made of the same inputs and settings already; --force makes it again")
         return None
     return manifest
 
 
 def _hook_files(settings: Settings) -> list[str]:
-    """The files of the user's own functions: a changed one makes other records under the same settings."""
-    given = [item for section in settings.model_dump().values() for item in section.items()]
-    paths = [str(value).rpartition(":")[0] for key, value in given if key.endswith("_path") and value]
+    """Files of the user's functions: a changed one produces other records with the same settings."""
+    items = [item for section in settings.model_dump().values() for item in section.items()]
+    paths = [str(value).rpartition(":")[0] for key, value in items if key.endswith("_path") and value]
     return [path for path in paths if path.endswith(".py")]
 
 
 def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
-    """Write samples as they come; the counts by status."""
+    """Write samples as they arrive; return their counts by status."""
     counts: Counter[str] = Counter()
     with JsonlWriter(out) as writer:
         for sample in samples:
@@ -68,22 +68,22 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
 
 
 def write_on(
-    make: Callable[[Iterator[Sample]], Iterable[Sample]],
+    process: Callable[[Iterator[Sample]], Iterable[Sample]],
     read: Iterable[Sample],
     out: str,
     manifest: Manifest,
     inputs: list[str],
     *,
-    seen: Callable[[Sample], None],
+    on_sample: Callable[[Sample], None],
     on_gap: Callable[[], None] | None = None,
     force: bool,
     whole_groups: bool,
 ) -> Counter[str]:
-    """What `make` makes of the samples, in order, written as by `write_out`; but work that is cut off is kept.
+    """Write the samples that `process` returns, in order, like `write_out`, but keep the output of interrupted work.
 
-    Begun again with the same inputs and settings it goes on after the last sample (the last whole group). `seen` is
-    shown every sample, those of last time too. Where `make` may leave samples out, `on_gap` is called for each that was
-    left out last time.
+    A restart with the same inputs and settings continues after the last sample (the last complete group). `on_sample`
+    gets every sample, also those of the earlier attempt. If `process` may drop samples, `on_gap` is called for each
+    that the earlier attempt dropped.
     """
     counts: Counter[str] = Counter()
     with Partial(out, manifest) as partial:
@@ -91,14 +91,14 @@ def write_on(
             partial.drop()
         remaining = iter(read)
         for sample in partial.done(whole_groups=whole_groups):
-            _pass(sample, remaining, on_gap)
-            seen(sample)
+            _skip_done(sample, remaining, on_gap)
+            on_sample(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
             say(f"{out}: {partial.count} samples are there from last time; going on after them")
         try:
-            for sample in make(remaining):
-                seen(sample)
+            for sample in process(remaining):
+                on_sample(sample)
                 partial.write(sample)
                 counts.update(("out", str(sample.status)))
         except BaseException:
@@ -112,17 +112,17 @@ def write_on(
     return counts
 
 
-def _pass(done: Sample, read: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:
-    """Draw what has been dealt with from `read`: up to the sample that is `done`, or one where none is left out."""
-    for sample in read:
+def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:
+    """Advance `samples` past the sample that is `done`; without `on_gap` by one, since none can be missing."""
+    for sample in samples:
         if on_gap is None or (sample.index, sample.group_index) == (done.index, done.group_index):
             return
         on_gap()
 
 
-def told(counts: Counter[str], what: dict[str, Any]) -> None:
-    """One closing line: how many, of which status, and what else there is to say."""
+def told(counts: Counter[str], extra: dict[str, Any]) -> None:
+    """Print the closing summary line: counts by status, and `extra` entries."""
     parts = [f"{counts['out']} samples"]
     parts += [f"{counts[name]} {name}" for name in ("truncated", "aborted", "failed") if counts[name]]
-    parts += [f"{name} {value}" for name, value in what.items()]
+    parts += [f"{name} {value}" for name, value in extra.items()]
     say(", ".join(parts))

@@ -55,16 +55,16 @@ def rollout(
     flags = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
     flags |= {"rollout.temperature": temperature, "rollout.max_response_len": max_response_len}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
-    found = resolved(config, assign, flags)
+    resolution = resolved(config, assign, flags)
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
     needs_destination(out)
     from slimectl import wiring
     from slimectl.cli.records import told, up_to_date, write_out
     from slimectl.hooks import check_hooks
 
-    settings = found.settings
+    settings = resolution.settings
     check_hooks(settings, "rollout.")
     folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     source = wiring.data_source(settings)

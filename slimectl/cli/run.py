@@ -66,8 +66,8 @@ def run(
     """
     from slimectl import recipes
 
-    said = bool(config or assign or model or data or resume)
-    chosen = recipes.find(recipe, instead=bool(config or resume), needed=not said)
+    has_input = bool(config or assign or model or data or resume)
+    selected = recipes.find(recipe, instead=bool(config or resume), needed=not has_input)
     flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
     flags |= {"train.policy": policy, "run.seed": seed, "rollout.seed": seed}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
@@ -77,7 +77,7 @@ def run(
         config = [resume / "run.toml", *(config or [])]
         flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
     with nullcontext() if resume is None or dry_run else locked(resume) as lock:
-        result = resolved(config, assign, flags, recipe=chosen.layer, eval_config=eval_config)
+        result = resolved(config, assign, flags, recipe=selected.layer, eval_config=eval_config)
         if dry_run:
             print_settings(result)
             return
@@ -92,14 +92,14 @@ def run(
         with stop:
             text = settings_toml(result.settings)
             finished = job.execute(text, resume=resume is not None, force=force, lock=lock)
-    closing_words(job, chosen)
+    closing_words(job, selected)
     stdio.emit(str(job.folder.path))
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def locked(run: Path) -> Lock:
-    """Lock the folder of a run before anything of it is read. Raises SettingsError."""
+    """Lock the folder of a run before reading any of its files. Raises SettingsError."""
     from slimectl.cli.records import say
     from slimectl.data.rundir import RunDir
 
@@ -107,7 +107,7 @@ def locked(run: Path) -> Lock:
 
 
 class Interrupt:
-    """Ctrl-C once asks the run to end after its round; twice stops it now."""
+    """Handler of Ctrl-C: the first ends the run after its round, the second stops it immediately."""
 
     def __init__(self) -> None:
         self._count = 0

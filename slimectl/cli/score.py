@@ -66,12 +66,12 @@ def score(
     """
     flags = {"score.rm_type": rm_type, "score.custom_rm_path": custom_rm_path, "score.workers": workers}
     flags |= cluster_flags(executor, ray_address)
-    found = resolved(config, assign, flags | {"score.explain": explain or None})
+    resolution = resolved(config, assign, flags | {"score.explain": explain or None})
     check_on_error(on_error)
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
-    settings = found.settings
+    settings = resolution.settings
     lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
@@ -98,7 +98,7 @@ def score(
     if manifest is None:
         return
     try:
-        _graded(
+        _grade_samples(
             read, settings, manifest, inputs, out, reference=reference, lines=lines, force=force,
             skipped=skipped, skips=on_error == "skip",
         )  # fmt: skip
@@ -106,7 +106,7 @@ def score(
         skipped.report()
 
 
-def _graded(
+def _grade_samples(
     read: Iterator[Sample],
     settings: Settings,
     manifest: Manifest,
@@ -119,7 +119,7 @@ def _graded(
     skipped: SkippedLines,
     skips: bool,
 ) -> None:
-    """Samples with their rewards to `out`, or a line each to the terminal; then what there is to say of them all."""
+    """Grade samples and write them to `out`, or one line each to the terminal; then print a summary."""
     from collections import Counter
     from statistics import fmean
 
@@ -147,25 +147,25 @@ def _graded(
         rewards.append(reward_number(sample, settings.score.reward_key))
         reasons.add(sample, rewards[-1])
 
-    def made(samples: Iterable[Sample]) -> Iterator[Sample]:
+    def graded(samples: Iterable[Sample]) -> Iterator[Sample]:
         skip = (lambda sample, error: skipped.add_ungraded(error)) if skips else None
         try:
             yield from stage(samples, reward, settings.score, executor=graders, reference=frozen, skip=skip)
-        except RecordError as error:  # of the sample that would have been next
+        except RecordError as error:  # raised for the sample that would have been next
             raise locate(error, skipped.pass_line()) from error
 
     try:
         if lines:
-            _print_reasons(tee(made(read), count), rewards)
+            _print_reasons(tee(graded(read), count), rewards)
             return
-        # What a reference model adds is no part of the settings that last time's samples are known by.
+        # A reference model is not part of the settings that identify an interrupted output.
         if inputs and reference is None and can_be_partial(out) and not any(map(is_pipe, inputs)):
             groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
             counts = write_on(
-                made, read, out, manifest, inputs, seen=count, on_gap=on_gap, force=force, whole_groups=groups
+                graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
             )
         else:
-            counts = write_out(tee(made(read), count), out, manifest, inputs)
+            counts = write_out(tee(graded(read), count), out, manifest, inputs)
     finally:
         graders.close()
     if settings.score.explain:
@@ -175,7 +175,7 @@ def _graded(
 
 
 def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
-    """A line a sample, for a terminal."""
+    """Print one line per sample to a terminal."""
     from slimectl.cli.reasons import reason
 
     for sample in samples:
@@ -183,18 +183,18 @@ def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
 
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
-    """A line a check on stdout. Raises SlimectlError if one of them failed."""
+    """Check the reward, with one line per check on stdout. Raises SlimectlError if a check failed."""
     from slimectl import wiring
     from slimectl.errors import RecordError, SlimectlError
     from slimectl.stages.check_reward import check_reward
 
-    given = list(samples)
-    if not given:
+    sample_list = list(samples)
+    if not sample_list:
         raise RecordError("no samples came; --check grades real ones")
     reward, graders = wiring.reward(settings), wiring.executor(settings, trains=False)
     findings = []
     try:
-        for finding in check_reward(given, reward, settings.score, executor=graders, bounds=reward.bounds):
+        for finding in check_reward(sample_list, reward, settings.score, executor=graders, bounds=reward.bounds):
             stdio.emit(str(finding))
             findings.append(finding)
     finally:

@@ -16,7 +16,7 @@ from slimectl.cli.options import Assign, Config, DryRun, Model, print_settings, 
 from slimectl.errors import EXIT_INTERRUPTED
 
 PARENT = "SLIMECTL_PARENT"
-"""Environment variable with the process id of whoever started this server, for --with-parent."""
+"""Environment variable with the process id that --with-parent watches."""
 
 
 def serve(
@@ -90,7 +90,7 @@ def serve(
         )
     interrupted = number == signal.SIGINT
     if not clean:
-        # A step or a broadcast under way would tear the interpreter's own clean-up apart.
+        # A step or a broadcast in flight would break the interpreter's clean-up.
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED if interrupted else 0)
     if interrupted:
@@ -98,9 +98,9 @@ def serve(
 
 
 def leave_with_parent() -> None:
-    """End this process within half a second of its parent's end, however that one ended.
+    """End this process within half a second of its parent's end, however the parent ended.
 
-    Asked again and again rather than by PR_SET_PDEATHSIG, which strikes already when the parent's thread ends.
+    Polls instead of PR_SET_PDEATHSIG, which fires as soon as the parent's thread ends.
     """
     parent = int(os.environ.get(PARENT) or os.getppid())
 

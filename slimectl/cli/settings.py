@@ -23,13 +23,13 @@ def show(
 
         slimectl settings show -s train.lr=1e-5
     """
-    found = resolved(config, assign, {})
+    resolution = resolved(config, assign, {})
     if changed:
-        for name, value in shown(found):
-            if found.origins[name] != "default":
-                print(f"{name} = {toml_value(value)}  # {found.origins[name]}")
+        for name, value in shown(resolution):
+            if resolution.origins[name] != "default":
+                print(f"{name} = {toml_value(value)}  # {resolution.origins[name]}")
         return
-    print_settings(found)
+    print_settings(resolution)
 
 
 def validate(config: Config = None, assign: Assign = None) -> None:
@@ -64,12 +64,12 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
     from slimectl.hooks import POINTS
     from slimectl.settings.manual import entries
 
-    found = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
-    if not found:
+    matches = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
+    if not matches:
         near = difflib.get_close_matches(key, [entry.key for entry in entries()], n=1)
         hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
         raise SettingsError(f"{key}: unknown setting; {hint}")
-    for entry in found:
+    for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := POINTS.get(entry.key):
             print(f"    {point.shape()} (docs/hooks.md)")

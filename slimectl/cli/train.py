@@ -60,10 +60,10 @@ def train(
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
     flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
     flags |= {"train.policy": trainer} | cluster_flags(executor, ray_address)
-    found = resolved(config, assign, flags)
+    resolution = resolved(config, assign, flags)
     check_on_error(on_error)
     if dry_run:
-        print_settings(found)
+        print_settings(resolution)
         return
     from slimectl import wiring
     from slimectl.cli.records import say, up_to_date
@@ -72,7 +72,7 @@ def train(
     from slimectl.data.skipped import SkippedLines
     from slimectl.types import Prompt
 
-    settings = found.settings
+    settings = resolution.settings
     folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*([samples] if samples != "-" else []), str(folder)]
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
@@ -90,13 +90,13 @@ def train(
         context=wiring.context_length(settings, folder),
         left_out=too_long.append,
     )
-    about = partial(manifest.signed, parents=inputs)
+    signed = partial(manifest.signed, parents=inputs)
     if save is not None:
         refuse_existing(save, force=force)
     try:
-        # For as long as it trains: whoever writes the same folder is to hear of it before, not after, the work.
+        # Locked during training: another writer of the same folder is refused before its work, not after it.
         with writing(save) if save is not None else nullcontext():
-            steps = _trained(stream, settings, folder, load=load, save=save, about=about, too_long=too_long)
+            steps = _train_steps(stream, settings, folder, load=load, save=save, signed=signed, too_long=too_long)
     finally:
         skipped.report()
     if steps == 0:
@@ -105,17 +105,17 @@ def train(
     say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
 
 
-def _trained(
+def _train_steps(
     stream: Iterator[Sample],
     settings: Settings,
     folder: Path,
     *,
     load: Path | None,
     save: Path | None,
-    about: Callable[[dict[str, int]], Any],
+    signed: Callable[[dict[str, int]], Any],
     too_long: list[Prompt],
 ) -> int:
-    """A line a step on stdout; their number. What was learnt is in `save`, where something was."""
+    """Train with one line per step on stdout, and write the weights to `save`; return the number of steps."""
     import json
 
     from slimectl import wiring
@@ -125,14 +125,17 @@ def _trained(
     from slimectl.stages.train import train as stage
 
     steps, counted, state = 0, 0, None
-    with closing(wiring.executor(settings)) as place, closing(wiring.learners(settings, folder, executor=place)) as by:
-        policy, critic = by.policy, by.critic
+    with (
+        closing(wiring.executor(settings)) as place,
+        closing(wiring.learners(settings, folder, executor=place)) as models,
+    ):
+        policy, critic = models.policy, models.critic
         if load is not None:
             policy.load(folder)
             if critic is not None and critic is not policy:
                 critic.load(load / "critic")
             state = load_state(load, policy)
-        for field, model_of in by.asked.items():
+        for field, model_of in models.asked.items():
             stream = with_log_probs(stream, model_of, field)
         for report in stage(stream, policy, settings, critic=critic, state=state):
             if len(too_long) > counted:
@@ -141,5 +144,5 @@ def _trained(
             stdio.emit(json.dumps(report.to_json()))
             steps += 1
         if steps and save is not None:
-            write_folder(save, by.save, about=about({"steps": steps}))
+            write_folder(save, models.save, manifest_fields=signed({"steps": steps}))
     return steps

@@ -115,7 +115,7 @@ def convert_checkpoint(
     }  # fmt: skip
     if path.is_dir():
         check_model_files(path)
-    has_manifest = path.is_dir() and check_integrity(path, whole=True)
+    has_manifest = path.is_dir() and check_integrity(path, full=True)
     # A run's step is identified by its manifest, which is in the policy's parent: headers of two steps are equal.
     hashed = path.parent if path.name == "policy" else path
     manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})

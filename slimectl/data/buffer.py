@@ -1,4 +1,4 @@
-"""What sampling keeps between two rounds."""
+"""State of the sampling side between two rounds, as checkpoints store it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from slimectl.types import Sample
 
 @dataclass
 class SamplingState:
-    """Where sampling stands between two rounds: what a checkpoint keeps of it."""
+    """Position, buffer and data source of the sampling side between two rounds; part of every checkpoint."""
 
     position: int = 0
     """The next prompt occurrence."""
 
     rounds: int = 0
-    """Rounds made."""
+    """Number of completed rounds."""
 
     buffer: list[list[Sample]] = field(default_factory=list)
-    """Groups that wait for a later round, oldest first: finished ones with rewards, and some that were broken off."""
+    """Groups buffered for a later round, oldest first: finished groups with rewards, and interrupted ones."""
 
     source: Any = None
-    """What the user's own data source wants to be told again, as JSON."""
+    """State of the user's data source, as JSON; handed back to it on resume."""
 
     long_prompts_until: int = 0
-    """Prompt occurrences below this one that were too long have been counted."""
+    """Overlong prompts at occurrences below this one have been counted already."""
 
     def snapshot(self) -> SamplingState:
-        """A state that stays as it is when this one goes on (samples in the buffer are not touched before then)."""
+        """A copy that does not change as this state advances (the samples in the buffer are shared, not copied)."""
         buffer = [list(group) for group in self.buffer]
         return SamplingState(self.position, self.rounds, buffer, self.source, self.long_prompts_until)
 
@@ -45,7 +45,7 @@ class SamplingState:
         }
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> SamplingState:
-        buffer = [[sample_from_json(sample) for sample in group] for group in facts["buffer"]]
-        until = facts.get("long_prompts_until", 0)
-        return cls(facts["position"], facts["rounds"], buffer, facts.get("source"), until)
+    def from_json(cls, state: Mapping[str, Any]) -> SamplingState:
+        buffer = [[sample_from_json(sample) for sample in group] for group in state["buffer"]]
+        until = state.get("long_prompts_until", 0)
+        return cls(state["position"], state["rounds"], buffer, state.get("source"), until)

@@ -1,4 +1,4 @@
-"""Bytes behind a path: plain, .gz, .zst, stdin and stdout; a file appears only when it is whole."""
+"""Byte input and output by path: plain, .gz, .zst, stdin and stdout; output files appear only once complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     name = "<stdin>" if str(path) == "-" else str(path)
     try:
-        with _opened(path) as file:
+        with _open_input(path) as file:
             lines = _zstd_lines(file) if name.endswith(".zst") else iter(file)
             for number, line in enumerate(lines, start=1):
                 yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
@@ -40,7 +40,7 @@ def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
 
 
-def _opened(path: str | Path) -> Any:
+def _open_input(path: str | Path) -> Any:
     if str(path) == "-":
         return nullcontext(stdio.input_bytes())
     source = readable(path)
@@ -48,11 +48,11 @@ def _opened(path: str | Path) -> Any:
 
 
 _spooled: dict[str, Any] = {}
-"""The temporary files that hold what came through pipes."""
+"""Temporary files with the content of pipes, by path."""
 
 
 def spool(path: str | Path) -> None:
-    """Copy what comes through a pipe to a temporary file: `byte_lines` reads it as often as asked from then on."""
+    """Copy the content of a pipe to a temporary file, so that `byte_lines` can read it repeatedly."""
     if str(path) in _spooled or not is_pipe(path):
         return
     copy = tempfile.NamedTemporaryFile(prefix="slimectl-")  # noqa: SIM115  for the life of the process
@@ -66,7 +66,7 @@ def spool(path: str | Path) -> None:
 
 
 def readable(path: str | Path) -> str | Path:
-    """Return the file that is read for a path: itself, or the copy of what came through it."""
+    """Return the file to read for a path: itself, or the spooled copy of a pipe."""
     copy = _spooled.get(str(path))
     return path if copy is None else str(copy.name)
 
@@ -80,15 +80,15 @@ def _zstandard(wanted_by: str) -> Any:
 
 
 def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
-    # By hand: zstandard's own reader takes a file that was cut off for one that ended.
+    # By hand: zstandard's own reader takes a truncated file for a complete one.
     zstandard = _zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
     frame = None
-    rest = b""
+    remainder = b""
     while chunk := file.read(CHUNK_BYTES):
         while chunk:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
+                *lines, remainder = (remainder + frame.decompress(chunk)).split(b"\n")
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
             for line in lines:
@@ -97,16 +97,16 @@ def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("compressed data ended before its end marker")
-    if rest:
-        yield rest
+    if remainder:
+        yield remainder
 
 
 class Sink:
-    """Where bytes go: stdout, a device or pipe as it is, or a file that is renamed into place by `commit`."""
+    """Byte output: stdout, a device or pipe directly, or a staged file that `commit` renames into place."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Through a link to the file itself: renaming over the link would leave its target as it was.
+        # Links are resolved: renaming over the link would leave its target unchanged.
         self._final = None if path == "-" or _is_special(path) else Path(os.path.realpath(path))
         self._staged: Path | None = None
         self._file: Any = None
@@ -118,7 +118,7 @@ class Sink:
             if self.path == "-":
                 self._raw = stdio.output()
             else:
-                # A name that nobody has: another writer's, or a user's own file, is left alone.
+                # An unused name: files of another writer or of the user stay untouched.
                 self._staged = self._final and new_file(self._final)
                 self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
             self._flush_each = self._final is None and not _is_regular(self._raw)
@@ -137,7 +137,7 @@ class Sink:
             raise self._refusal(error) from error
 
     def commit(self) -> None:
-        """Everything is written: give the file its name. Raises StorageError, and leaves no file then."""
+        """Finish the output and give the file its final name. Raises StorageError, and then leaves no file."""
         assert self._raw is not None
         try:
             if self._file is not self._raw:
@@ -156,8 +156,8 @@ class Sink:
             raise self._refusal(error) from error
 
     def discard(self) -> None:
-        """Nothing of this is to be kept."""
-        # Closing flushes, and what could not be written a moment ago cannot be written now.
+        """Close and remove the staged file."""
+        # Closing flushes, and the flush fails if the last write failed.
         with suppress(OSError):
             if self._file is not self._raw:
                 self._file.close()
@@ -168,19 +168,19 @@ class Sink:
             self._staged.unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> StorageError:
-        what = error.strerror or str(error)
-        way_out = "free space or write elsewhere"
+        reason = error.strerror or str(error)
+        remedy = "free space or write elsewhere"
         if isinstance(error, FileNotFoundError):
-            what, way_out = "no such directory", f"make it: mkdir -p {os.path.dirname(self.path) or '.'}"
+            reason, remedy = "no such directory", f"make it: mkdir -p {os.path.dirname(self.path) or '.'}"
         elif isinstance(error, PermissionError | IsADirectoryError):
-            way_out = "name another file"
+            remedy = "name another file"
         name = "<stdout>" if self.path == "-" else self.path
-        return StorageError(f"{name}: cannot be written: {what}; {way_out}")
+        return StorageError(f"{name}: cannot be written: {reason}; {remedy}")
 
 
 def _compressed(raw: IO[bytes], path: str) -> Any:
     if path.endswith(".gz"):
-        # Neither name nor time: the same records give the same bytes.
+        # Without name and time, so that the same records give the same bytes.
         return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
     if path.endswith(".zst"):
         return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
@@ -188,7 +188,7 @@ def _compressed(raw: IO[bytes], path: str) -> Any:
 
 
 def is_pipe(path: str | Path) -> bool:
-    """Return whether a source can be read once only, in order: stdin, `<(…)`, a FIFO."""
+    """Return whether a source can only be read once and in order: stdin, `<(…)`, a FIFO."""
     if str(path) == "-":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Chats as tokens: what the model is asked, and what comes between its turns."""
+"""Renders chats to tokens: prompts, and the messages between turns of the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Chat, Prompt
 
-# Two texts with nothing in common: where two renderings differ, there stands the message.
+# Two texts with nothing in common: renderings with each of them differ exactly where the message is.
 STAND_INS = ("x", "y")
 OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
-"""Arguments of a chat template that are not the user's to give."""
+"""Chat template arguments that slimectl sets itself; users may not set them."""
 
 
 def render(
@@ -24,9 +24,9 @@ def render(
     apply_chat_template: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens that the model is asked to continue.
+    """Render a prompt to the tokens that the model continues.
 
-    A string is tokenised as it stands, or with `apply_chat_template` as one user message; a chat list always goes
+    A string is tokenised verbatim, or with `apply_chat_template` as one user message; a chat list always goes
     through the tokenizer's template, with its tools and the header of the assistant's turn. Raises SettingsError if
     there is no template, RecordError if it refuses the chat.
     """
@@ -39,7 +39,7 @@ def render(
 
 @contextmanager
 def located(prompt: Prompt) -> Iterator[None]:
-    """Errors about a record say where it stands."""
+    """Prefix a RecordError inside with the source location of the prompt."""
     try:
         yield
     except RecordError as error:
@@ -49,20 +49,20 @@ def located(prompt: Prompt) -> Iterator[None]:
 
 
 def following(tokenizer: Any, messages: Chat, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """The tokens that come after an assistant's text when `messages` follow it and the assistant is to speak again.
+    """Render `messages` that follow an assistant's text, up to the header of the assistant's next turn.
 
-    They begin with the end of the assistant's turn. What stands before is left alone, so tokens that were sampled stay
-    as they are: only the difference is rendered, after stand-ins for a user and an answer. Raises SettingsError without
-    a template, RecordError if it refuses such messages.
+    The tokens begin with the end of the assistant's turn. Earlier tokens are not rendered again, so sampled tokens stay
+    unchanged: only the difference is rendered, after placeholder texts for a user and an answer. Raises SettingsError
+    without a template, RecordError if it refuses such messages.
     """
     template = Template(tokenizer, Prompt(text=""), template_kwargs)
-    asked = [{"role": "user", "content": STAND_INS[0]}]
-    one, two = (
-        template.text([*asked, {"role": "assistant", "content": text}, *messages], header=True) for text in STAND_INS
+    question = [{"role": "user", "content": STAND_INS[0]}]
+    first, second = (
+        template.text([*question, {"role": "assistant", "content": text}, *messages], header=True) for text in STAND_INS
     )
-    if one == two:
+    if first == second:
         raise RecordError("the chat template does not show what the assistant said: use tell_text of the conversation")
-    return encode(tokenizer, shared(one[::-1], two[::-1])[::-1])
+    return encode(tokenizer, shared(first[::-1], second[::-1])[::-1])
 
 
 class Template:
@@ -80,7 +80,7 @@ class Template:
         self._arguments = {**(kwargs or {}), "tools": prompt.tools, "tokenize": False}
 
     def text(self, chat: Chat, *, header: bool = False) -> str:
-        """The chat as text; with `header`, opened for the assistant's next turn. Raises RecordError."""
+        """Render a chat to text; with `header`, up to the header of the assistant's next turn. Raises RecordError."""
         try:
             text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **self._arguments)
         except Exception as error:
@@ -90,19 +90,19 @@ class Template:
 
 
 def _check_argument(name: str, template: str) -> None:
-    """Raises SettingsError for an argument that is ours to give, or that the template never reads."""
+    """Raise SettingsError for an argument that slimectl sets itself, or that the template never reads."""
     setting = f"rollout.apply_chat_template_kwargs: {name}"
     if name in OURS:
         raise SettingsError(f"{setting} is given by slimectl itself; leave it out")
-    words = set(re.findall(r"[A-Za-z_]\w*", template))
-    if name not in words:
-        near = difflib.get_close_matches(name, words, n=1)
+    identifiers = set(re.findall(r"[A-Za-z_]\w*", template))
+    if name not in identifiers:
+        near = difflib.get_close_matches(name, identifiers, n=1)
         hint = f"did you mean {near[0]}?" if near else "leave it out, or look into the model's chat_template.jinja"
         raise SettingsError(f"{setting} is nothing that the model's chat template reads; {hint}")
 
 
 def shared(a: str, b: str) -> str:
-    """The longest beginning that both have."""
+    """Longest common prefix."""
     end = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:end]
 

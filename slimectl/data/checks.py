@@ -1,4 +1,4 @@
-"""Checks of single values from JSON: each returns the value, or raises ValueError with what is wrong."""
+"""Validators of single JSON values: each returns the value, or raises ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def a_number(value: Any) -> float:
 
 
 def finite(value: float) -> float:
-    """The number as a float. Raises ValueError if it is not finite, or too large to be one."""
+    """Convert to a float. Raises ValueError if the number is not finite or too large for a float."""
     try:
         number = float(value)
     except OverflowError:
@@ -122,17 +122,17 @@ def floats(value: Any) -> list[float]:
     return [finite(number) for number in numbers]
 
 
-def _all_of(value: Any, types: frozenset[type], what: str) -> list[Any]:
+def _all_of(value: Any, types: frozenset[type], kind: str) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"expected a list of {what}, got {shown(value)}")
+        raise ValueError(f"expected a list of {kind}, got {shown(value)}")
     if not types.issuperset(map(type, value)):
         i = next(i for i, member in enumerate(value) if type(member) not in types)
-        raise ValueError(f"expected a list of {what}, got {shown(value[i])} at [{i}]")
+        raise ValueError(f"expected a list of {kind}, got {shown(value[i])} at [{i}]")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: short, in JSON's words.
+    """Format a value for an error message: short, in JSON terms.
 
     >>> shown(None), shown([1, 2]), shown("long " * 20)
     ('null', 'a list', "'long long long long long long long long…'")
@@ -147,13 +147,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 42 else f"{text[:40]}…{text[-1]}"
 
 
-def warn_near_miss(record: str, key: str, known: Iterable[str]) -> None:
-    """Say once on stderr that `key` looks like a misspelling of a known one."""
+def warn_near_miss(record: str, key: str, known_keys: Iterable[str]) -> None:
+    """Warn once on stderr if `key` looks like a misspelling of a known one."""
     name = f"{record}.{key}"
     if name in _warned:
         return
     _warned.add(name)
-    for right in known:
+    for right in known_keys:
         if one_edit_apart(key, right):
             print(f"{name}: unknown key, kept as it is; did you mean {right}?", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""A chat that grows in tokens: what was sampled is never made into text and tokenised again."""
+"""Multi-turn conversations on tokens: sampled tokens are never decoded and tokenised again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 BROKEN_OFF = "broken_off"
-"""Key of the metadata under which an unfinished turn waits: [turns before it, its text so far]."""
+"""Metadata key of an interrupted turn: [number of turns before it, its text so far]."""
 
 
 class Conversation:
-    """One sample as a dialogue of the policy with tools, or with anything else that answers.
+    """One sample as a multi-turn conversation of the policy with tools, a user or an environment.
 
-    `ask` lets the policy write its turn, `tell` adds what others say. Tokens of the policy are taken as sampled and
-    trained on (mask 1), all others get mask 0. `sampling_params.max_tokens` bounds the whole response, what others say
-    included: when it is used up, or the answer is broken off, `over` is true and `ask` returns None.
+    `ask` generates the policy's turn, `tell` adds messages of other roles. The policy's tokens are kept as sampled and
+    trained on (mask 1), all others get mask 0. `sampling_params.max_tokens` bounds the whole response, other messages
+    included: when it is used up, or generation is aborted, `over` is true and `ask` returns None.
 
-    A turn that was broken off (rollout.partial_rollout) goes on where it stopped, and its text is that of the whole.
+    An interrupted turn (rollout.partial_rollout) resumes where it stopped, and `ask` then returns its complete text.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Conversation:
     ) -> None:
         self.sample = sample
         self.max_turns = max_turns
-        # Where a sample that was broken off had come to, and what its last turn said so far.
-        turns, said = sample.metadata.pop(BROKEN_OFF, (0, ""))
+        # Progress of an interrupted sample: number of turns, and the text of its last turn so far.
+        turns, text = sample.metadata.pop(BROKEN_OFF, (0, ""))
         self.turns: int = turns
-        self._said: str = said
+        self._turn_text: str = text
         self.over = False
         self._tokenizer = tokenizer
         self._generate = generate
@@ -52,41 +52,41 @@ class Conversation:
         self._template_kwargs = template_kwargs
 
     async def ask(self) -> str | None:
-        """The policy's next turn as text, without its end token; None if there is no room for one, or no turn left."""
-        left = self._params.max_tokens - self.sample.response_length
-        if self.over or left <= 0 or self.turns == self.max_turns:
+        """Generate the policy's next turn; its text without the end token, None if tokens or turns are used up."""
+        remaining = self._params.max_tokens - self.sample.response_length
+        if self.over or remaining <= 0 or self.turns == self.max_turns:
             self._end(Status.TRUNCATED)
             return None
-        least = min(self._params.min_tokens, left)
-        params = dataclasses.replace(self._params, max_tokens=left, min_tokens=least)
+        min_tokens = min(self._params.min_tokens, remaining)
+        params = dataclasses.replace(self._params, max_tokens=remaining, min_tokens=min_tokens)
         if self.turns and params.seed is not None:
             params = dataclasses.replace(params, seed=(params.seed + self.turns) % (1 << 63))
         answer = await self._generate(self.sample.tokens, params)
         self.sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
         self.sample.status = FINISHED[answer.finish]
         self.over = answer.finish != "stop"
-        said, self._said = self._said + answer.text, ""
+        text, self._turn_text = self._turn_text + answer.text, ""
         if answer.finish == "abort":
-            self.sample.metadata[BROKEN_OFF] = [self.turns, said]
+            self.sample.metadata[BROKEN_OFF] = [self.turns, text]
             return None
         self.turns += 1
-        return said
+        return text
 
     def tell(self, *messages: dict[str, Any]) -> None:
-        """Add what others say: messages of a chat, rendered by its template, with the header of the next turn."""
-        whole = [{name: _whole(value) for name, value in message.items()} for message in messages]
-        self._add(following(self._tokenizer, whole, self._template_kwargs), strip_end=True)
+        """Add chat messages of other roles, rendered by the template, with the header of the next turn."""
+        cleaned = [{name: _replace_surrogates(value) for name, value in message.items()} for message in messages]
+        self._add(following(self._tokenizer, cleaned, self._template_kwargs), strip_end=True)
 
     def tell_text(self, text: str) -> None:
         """Add plain text, for models without a chat template."""
-        self._add(list(self._tokenizer.encode(_whole(text), add_special_tokens=False)), strip_end=False)
+        self._add(list(self._tokenizer.encode(_replace_surrogates(text), add_special_tokens=False)), strip_end=False)
 
     def _add(self, tokens: list[int], *, strip_end: bool) -> None:
         if self.over:
             return
-        written = self.sample.tokens
-        # The template ends the policy's turn; where the policy has ended it itself, its own token stands.
-        if strip_end and tokens and self.sample.response_length and written[-1] == tokens[0]:
+        previous_tokens = self.sample.tokens
+        # The template ends the policy's turn; if the policy sampled the end token itself, that one stays.
+        if strip_end and tokens and self.sample.response_length and previous_tokens[-1] == tokens[0]:
             tokens = tokens[1:]
         if self.sample.response_length + len(tokens) >= self._params.max_tokens:
             self._end(Status.TRUNCATED)
@@ -96,7 +96,7 @@ class Conversation:
 
     @contextmanager
     def tool(self) -> Iterator[None]:
-        """Time spent here is the tool's: `sample.non_generation_time`, in seconds."""
+        """Add the time spent inside to `sample.non_generation_time`, in seconds."""
         started = time.perf_counter()
         try:
             yield
@@ -109,8 +109,8 @@ class Conversation:
         self.over = True
 
 
-def _whole(value: Any) -> Any:
-    """A tool's text without halves of surrogate pairs, which no tokenizer takes."""
+def _replace_surrogates(value: Any) -> Any:
+    """Replace halves of surrogate pairs in a text, which tokenizers reject."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

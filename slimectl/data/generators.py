@@ -1,4 +1,4 @@
-"""Prompts that a program makes: tasks of reasoning_gym, and functions by their path."""
+"""Generated prompts: reasoning_gym tasks, and user functions by their path."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _END = object()
 
 
 def generated(source: str, module: str, name: str, query: str) -> Table:
-    """The rows of `reasoning_gym:TASK?…`, or of what `module:function?…` returns: a sequence or an iterator.
+    """Rows of `reasoning_gym:TASK?…`, or of the sequence or iterator that `module:function?…` returns.
 
-    Values of the query are JSON scalars where they can be, text elsewhere. Raises SettingsError, HookError.
+    Query values are parsed as JSON if possible, else kept as text. Raises SettingsError, HookError.
     """
     arguments = {key: _scalar(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     if module == "reasoning_gym":
@@ -30,7 +30,7 @@ def generated(source: str, module: str, name: str, query: str) -> Table:
 
 
 def _scalar(text: str) -> Any:
-    """A value of a query: JSON where it is JSON, the text itself elsewhere."""
+    """Parse a query value as JSON, or return it as text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -44,7 +44,7 @@ def _reasoning_gym(task: str, arguments: dict[str, Any]) -> Table:
         wanted_by = f"reasoning_gym:{task}"
         raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by=wanted_by) from None
     try:
-        # Its own default seed is random, and a resumed run must meet the same prompts.
+        # The default seed of the library is random, and a resumed run needs the same prompts.
         dataset = reasoning_gym.create_dataset(task, **{"seed": 0, **arguments})
     except Exception as error:
         raise SettingsError(f"reasoning_gym:{task}: {error}") from error
@@ -57,7 +57,7 @@ def _reasoning_gym(task: str, arguments: dict[str, Any]) -> Table:
 
 
 def jsonable(value: Any) -> Any:
-    """The value with tuples, sets and keys as JSON knows them, numpy's scalars as numbers, anything else as text."""
+    """Convert to JSON types: tuples and sets to lists, keys to strings, numpy scalars to numbers, the rest to text."""
     if isinstance(value, dict):
         return {str(key): jsonable(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def jsonable(value: Any) -> Any:
 
 
 class _Indexed(Listed):
-    """Rows of a user's own sequence."""
+    """Rows of a user's sequence."""
 
     def __len__(self) -> int:
         with converted(self._name):

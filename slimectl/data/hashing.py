@@ -1,4 +1,4 @@
-"""What an input is, as one hash for manifests: files by their bytes, weights by their headers and sizes."""
+"""Content hashes of inputs for manifests: files by their bytes, weights by their headers and sizes."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
     """The SHA-256 of a file's bytes, or of everything in a directory, as 64 hexadecimal digits.
 
     In a directory a weight file, and any above BRIEF_BYTES, counts by its size, and a safetensors file also by its
-    header: two steps of one run look alike there unless `full` reads every byte. A link out of the directory counts by
-    where it leads. Names of temporary files (`.tmp-…`) do not count. Raises SettingsError if there is nothing at
-    `path`.
+    header: two steps of one run hash equally there unless `full` reads every byte. A link out of the directory is
+    hashed by its target path. Temporary files (`.tmp-…`) are ignored. Raises SettingsError if `path` does not exist.
     """
     path = Path(path)
     if path.is_file():
         return _file_hash(path)
     if not path.is_dir():
         raise SettingsError(f"{path}: no such file or directory")
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_symlink() or p.is_file()):
         name = file.relative_to(path)
         if any(part.startswith(".tmp-") for part in name.parts):
             continue
         if digest := _entry_hash(file, full=full):
-            whole.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))
-    return whole.hexdigest()
+            combined.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))
+    return combined.hexdigest()
 
 
 def _entry_hash(file: Path, *, full: bool) -> str | None:
-    """The hash of one entry of a directory; None for what is no file."""
+    """The hash of one directory entry; None if it is not a file."""
     try:
         if leads_out(file):
             return hashlib.sha256(os.fsencode(os.readlink(file))).hexdigest()
@@ -64,7 +63,7 @@ def _weights_hash(file: Path) -> str:
     if file.suffix == ".safetensors":
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
-            # No more than there can be: a damaged length must not ask for all memory.
+            # Bounded by the file size: a damaged length must not allocate all memory.
             digest.update(stream.read(min(header_bytes, file.stat().st_size, MAX_HEADER_BYTES)))
     return digest.hexdigest()
 
@@ -72,7 +71,7 @@ def _weights_hash(file: Path) -> str:
 def tensor_checksum(tensor: Tensor) -> str:
     """BLAKE2b of dtype, shape and bytes, as 32 hexadecimal digits: equal for the same tensor in any process.
 
-    The numbers count by their bits: -0.0 is not 0.0, and a NaN equals itself. Weights on a GPU are copied first.
+    Compares bit patterns: -0.0 differs from 0.0, and a NaN equals itself. Weights on a GPU are copied first.
     """
     import torch
 

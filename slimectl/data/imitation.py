@@ -1,4 +1,4 @@
-"""Chats to imitate: which of their tokens the assistant wrote, read off the chat template itself."""
+"""Supervised samples: loss masks of chats, derived from the chat template itself."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def sft_sample(
     template_kwargs: Mapping[str, Any] | None = None,
     from_message: int = 0,
 ) -> tuple[list[int], int, list[int]]:
-    """(tokens, response_length, loss_mask) to imitate an answer.
+    """(tokens, response_length, loss_mask) of a supervised sample.
 
-    A string prompt is followed by its label and the end token. In a chat every turn of the assistant counts, its
+    A string prompt is followed by its label and the end token. In a chat every assistant turn is trained on, its
     end-of-turn token included; a label is one more such turn. The mask is derived from the template itself: header,
-    other roles and whatever the template adds between turns get 0, and so does all before `from_message` of a chat. The
-    response begins with the first token that counts and ends with the last.
+    other roles and whatever the template adds between turns get 0, and so do all messages before `from_message` of a
+    chat. The response spans the first to the last trained token.
 
-    Raises RecordError if nothing is there to imitate, or if the template does not show what the assistant wrote.
+    Raises RecordError without any assistant turn, or if the template does not show what the assistant wrote.
     """
     with located(prompt):
         if isinstance(prompt.text, str) and not apply_chat_template:
-            return _answered(prompt.text, prompt.label, tokenizer)
+            return _string_sample(prompt.text, prompt.label, tokenizer)
         chat = as_chat(prompt.text)
         if prompt.label is not None and chat[-1]["role"] != "assistant":
             chat = [*chat, {"role": "assistant", "content": str(prompt.label)}]
@@ -42,7 +42,7 @@ def sft_sample(
     return tokens[:end], end - first, mask[first:end]
 
 
-def _answered(text: str, label: str | int | float | None, tokenizer: Any) -> tuple[list[int], int, list[int]]:
+def _string_sample(text: str, label: str | int | float | None, tokenizer: Any) -> tuple[list[int], int, list[int]]:
     if label is None:
         raise RecordError("label: missing; imitation of a string prompt needs the answer as its label")
     if tokenizer.eos_token_id is None:
@@ -54,7 +54,7 @@ def _answered(text: str, label: str | int | float | None, tokenizer: Any) -> tup
 def assistant_mask(
     chat: Chat, tokenizer: Any, template: Template, *, from_message: int = 0
 ) -> tuple[list[int], list[int]]:
-    """All tokens of the rendered chat, and 1 for each that the assistant wrote in `from_message` or later."""
+    """All tokens of the rendered chat, and their loss mask: 1 for assistant tokens of `from_message` or later."""
     if not tokenizer.is_fast:
         raise SettingsError("model.path: loss masks need a fast tokenizer (tokenizer.json); this one is a slow one")
     text = template.text(chat)
@@ -65,10 +65,10 @@ def assistant_mask(
     for i, message in enumerate(chat):
         if message["role"] != "assistant" or i < from_message:
             continue
-        start, end, tail_end = _written(template, chat, i, text)
+        start, end, tail_end = _turn_span(template, chat, i, text)
         ended = False
         for t, (begin, stop) in enumerate(offsets):
-            # The model ends its turn with the first special token, and any that follow it at once.
+            # The turn ends with its first special token, and any that follow immediately.
             gap = text[end:begin] if end <= begin < stop <= tail_end and tokens[t] in special else "no end"
             if not (gap if ended else gap.strip()):
                 end, ended = stop, True
@@ -78,68 +78,68 @@ def assistant_mask(
     return tokens, mask
 
 
-def _written(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
-    """Where in `text`, the rendering of `chat`, the assistant's turn i begins and ends, and where its tail ends.
+def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
+    """(start, end, tail end) of the assistant's turn i in `text`, the rendering of `chat`.
 
-    Templates may rewrite earlier turns when later ones come (dropping their thinking), so a rendered prefix is no
-    prefix of the whole. What mostly holds: with another text in message i, everything before and after it stays.
-    Where it does not (a tool's answer that only stands after a call), the turn is what it adds to a chat that
-    ends before it, if the template leaves that as it is. Raises RecordError where neither shows the turn.
+    Templates may rewrite earlier turns when later ones come (dropping their thinking), so a rendered prefix of the
+    chat need not be a prefix of `text`. Usually, with another text in message i, everything before and after it stays
+    the same. Otherwise (a tool's answer that is only rendered after a call), the turn is what it appends to the chat
+    that ends before it, if the template leaves that chat unchanged. Raises RecordError if neither shows the turn.
     """
     try:
-        return _between(template, chat, i, text)
+        return _span_between(template, chat, i, text)
     except RecordError:
         before, until = template.text(chat[:i], header=True) if i else "", template.text(chat[: i + 1])
-        one, two = (template.text([*chat[:i], _stand_in(chat[i], said)]) for said in STAND_INS)
-        if one == two or not (before and until.startswith(before) and text.startswith(until)):
+        first, second = (template.text([*chat[:i], _replace_content(chat[i], stand_in)]) for stand_in in STAND_INS)
+        if first == second or not (before and until.startswith(before) and text.startswith(until)):
             raise
         return len(before), len(until.rstrip()), len(until)
 
 
-def _between(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
-    """As `_written`: the turn is what stands between the same two texts whatever its message says."""
-    other, after = _around(template, chat, i)
-    before_end = len(text) - len(_around(template, chat, i - 1)[1]) if i else 0
-    header = _header_after(template, chat[:i])
-    opened = _after_header(text[before_end:], header, shared(other, text)[before_end:])
-    start, end = before_end + (opened or 0), len(text) - len(after)
+def _span_between(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
+    """Like `_turn_span`: the turn lies between the two texts that do not depend on its message."""
+    prefix, suffix = _render_around(template, chat, i)
+    before_end = len(text) - len(_render_around(template, chat, i - 1)[1]) if i else 0
+    header = _generation_header(template, chat[:i])
+    opened = _header_end(text[before_end:], header, shared(prefix, text)[before_end:])
+    start, end = before_end + (opened or 0), len(text) - len(suffix)
     beyond = end
-    if i + 1 < len(chat) and chat[i].get("tool_calls"):  # what answers them may hang on the calls, and go with them
-        beyond = len(shared(_around(template, chat, i + 1)[0], text))
-    if opened is None or not (before_end <= start <= end <= beyond and text.endswith(after)):
+    if i + 1 < len(chat) and chat[i].get("tool_calls"):  # answers may depend on the calls, and vanish with them
+        beyond = len(shared(_render_around(template, chat, i + 1)[0], text))
+    if opened is None or not (before_end <= start <= end <= beyond and text.endswith(suffix)):
         raise RecordError(
             f"prompt: the chat template does not show what message {i} of the chat became; give what comes before "
             f"it as the prompt, and it as the label"
         )
-    tail = _around(template, chat[: i + 1], i)[1]
-    return start, end, end + len(shared(tail, after))
+    tail = _render_around(template, chat[: i + 1], i)[1]
+    return start, end, end + len(shared(tail, suffix))
 
 
-def _header_after(template: Template, chat: Chat) -> str:
-    # Many templates refuse to render no messages at all: take the header after a stand-in for a user.
-    asked = chat or [{"role": "user", "content": STAND_INS[0]}]
-    return template.text(asked, header=True)[len(template.text(asked)) :]
+def _generation_header(template: Template, chat: Chat) -> str:
+    # Many templates refuse an empty chat: take the header after a placeholder user message.
+    messages = chat or [{"role": "user", "content": STAND_INS[0]}]
+    return template.text(messages, header=True)[len(template.text(messages)) :]
 
 
-def _around(template: Template, chat: Chat, i: int) -> tuple[str, str]:
-    """The chat with a stand-in for message i, up to the stand-in; and all that follows it."""
-    one, two = (template.text([*chat[:i], _stand_in(chat[i], text), *chat[i + 1 :]]) for text in STAND_INS)
-    following = shared(one[::-1], two[::-1])[::-1]
-    return shared(one, two), following
+def _render_around(template: Template, chat: Chat, i: int) -> tuple[str, str]:
+    """(text before, text after) message i in the rendered chat, found by placing two different texts there."""
+    first, second = (template.text([*chat[:i], _replace_content(chat[i], text), *chat[i + 1 :]]) for text in STAND_INS)
+    following = shared(first[::-1], second[::-1])[::-1]
+    return shared(first, second), following
 
 
-def _stand_in(message: dict[str, Any], text: str) -> dict[str, Any]:
+def _replace_content(message: dict[str, Any], text: str) -> dict[str, Any]:
     content = [{"type": "text", "text": text}] if isinstance(message.get("content"), list) else text
-    if message["role"] == "assistant":  # what else it holds (thinking, tool calls) is its text, too
+    if message["role"] == "assistant":  # its thinking and tool calls belong to the replaced text
         return {"role": "assistant", "content": content}
     return {**message, "content": content}
 
 
-def _after_header(text: str, header: str, gap: str) -> int | None:
-    """Where in `text` the header ends; `gap` is the beginning of it that stands there whatever the message says."""
+def _header_end(text: str, header: str, gap: str) -> int | None:
+    """Index in `text` at which the header ends; `gap` is its prefix that does not depend on the message."""
     n = next(n for n in range(len(header), -1, -1) if header[:n] in gap)
-    # It may open a block of thinking that earlier turns lack, or have empty: then as much of it stands in the gap as
-    # they share. And some templates have none, because the asking turn's end opens the answer.
+    # The header may open a thinking block that earlier turns lack, or have empty: then the gap holds only the shared
+    # part. Some templates have no header, because the end of the user's turn opens the answer.
     if not header or not (2 * n >= len(header) or (n and gap.endswith(header[:n]))):
         return None if header else len(gap)
     at = gap.index(header[:n])

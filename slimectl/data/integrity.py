@@ -1,4 +1,4 @@
-"""Files against the manifest that was written with them: sizes, and SHA-256."""
+"""Integrity checks of folders against their manifest: file sizes and SHA-256."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, open_file, read_json
 
 HASHED_BYTES = 1024**3
-"""Folders up to this size are hashed whenever they are opened: at 1.5 GB/s less than reading the weights takes."""
+"""Folders up to this size are hashed on every open: at 1.5 GB/s that is faster than reading the weights."""
 SMALL_BYTES = 32 * 1024**2
 """Files up to this size (config, tokenizer) are hashed in larger folders too."""
 
 Files = dict[str, tuple[int, str]]
-"""Bytes and SHA-256 by name."""
+"""Size in bytes and SHA-256 by file name."""
 
 
 def sha256(path: Path) -> str:
@@ -27,7 +27,7 @@ def sha256(path: Path) -> str:
 
 
 def integrity_error(folder: Path) -> str | None:
-    """Say what is wrong with a folder that `write_folder` made, every byte compared; None if it is whole."""
+    """Check every byte of a folder that `write_folder` made; return the defect, or None if it is intact."""
     try:
         files = _files(read_json(folder / MANIFEST))
     except (OSError, CheckpointError) as error:
@@ -35,17 +35,18 @@ def integrity_error(folder: Path) -> str | None:
     if files is None:
         return f"no readable {MANIFEST} (it lists no files)"
     try:
-        errors = (_file_error(folder, name, entry, whole=True) for name, entry in files.items())
+        errors = (_file_error(folder, name, entry, full=True) for name, entry in files.items())
         return next((error for error in errors if error), None)
     except CheckpointError as error:
         return str(error)
 
 
-def check_integrity(folder: Path, *, whole: bool = False) -> bool:
+def check_integrity(folder: Path, *, full: bool = False) -> bool:
     """Compare a model folder with its manifest; return whether it has one.
 
-    A step of a run stands for its policy: the manifest lies above it. Sizes are compared always, hashes of files up to
-    SMALL_BYTES, and of all where they are up to HASHED_BYTES together or `whole` asks. Raises CheckpointError.
+    The policy of a run's step is listed in the manifest of the step, one folder up. Sizes are always compared, hashes
+    for files up to SMALL_BYTES, and for all files if they total at most HASHED_BYTES or with `full`. Raises
+    CheckpointError.
     """
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         manifest = root / MANIFEST
@@ -53,8 +54,8 @@ def check_integrity(folder: Path, *, whole: bool = False) -> bool:
             continue
         files = {name: entry for name, entry in (_files(read_json(manifest)) or {}).items() if name.startswith(prefix)}
         if files:
-            whole = whole or sum(size for size, _ in files.values()) <= HASHED_BYTES
-            error = _first_error(root, tuple(files.items()), whole, _stamps(root, files))
+            full = full or sum(size for size, _ in files.values()) <= HASHED_BYTES
+            error = _first_error(root, tuple(files.items()), full, _stamps(root, files))
             if error:
                 raise CheckpointError(f"{root}: {error} in {manifest}; {_remedy(folder, manifest, prefix)}")
             return True
@@ -67,7 +68,7 @@ def _remedy(folder: Path, manifest: Path, prefix: str) -> str:
 
 
 def _files(manifest: dict[str, Any]) -> Files | None:
-    """The files of a manifest of ours; None for one that lists none, or that another program wrote.
+    """The files that a slimectl manifest lists; None if it lists none, or another program wrote it.
 
     Raises CheckpointError for a name that leads out of the folder.
     """
@@ -86,7 +87,7 @@ def _files(manifest: dict[str, Any]) -> Files | None:
 
 
 def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
-    """What changes when a file does: a folder is opened several times by one command, and hashed once."""
+    """Cache key of the files' state: one command opens a folder several times but hashes it once."""
     stamps = []
     for name in files:
         try:
@@ -98,20 +99,20 @@ def _stamps(root: Path, files: Files) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], whole: bool, _: Any) -> str | None:
-    """What is wrong with the first file that does not match."""
-    errors = (_file_error(root, name, entry, whole=whole) for name, entry in files)
+def _first_error(root: Path, files: tuple[tuple[str, tuple[int, str]], ...], full: bool, _: Any) -> str | None:
+    """The defect of the first file that does not match; `_` is the cache key."""
+    errors = (_file_error(root, name, entry, full=full) for name, entry in files)
     return next((error for error in errors if error), None)
 
 
-def _file_error(root: Path, name: str, entry: tuple[int, str], *, whole: bool) -> str | None:
+def _file_error(root: Path, name: str, entry: tuple[int, str], *, full: bool) -> str | None:
     size, digest = entry
     try:
-        found = check_file(root / name).st_size
+        actual_size = check_file(root / name).st_size
     except FileNotFoundError:
         return f"{name} is missing"
-    if found != size:
-        return f"{name} has {found} bytes, not {size}"
-    if (whole or size <= SMALL_BYTES) and sha256(root / name) != digest:
+    if actual_size != size:
+        return f"{name} has {actual_size} bytes, not {size}"
+    if (full or size <= SMALL_BYTES) and sha256(root / name) != digest:
         return f"{name} does not match its SHA-256"
     return None

@@ -1,4 +1,4 @@
-"""JSON lines in and out, streaming: files, .gz, .zst, stdin and stdout."""
+"""Streaming JSON Lines input and output: files, .gz, .zst, stdin and stdout."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Report = Callable[[RecordError], None]
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank. Raises RecordError, `FILE:LINE: what`."""
+    """(line number, object) of every non-blank line. Raises RecordError, `FILE:LINE: reason`."""
     for number, line in byte_lines(path):
         if not line.isspace():
-            yield number, parse_line(line, where=f"{name_of(path)}:{number}")
+            yield number, parse_line(line, location=f"{name_of(path)}:{number}")
 
 
-def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
-    """The JSON object on a line. Raises RecordError; NaN, Infinity and numbers beyond a float are not JSON."""
+def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
+    """Parse the JSON object of a line. Raises RecordError, also for NaN, Infinity and numbers too large for a float."""
     try:
         obj = decode_json(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
-        raise RecordError(f"{where}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+        raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise RecordError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: not JSON that can be read: {error}") from None
+        raise RecordError(f"{location}: not JSON that can be read: {error}") from None
     if type(obj) is not dict:
-        raise RecordError(f"{where}: expected one JSON object a line, got {type(obj).__name__}")
+        raise RecordError(f"{location}: expected one JSON object a line, got {type(obj).__name__}")
     return obj
 
 
@@ -53,13 +53,13 @@ def _finite_float(text: str) -> float:
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
-# A function a number costs two thirds of the speed: only lines that may hold such a number pay for it.
+# A callback per number costs two thirds of the speed: only lines that may hold such a number pay for it.
 _decode_checked = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float).decode
 _LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
 
 
 def decode_json(text: str) -> Any:
-    """The value that a text is as JSON. Raises ValueError, RecursionError."""
+    """Parse JSON text. Raises ValueError, RecursionError."""
     return _decode_checked(text) if _LARGE_EXPONENT.search(text) else _decode(text)
 
 
@@ -77,9 +77,9 @@ def read_samples(
 ) -> Iterator[Sample]:
     """The samples of a JSONL file, one at a time.
 
-    `on_error` "stop" raises RecordError at the first bad line. "skip" hands each to `report`, by default a line on
-    stderr with a total at the end, and goes on. `on_line` gets FILE:LINE of every sample before it comes. Without
-    `allow_reward_paths` a sample that names its own reward function is a bad line.
+    `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a line on
+    stderr with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
+    Without `allow_reward_paths` a sample that names its own reward function is a bad line.
     """
     skipped = 0
 
@@ -100,7 +100,7 @@ def read_samples(
             number, line = next(lines)
         except StopIteration:
             break
-        except RecordError as error:  # cut off in the middle: nothing comes after it
+        except RecordError as error:  # truncated input: nothing follows
             skip(error)
             break
         if line.isspace():
@@ -108,10 +108,10 @@ def read_samples(
         position += 1
         try:
             location = f"{name_of(path)}:{number}"
-            sample = read_sample(line, where=location, position=position - 1)
+            sample = read_sample(line, location=location, position=position - 1)
             if sample.custom_rm_path and not allow_reward_paths:
-                why = refused_path("custom_rm_path", sample.custom_rm_path)
-                raise RecordError(f"{location}: Sample.{why}")
+                reason = refused_path("custom_rm_path", sample.custom_rm_path)
+                raise RecordError(f"{location}: Sample.{reason}")
         except RecordError as error:
             skip(error)
         else:
@@ -121,12 +121,12 @@ def read_samples(
         print(f"{name_of(path)}: {skipped} of {position} lines skipped", file=sys.stderr)
 
 
-def read_sample(line: bytes, *, where: str, position: int) -> Sample:
-    obj = parse_line(line, where=where)
+def read_sample(line: bytes, *, location: str, position: int) -> Sample:
+    obj = parse_line(line, location=location)
     try:
         return sample_from_json(obj, position=position)
     except RecordError as error:
-        raise RecordError(f"{where}: {error}") from None
+        raise RecordError(f"{location}: {error}") from None
 
 
 def name_of(path: str | Path) -> str:
@@ -134,14 +134,14 @@ def name_of(path: str | Path) -> str:
 
 
 class JsonlWriter:
-    """Writes records, one JSON object a line; `count` says how many.
+    """Writes records, one JSON object per line; `count` is their number.
 
     >>> with JsonlWriter("samples.jsonl.gz") as out:  # doctest: +SKIP
     ...     out.write(sample)
 
-    A file gets its name only when everything is in it: until then, and if anything raises, it is not there (a file of
-    that name from before stays). `-` is stdout; on pipes every record is flushed. Raises StorageError where the system
-    refuses, RecordError for a record that JSON cannot hold; BrokenPipeError passes through.
+    A file gets its name only once it is complete: until then, and if anything raises, it does not exist (an older file
+    of that name stays). `-` is stdout; on pipes every record is flushed. Raises StorageError for errors of the system,
+    RecordError for a record that JSON cannot represent; BrokenPipeError passes through.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -155,7 +155,7 @@ class JsonlWriter:
 
     def write(self, record: Sample | Mapping[str, Any]) -> None:
         obj = sample_to_json(record) if isinstance(record, Sample) else record
-        self._sink.write(encode_line(obj, where=f"{self.path}: record {self.count + 1}"))
+        self._sink.write(encode_line(obj, location=f"{self.path}: record {self.count + 1}"))
         self.count += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -165,16 +165,16 @@ class JsonlWriter:
             self._sink.discard()
 
 
-def encode_line(obj: Mapping[str, Any], *, where: str) -> bytes:
-    """The object as a line of UTF-8. Raises RecordError for NaN, infinity or what is not JSON."""
+def encode_line(obj: Mapping[str, Any], *, location: str) -> bytes:
+    """Encode an object as a line of UTF-8. Raises RecordError for NaN, infinity and values that are not JSON."""
     try:
         try:
             return (_encode(obj) + "\n").encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, cut by somebody: only an escape can carry it
+        except UnicodeEncodeError:  # half of a surrogate pair: only an escape can represent it
             return (_encode_ascii(obj) + "\n").encode()
     except (ValueError, TypeError, RecursionError) as error:
         culprit = next((key for key, value in obj.items() if not _is_json(value)), "record")
-        raise RecordError(f"{where}: {culprit} cannot be written as JSON: {error}") from None
+        raise RecordError(f"{location}: {culprit} cannot be written as JSON: {error}") from None
 
 
 def _is_json(value: Any) -> bool:
@@ -186,7 +186,7 @@ def _is_json(value: Any) -> bool:
 
 
 def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
-    """Write every sample as it comes; how many there were."""
+    """Write samples as they arrive; return their number."""
     with JsonlWriter(path) as out:
         for sample in samples:
             out.write(sample)

@@ -1,9 +1,9 @@
-"""One writer a target: an advisory lock that says who holds it, and is free again however its holder ends.
+"""Advisory locks, one writer per target: a lock names its holder, and is released however the holder ends.
 
-The kernel's record locks (fcntl.lockf) are taken, not flock's: those belong to the open file, which a forked child
-inherits, so that ranks, servers and graders that outlive a killed run for half a second would keep `--resume` out.
-Record locks belong to the process alone and end with it. Their one trap is that they also end when the process closes
-any other descriptor of the file: here a file is opened once, and never read by its own holder.
+These are the kernel's record locks (fcntl.lockf), not flock's: the latter belong to the open file, which a forked child
+inherits, so that ranks, servers and graders that outlive a killed run for half a second would block `--resume`.
+Record locks belong to the process alone and end with it. Their one pitfall is that they also end when the process
+closes any other descriptor of the file: here a file is opened once, and never read by its own holder.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from slimectl.errors import SettingsError, StorageError
 
 HELD = (errno.EACCES, errno.EAGAIN)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system without record locks answers (some network file systems)."""
+"""Errors of file systems without record locks (some network file systems)."""
 MARK = "slimectl lock"
 MAX_BYTES = 4096
-"""More than a lock ever holds: a longer file of this name is somebody else's."""
+"""Upper limit on the size of a lock file: a longer file of this name is not a lock."""
 
 _held: dict[tuple[int, int], int] = {}
-"""Device and inode of every lock of this process, and the process (a forked child inherits the table)."""
+"""PID by (device, inode) for every lock that is held (a forked child inherits the table)."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that wrote a lock file; `ticks` is when it started, in the kernel's count since `boot`."""
+    """The process that wrote a lock file; `ticks` is its start time in clock ticks since `boot`."""
 
     host: str
     pid: int
@@ -48,19 +48,19 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def is_alive(self) -> bool:
-        """Return whether it may still run: False only if it is known to have ended. Another host's cannot be known."""
+        """Return whether the process may still run: False only if it has provably ended, so never for another host."""
         if self.host != socket.gethostname():
             return True
         return self.boot == _boot_id() and self.ticks == _start_ticks(self.pid) != 0
 
 
 class Lock:
-    """An exclusive lock on the file `path`, held until `release`; the file goes with it.
+    """An exclusive lock on the file `path`, held until `release`, which removes the file.
 
     >>> with Lock(Path("runs/a/.slimectl.lock"), "runs/a: a run goes on there"):  # doctest: +SKIP
     ...     train()
 
-    `busy` begins the refusal's line, `way_out` ends it. `lockf` is the kernel's call.
+    `busy` begins the error line of a refusal, `way_out` ends it. `lockf` is the kernel's call.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Lock:
             return
         status = os.fstat(file)
         _held.pop((status.st_dev, status.st_ino), None)
-        # Removed before it is freed: who waits for this inode looks again whether it still has the name.
+        # Removed before it is released: a process that waits for this inode checks that it still has the name.
         with suppress(OSError):
             self.path.unlink()
         os.close(file)
@@ -107,7 +107,7 @@ class Lock:
         self.release()
 
     def _try(self) -> bool:
-        """Return whether the lock is ours now; False if the file was replaced meanwhile, to be tried again."""
+        """Try once; True if the lock is acquired, False if the file was replaced meanwhile and a retry is needed."""
         if self.is_ours():
             raise self._refusal("this very process")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -137,7 +137,7 @@ class Lock:
         return False
 
     def _take(self, file: int) -> Holder | None:
-        """Lock the open file; the holder that left it behind. Raises SettingsError."""
+        """Lock the open file; return the stale holder that it names, if any. Raises SettingsError."""
         content = os.pread(file, MAX_BYTES + 1, 0)
         holder = _read(content)
         if content and holder is None:
@@ -153,7 +153,7 @@ class Lock:
         return holder
 
     def _check_unsupported(self, holder: Holder | None) -> None:
-        """Judge by the file's content alone. Raises SettingsError if its holder may live."""
+        """Decide by the content of the file alone. Raises SettingsError if its holder may be alive."""
         if holder is not None and holder.is_alive():
             elsewhere = holder.host != socket.gethostname()
             hint = f"; if {holder.host} does not do so any more, remove {self.path}" if elsewhere else ""
@@ -177,7 +177,7 @@ def _signature() -> bytes:
 
 
 def _read(content: bytes) -> Holder | None:
-    """Return the holder that a lock file names; None if it names none."""
+    """Parse the holder from a lock file; None if it names none."""
     try:
         record: dict[str, Any] = json.loads(content)
         if record.pop("mark") != MARK:
@@ -196,14 +196,14 @@ def _is_named(path: Path, status: os.stat_result) -> bool:
 
 
 def _boot_id() -> str:
-    """Return what tells this boot of the machine from others; empty where the kernel does not say."""
+    """Return the boot id of the machine; empty if the kernel has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def _start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if there is none or it is a zombie."""
+    """Return the start time of a process in clock ticks since boot; 0 if it does not exist or is a zombie."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 0 if fields[0] in ("Z", "X") else int(fields[19])

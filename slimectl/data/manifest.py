@@ -1,4 +1,4 @@
-"""What made a file or a folder: stage, settings, inputs, counts."""
+"""Manifests: provenance of an output file or folder (stage, settings, inputs, counts)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def manifest_path(out: Path) -> Path:
 def is_manifest(path: Path) -> bool:
     """Return whether a file is a manifest that a stage of this program wrote."""
     try:
-        facts = json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(facts, dict) and {"slimectl", "stage"} <= facts.keys()
+    return isinstance(manifest, dict) and {"slimectl", "stage"} <= manifest.keys()
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """The hash of settings without their secrets: another key is no other work."""
+    """Hash of settings without their secrets: a new API key does not change the work."""
     return hashlib.sha256(json.dumps(without_secrets(settings), sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Manifest:
-    """Collects the facts of one stage's work, then writes them beside its output."""
+    """Provenance of one stage's work, written beside its output."""
 
     def __init__(self, stage: str, settings: dict[str, Any], inputs: dict[str, str]) -> None:
         self.facts: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Manifest:
         }
 
     def unchanged(self, out: Path) -> bool:
-        """Whether `out` was made by the same stage from the same settings and inputs."""
+        """Whether the same stage made `out` from the same settings and inputs."""
         try:
             old = json.loads(manifest_path(out).read_text())
         except (OSError, ValueError):
@@ -59,14 +59,14 @@ class Manifest:
         return out.exists() and all(old.get(key) == self.facts[key] for key in same)
 
     def signed(self, counts: dict[str, int], *, parents: Iterable[str] = ()) -> dict[str, Any]:
-        """All facts of the finished work; `parents` are the inputs, whose manifests are named if present."""
-        known = [str(path) for path in map(manifest_path, map(Path, parents)) if path.exists()]
-        return {**self.facts, "finished": _now(), "counts": counts, "parents": known}
+        """The complete manifest of the finished work; manifests of the inputs (`parents`) are named if present."""
+        parent_manifests = [str(path) for path in map(manifest_path, map(Path, parents)) if path.exists()]
+        return {**self.facts, "finished": _now(), "counts": counts, "parents": parent_manifests}
 
     def write(self, out: Path, *, counts: dict[str, int], parents: Iterable[str] = ()) -> None:
         """Write the manifest of the finished `out`."""
-        facts = self.signed(counts, parents=parents)
-        write_text(manifest_path(out), json.dumps(facts, indent=2, default=str) + "\n")
+        manifest = self.signed(counts, parents=parents)
+        write_text(manifest_path(out), json.dumps(manifest, indent=2, default=str) + "\n")
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""Several prompt sources drawn from by weight."""
+"""Weighted mixing of prompt sources, and shuffled orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.errors import SettingsError
 
 Row = TypeVar("Row")
 Source = Callable[[int], Iterator[Row]]
-"""From which of its own rows on a source is read; it never ends."""
+"""Opens a source at a row number; the iterator never ends."""
 
 
 def mixed(
@@ -21,8 +21,8 @@ def mixed(
 ) -> Iterator[Row]:
     """Rows `start` to `total` (None: without end) of the mix: each is the next row of a source drawn by its weight.
 
-    Which source comes when depends on the seed alone, so any position is found without reading what was before it:
-    only the draws are repeated, about a million a second.
+    The order of the sources depends on the seed alone, so any position is reached without reading earlier rows: only
+    the draws are repeated, about a million per second.
     """
     rng = random.Random(f"{seed}:mix")
     bounds = list(accumulate(weights))
@@ -38,7 +38,7 @@ def mixed(
 
 
 def check_weights(weights: Sequence[float], sources: Sequence[str]) -> None:
-    """Raises SettingsError unless every source has one weight above 0."""
+    """Raise SettingsError unless there is one weight per source."""
     if len(weights) != len(sources):
         raise SettingsError(
             f"rollout.data_weights: {len(weights)} weights for {len(sources)} sources of rollout.data; give as many"
@@ -46,7 +46,7 @@ def check_weights(weights: Sequence[float], sources: Sequence[str]) -> None:
 
 
 def shuffled_order(size: int, seed: int | str, epoch: int) -> array[int]:
-    """The numbers below `size` in the order of one epoch. Runs resume across versions: this order is a promise."""
+    """The numbers below `size` in the order of one epoch. Must not change: runs resume across versions."""
     order = array("Q", range(size))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order

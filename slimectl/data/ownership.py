@@ -1,6 +1,6 @@
-"""What this program wrote, and may remove: by the manifest of a folder, or by the names that it gives in a run folder.
+"""Ownership of files: slimectl removes only files that it wrote, identified by a manifest or by names in a run folder.
 
-Everything else is the user's. It is never removed, cut or overwritten, and nothing is removed through a link.
+Everything else is the user's. It is never removed, truncated or overwritten, and nothing is removed through a link.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from slimectl.errors import SettingsError
 
 MANIFEST = "manifest.json"
 LOCK = ".slimectl.lock"
-"""Held by the run that goes on in a folder."""
+"""Lock file of the active run in a folder."""
 STAGED = ".slimectl-staged"
-"""Marks a folder that is not whole yet, or that is one push of weights: it may be emptied."""
+"""Marks an incomplete folder, or one push of weights, whose content may be removed."""
 
 GROWING = ("metrics.jsonl", "perf.jsonl", "tracked.jsonl")
-"""Files that a run appends to, and that a resume cuts back."""
+"""Files that a run appends to, and that a resume truncates."""
 
 WEIGHTS = r"(model|optimizer|value_head)[^/]*\.safetensors(\.index\.json)?|adapter/adapter_(model|config)\.[a-z]+"
 COMPANIONS = (
@@ -34,13 +34,13 @@ MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|fact
 STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|samples\.jsonl)"
 
 PUSHES = re.compile(r"weights_\d+|current|check")
-"""Weights on their way to engines, in the run's folder `weights`."""
+"""Folders of weights in transit to engines, in the run's folder `weights`."""
 CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
-"""The files of a step, of a model and of a warm-up, by their paths in it, where no manifest lists them."""
+"""Relative paths of the files of a step, a model or a warm-up, for folders without a manifest that lists them."""
 
 MODELS = ("model", "warmup")
 WRITTEN = r"step_\d{6,}|model|warmup|latest|run\.toml|manifest\.json|track\.json"
-"""What is written in a run folder under another name first."""
+"""Entries of a run folder that are written under a temporary name first."""
 
 RUN_FILES = re.compile(
     rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest"
@@ -51,14 +51,14 @@ RUN_FILES = re.compile(
     rf"|tensorboard/events\.out\.tfevents\.[^/]+"
     rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/(run-[^/]+/.+|\.gitignore)"
 )
-"""The files of a run folder, by their paths in it; whatever else lies there is the user's."""
+"""Relative paths of the files of a run folder; all other files are the user's."""
 
 TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
 HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+")
-"""What of a run's files a resume removes."""
+"""Files of a run that a resume removes."""
 
 UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
-"""What a run leaves that was killed before its folder had a manifest."""
+"""Files left by a run that was killed before its folder had a manifest."""
 
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
@@ -68,7 +68,7 @@ RUN_NAMES = re.compile(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest that this program wrote into a folder; None if there is none that can be read."""
+    """Return the manifest that slimectl wrote into a folder; None if there is no readable one."""
     with suppress(OSError, ValueError):
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(manifest, dict) and ("slimectl" in manifest or isinstance(manifest.get("files"), dict)):
@@ -77,14 +77,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is signed as that of a run."""
+    """Return whether the manifest of a folder marks it as a run."""
     return (read_manifest(folder) or {}).get("stage") == "run"
 
 
 def is_older_run(folder: Path) -> bool:
-    """Return whether a folder without manifest is a run's all the same: all that a resume would touch is ours.
+    """Return whether a folder without manifest is a run of an older version: slimectl wrote all a resume would touch.
 
-    Earlier versions signed a run at its end only.
+    Earlier versions wrote the manifest only at the end of a run.
     """
     listed = [child for child in folder.iterdir() if STEP_FOLDER.fullmatch(child.name) or child.name in MODELS]
     for child in listed:
@@ -97,7 +97,7 @@ def is_older_run(folder: Path) -> bool:
 
 
 def _holds_records(file: Path) -> bool:
-    """Return whether a growing file is one that a run wrote: it begins with a record, or is empty, or not there."""
+    """Return whether a run may have written a growing file: it starts with a record, is empty, or does not exist."""
     try:
         with file.open("rb") as lines:
             record = json.loads(lines.readline() or "{}")
@@ -109,7 +109,7 @@ def _holds_records(file: Path) -> bool:
 
 
 def refuse_links(folder: Path, reason: str, *, only: Collection[str] | None = None) -> None:
-    """Raises SettingsError if a link has the name of something that a run writes; but `latest` is one."""
+    """Raise SettingsError if an entry that a run writes is a link; only `latest` must be one."""
     for child in sorted(folder.iterdir()):
         ours = RUN_NAMES.fullmatch(child.name) if only is None else child.name in only
         if ours and child.is_symlink():
@@ -120,14 +120,14 @@ def refuse_links(folder: Path, reason: str, *, only: Collection[str] | None = No
 
 
 def file_size(file: Path) -> int:
-    """Return the bytes of a file; 0 if it is not there."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     with suppress(OSError):
         return file.stat().st_size
     return 0
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether a folder was made by this program: it has its manifest or its mark, or nothing at all."""
+    """Return whether slimectl made a folder: it has a slimectl manifest or the staging mark, or is empty."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     listed = (read_manifest(folder) or {}).get("files")
@@ -135,17 +135,17 @@ def is_made(folder: Path) -> bool:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the paths of everything but folders below `folder`, links among it; none of them is followed."""
+    """Return the relative paths of all files and links below `folder`; links are not followed."""
     names: list[str] = []
     for parent, folders, files in os.walk(folder):
-        here = os.path.relpath(parent, folder)
+        relative = os.path.relpath(parent, folder)
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        names += [os.path.normpath(os.path.join(here, name)) for name in [*files, *links]]
+        names += [os.path.normpath(os.path.join(relative, name)) for name in [*files, *links]]
     return sorted(names)
 
 
 def own_files(folder: Path, names: re.Pattern[str] | None = None) -> list[str]:
-    """Return the files in a folder that are this program's: those that its manifest lists, or that match `names`."""
+    """Return the files in a folder that slimectl owns: listed in its manifest, or matching `names`."""
     listed = (read_manifest(folder) or {}).get("files") or {}
     staged = _is_regular(folder / STAGED)
     return [
@@ -156,7 +156,7 @@ def own_files(folder: Path, names: re.Pattern[str] | None = None) -> list[str]:
 
 
 def own_run_files(folder: Path) -> list[str]:
-    """Return the files of a run folder that are the run's; within a checkpoint those that its manifest lists."""
+    """Return the files of a run folder that the run owns; within a checkpoint, those that its manifest lists."""
     mine = [name for name in files_below(folder) if RUN_FILES.fullmatch(name)]
     listings: dict[str, dict[str, Any]] = {}
     for name in mine:
@@ -167,7 +167,7 @@ def own_run_files(folder: Path) -> list[str]:
 
 
 def _checkpoint_of(name: str) -> str:
-    """Return the checkpoint that a file of a run lies in; empty if in none."""
+    """Return the checkpoint folder of a run's file; empty if it is in none."""
     match = re.match(r"(step_\d{6,}|model|warmup|reference/\d+)/", name)
     return match.group(1) if match else ""
 
@@ -175,14 +175,14 @@ def _checkpoint_of(name: str) -> str:
 def _is_listed(name: str, listings: dict[str, dict[str, Any]]) -> bool:
     top = _checkpoint_of(name)
     listed = listings.get(top)
-    rest = name.removeprefix(f"{top}/")
-    return not top or not listed or rest in listed or rest in (MANIFEST, "samples.jsonl")
+    relative = name.removeprefix(f"{top}/")
+    return not top or not listed or relative in listed or relative in (MANIFEST, "samples.jsonl")
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files of a folder, the manifest last, and the folders that are empty then (not `folder` itself).
+    """Remove these files of a folder, the manifest last, and then its empty subfolders (not `folder` itself).
 
-    What is gone already is no error: a crash may have been here before, or a dying process be at it still.
+    Missing files are no error: a crash may have removed them before, or a dying process may be removing them now.
     """
     parents: set[Path] = set()
     for name in sorted(names, key=lambda name: (Path(name).name == MANIFEST, name == MANIFEST)):
@@ -196,9 +196,9 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def remove_made(folder: Path, names: re.Pattern[str] | None = None) -> bool:
-    """Remove what this program made of a folder, and the folder unless something else lies there; whether it is gone.
+    """Remove slimectl's files in a folder, and the folder if it is then empty; return whether it is gone.
 
-    A link, and a folder without manifest or mark (where no `names` are its), is left alone.
+    A link, and a folder without manifest or mark (unless `names` are passed), is left unchanged.
     """
     if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
@@ -210,7 +210,7 @@ def remove_made(folder: Path, names: re.Pattern[str] | None = None) -> bool:
 
 
 def remove_staged(path: Path) -> None:
-    """Remove a half-written file or folder of a run, under a name that only staging has; links are not followed."""
+    """Remove a half-written staging file or folder of a run; links are not followed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() and not path.is_symlink():
             remove_files(path, files_below(path))
@@ -220,7 +220,7 @@ def remove_staged(path: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove a folder and those below it, as far as they are empty."""
+    """Remove the empty folders below a folder, and the folder itself if empty."""
     for parent, folders, _ in os.walk(folder, topdown=False):
         for name in folders:
             with suppress(OSError):

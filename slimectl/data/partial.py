@@ -1,4 +1,4 @@
-"""An output that is not whole yet, kept so that work which was cut off goes on where it ended."""
+"""Resumable output files: interrupted work continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slimectl.errors import RecordError, StorageError
 from slimectl.types import Sample
 
 FLUSH_S = 0.5
-"""At most so many seconds of work are lost to a killed process."""
+"""Flush interval: the maximum work in seconds that a killed process loses."""
 
 
 def can_be_partial(out: str) -> bool:
-    """Whether `out` is, or will be, a file that can be begun and finished later."""
+    """Whether `out` is, or will be, a regular file, so that its writing can be resumed."""
     try:
         return out != "-" and stat.S_ISREG(os.stat(out).st_mode)
     except OSError:
@@ -32,9 +32,9 @@ def can_be_partial(out: str) -> bool:
 
 
 def _partial_path(final: Path) -> Path:
-    """Return where the unfinished output stands: OUT.partial, or OUT.partial.1, … where that is somebody else's file.
+    """Return the path of the unfinished output: OUT.partial, or OUT.partial.1, … if that is another program's file.
 
-    Ours has a manifest beside it, or is empty.
+    Slimectl's own file has a manifest beside it, or is empty.
     """
     path, number = final.with_name(f"{final.name}.partial"), 0
     while not is_manifest(manifest_path(path)) and (file_size(path) or os.path.lexists(manifest_path(path))):
@@ -44,19 +44,19 @@ def _partial_path(final: Path) -> Path:
 
 
 class Partial:
-    """Samples on their way into the file `out`; until `commit` they stand in `out`.partial, with a manifest beside it.
+    """Resumable writer of samples to the file `out`: until `commit` they are in `out`.partial, beside a manifest.
 
     >>> with Partial("scored.jsonl", manifest) as partial:  # doctest: +SKIP
     ...     before = list(partial.done())
     ...     partial.write(sample)
     ...     partial.commit()
 
-    Left without `commit` it stays, and `done` has its samples the next time that the same work is begun.
+    Without `commit` the file stays, and `done` returns its samples the next time the same work starts.
     """
 
     def __init__(self, out: str, manifest: Manifest) -> None:
         self._out = out
-        # Through a link to the file itself, as every output is written.
+        # Links are resolved, as for every output.
         final = Path(os.path.realpath(out))
         self._final, self.path = final, _partial_path(final)
         self._manifest = manifest
@@ -66,50 +66,50 @@ class Partial:
         self.count = 0
 
     def __enter__(self) -> Partial:
-        """Keep other writers out. Raises SettingsError if one is at work."""
-        if self.path.parent.is_dir():  # else writing says so
+        """Lock the output. Raises SettingsError if another writer is active."""
+        if self.path.parent.is_dir():  # else the first write reports the missing folder
             self._lock.acquire()
         return self
 
     def drop(self) -> None:
-        """Forget last time."""
+        """Discard the unfinished output."""
         self._unlink()
 
     def done(self, *, whole_groups: bool = False) -> Iterator[Sample]:
-        """What was written last time, if that was the same work; a torn end is cut off.
+        """Samples of the interrupted attempt, if it was the same work; a torn last line is truncated.
 
-        With `whole_groups` the last group too: nobody knows whether all its siblings are there.
+        With `whole_groups` the last group is truncated too, since its siblings may be missing.
         """
         if not self._manifest.unchanged(self.path):
             self._unlink()
             return
-        kept, held = 0, list[tuple[Sample, int]]()
+        complete_bytes, pending = 0, list[tuple[Sample, int]]()
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    sample = read_sample(line, where=f"{self.path}:{number}", position=number - 1)
+                    sample = read_sample(line, location=f"{self.path}:{number}", position=number - 1)
                 except RecordError:
                     break
                 if not line.endswith(b"\n"):
                     break
-                if held and not (whole_groups and held[0][0].group_index == sample.group_index):
-                    for before, size in held:
-                        kept, self.count = kept + size, self.count + 1
-                        yield before
-                    held = []
-                held.append((sample, len(line)))
-        for before, size in [] if whole_groups else held:
-            kept, self.count = kept + size, self.count + 1
-            yield before
-        os.truncate(self.path, kept)
+                if pending and not (whole_groups and pending[0][0].group_index == sample.group_index):
+                    for earlier, size in pending:
+                        complete_bytes, self.count = complete_bytes + size, self.count + 1
+                        yield earlier
+                    pending = []
+                pending.append((sample, len(line)))
+        for earlier, size in [] if whole_groups else pending:
+            complete_bytes, self.count = complete_bytes + size, self.count + 1
+            yield earlier
+        os.truncate(self.path, complete_bytes)
 
     def write(self, sample: Sample) -> None:
-        """Raises StorageError where the system refuses, RecordError for what JSON cannot hold."""
-        line = encode_line(sample_to_json(sample), where=f"{self._out}: record {self.count + 1}")
+        """Append a sample. Raises StorageError for errors of the system, RecordError for values that are not JSON."""
+        line = encode_line(sample_to_json(sample), location=f"{self._out}: record {self.count + 1}")
         try:
             if self._file is None:
                 self._file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__ and commit
-                # Before the first record: it says whose the file is, whenever this is killed.
+                # Before the first record, so that the file is identified even if the process is killed.
                 self._manifest.write(self.path, counts={})
             self._file.write(line)
             if time.monotonic() - self._flushed > FLUSH_S:
@@ -120,7 +120,7 @@ class Partial:
         self.count += 1
 
     def commit(self) -> None:
-        """All is written: give it its name, compressed if that says so."""
+        """Finish the output: give the file its final name, compressed if the suffix says so."""
         try:
             self._close()
             if self._out.endswith((".gz", ".zst")):
@@ -153,8 +153,8 @@ class Partial:
         sink.open()
         try:
             with open(self.path, "rb") as file:
-                while piece := file.read(1 << 20):
-                    sink.write(piece)
+                while chunk := file.read(1 << 20):
+                    sink.write(chunk)
             sink.commit()
         except BaseException:
             sink.discard()

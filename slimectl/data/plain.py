@@ -1,4 +1,4 @@
-"""Numbers of other libraries as JSON has them: what a user's function returns, before anything else sees it."""
+"""Conversion of values from user functions, such as numpy numbers, to JSON types."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 DEEPEST = 32
-"""Objects and lists inside one another in a reward."""
+"""Maximum nesting depth of objects and lists in a reward."""
 
 
 def plain_number(value: Any) -> int | float | None:
-    """Return a number of any library as Python's int or float; None for what is no single number.
+    """Return a number of any library as a Python int or float; None if the value is not a single number.
 
     >>> from decimal import Decimal
     >>> plain_number(True), plain_number(Decimal("0.5")), plain_number("0.5")
@@ -32,12 +32,12 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def plain_reward(value: Any) -> Any:
-    """Return a reward as JSON has it: a number, or an object whose entries are JSON values.
+    """Return a reward as JSON types: a number, or an object whose entries are JSON values.
 
     >>> plain_reward({"score": True, "parts": (1, None), "note": "ok"})
     {'score': 1.0, 'parts': [1, None], 'note': 'ok'}
 
-    Raises ValueError, with what is wrong, for what is neither.
+    Raises ValueError, with the reason, for any other value.
     """
     if isinstance(value, dict):
         return {_key(key): _entry(entry, str(key), DEEPEST) for key, entry in value.items()}
@@ -48,7 +48,7 @@ def plain_reward(value: Any) -> Any:
 
 
 def is_finite(number: int | float) -> bool:
-    """Return whether a float can hold the number, which JSON's whole numbers need not let it."""
+    """Return whether the number is finite as a float; integers in JSON may be too large for one."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -81,7 +81,7 @@ def _entry(value: Any, key: str, depth: int) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return a value in a few words: its type, and the value itself where that is short.
+    """Describe a value for an error message: the value itself if short, else its type and length.
 
     >>> kind_of(None), kind_of([1, 2]), kind_of(2.5)
     ('None', 'list of 2', '2.5')

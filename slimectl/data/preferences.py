@@ -1,4 +1,4 @@
-"""Preferences: which of two answers to a prompt is better, from any source and in any of the usual forms."""
+"""Preference pairs of a chosen and a rejected answer, from any source and in any of the usual formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIDES = ("chosen", "rejected")
 class Preference:
     """Two answers to one prompt, the better one first; each is a prompt with its label, or a chat that ends with it.
 
-    The first `shared` messages of both chats are the same: what was asked.
+    The first `shared` messages of both chats are equal: the prompt.
     """
 
     chosen: Prompt
@@ -32,57 +32,62 @@ def open_preferences(
     """The preferences of all sources: rows with the keys `chosen` and `rejected`.
 
     Both are strings, or both chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
-    chats that begin with it; without one they are whole texts or chats, and what both begin with was asked. A shared
-    text ends with a whole word. Raises RecordError, with file and line, for a row that is no preference.
+    chats that begin with it; without one they are whole texts or chats, and their common prefix is the prompt. A shared
+    text ends with a whole word. Raises RecordError, with file and line, for an invalid row.
     """
     keys = Keys(input_key, LABEL_KEY, metadata_key, tool_key)
-    for index, (where, row) in enumerate(ordered_rows(sources, shuffle_seed=shuffle_seed)):
+    for index, (location, row) in enumerate(ordered_rows(sources, shuffle_seed=shuffle_seed)):
         if not isinstance(row, dict):
-            raise RecordError(f"{where}: expected an object, got {shown(row)}")
+            raise RecordError(f"{location}: expected an object, got {shown(row)}")
         for key in SIDES:
             if key not in row:
-                there = ", ".join(map(str, row)) or "none"
+                key_names = ", ".join(map(str, row)) or "none"
                 raise RecordError(
-                    f"{where}: no key {key!r}; its keys are {there}: a preference has chosen and rejected"
+                    f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
                 )
-        chosen, rejected = (_answer(where, row, key) for key in SIDES)
-        asked = row.get(input_key) is not None
-        base = prompt_of((where, row), index, keys, asked=asked)
+        chosen, rejected = (_answer(location, row, key) for key in SIDES)
+        has_prompt = row.get(input_key) is not None
+        base = prompt_of((location, row), index, keys, has_prompt=has_prompt)
         if isinstance(chosen, str) and isinstance(rejected, str):
-            yield _of_texts(where, base, asked, chosen, rejected)
+            yield _text_preference(location, base, has_prompt, chosen, rejected)
         elif isinstance(chosen, list) and isinstance(rejected, list):
-            yield _of_chats(where, base, asked, chosen, rejected)
+            yield _chat_preference(location, base, has_prompt, chosen, rejected)
         else:
-            raise RecordError(f"{where}: rejected: one answer is a string and the other a chat; give two of one kind")
+            raise RecordError(
+                f"{location}: rejected: one answer is a string and the other a chat; give two of one kind"
+            )
 
 
-def _answer(where: str, row: dict[str, Any], key: str) -> str | Chat:
+def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
     value = row[key]
     try:
         return a_chat(value) if isinstance(value, list) else str(a_label(value))
     except ValueError as error:
-        raise RecordError(f"{where}: {key}: {error}") from None
+        raise RecordError(f"{location}: {key}: {error}") from None
 
 
-def _of_texts(where: str, base: Prompt, asked: bool, chosen: str, rejected: str) -> Preference:
-    start = 0 if asked else _shared_words(chosen, rejected)
-    if not asked and not chosen[:start].strip():
-        raise RecordError(f"{where}: chosen and rejected begin with different words; give their prompt, too")
-    text = base.text if asked else chosen[:start]
+def _text_preference(location: str, base: Prompt, has_prompt: bool, chosen: str, rejected: str) -> Preference:
+    start = 0 if has_prompt else _shared_words(chosen, rejected)
+    if not has_prompt and not chosen[:start].strip():
+        raise RecordError(f"{location}: chosen and rejected begin with different words; give their prompt, too")
+    text = base.text if has_prompt else chosen[:start]
     before = len(text) if isinstance(text, list) else 0
-    one, other = _side("chosen", base, text, chosen[start:]), _side("rejected", base, text, rejected[start:])
-    return Preference(one, other, before)
+    first, second = _side("chosen", base, text, chosen[start:]), _side("rejected", base, text, rejected[start:])
+    return Preference(first, second, before)
 
 
-def _of_chats(where: str, base: Prompt, asked: bool, chosen: Chat, rejected: Chat) -> Preference:
+def _chat_preference(location: str, base: Prompt, has_prompt: bool, chosen: Chat, rejected: Chat) -> Preference:
     prompt: Chat = []
-    if asked:
+    if has_prompt:
         prompt = [{"role": "user", "content": base.text}] if isinstance(base.text, str) else base.text
-    chosen, rejected = _whole(where, "chosen", prompt, chosen), _whole(where, "rejected", prompt, rejected)
+    chosen, rejected = (
+        _full_chat(location, "chosen", prompt, chosen),
+        _full_chat(location, "rejected", prompt, rejected),
+    )
     shared = _shared_messages(chosen, rejected)
     for key, chat in zip(SIDES, (chosen, rejected), strict=True):
         if not any(message["role"] == "assistant" for message in chat[shared:]):
-            raise RecordError(f"{where}: {key}: no message of the assistant after what both chats begin with")
+            raise RecordError(f"{location}: {key}: no message of the assistant after what both chats begin with")
     return Preference(_side("chosen", base, chosen), _side("rejected", base, rejected), shared)
 
 
@@ -90,29 +95,29 @@ def _side(key: str, base: Prompt, text: str | Chat, label: str | None = None) ->
     return replace(base, text=text, label=label, where=f"{base.where}: {key}")
 
 
-def _whole(where: str, key: str, prompt: Chat, answer: Chat) -> Chat:
-    """The chat from its first message on. Raises RecordError for one that asks something else than the prompt."""
+def _full_chat(location: str, key: str, prompt: Chat, answer: Chat) -> Chat:
+    """The complete chat of prompt and answer. Raises RecordError if the answer's chat lacks the prompt."""
     if not answer:
-        raise RecordError(f"{where}: {key}: empty; give at least a message of the assistant")
+        raise RecordError(f"{location}: {key}: empty; give at least a message of the assistant")
     if answer[0]["role"] == "assistant":
         if not prompt:
-            raise RecordError(f"{where}: {key}: begins with the assistant; give the prompt, or the whole chat")
+            raise RecordError(f"{location}: {key}: begins with the assistant; give the prompt, or the whole chat")
         return [*prompt, *answer]
-    said = [(message["role"], message.get("content")) for message in answer]
-    if not all((message["role"], message.get("content")) in said for message in prompt):
-        raise RecordError(f"{where}: {key}: does not hold the prompt; give the answer's messages only, or no prompt")
+    turns = [(message["role"], message.get("content")) for message in answer]
+    if not all((message["role"], message.get("content")) in turns for message in prompt):
+        raise RecordError(f"{location}: {key}: does not hold the prompt; give the answer's messages only, or no prompt")
     return answer
 
 
-def _shared_messages(one: Chat, other: Chat) -> int:
-    """How many messages both begin with, the last of each left out."""
-    most = min(len(one), len(other)) - 1
-    return next((i for i in range(most) if one[i] != other[i]), most)
+def _shared_messages(first: Chat, second: Chat) -> int:
+    """Length of the common prefix in messages; the last message of each chat never counts."""
+    limit = min(len(first), len(second)) - 1
+    return next((i for i in range(limit) if first[i] != second[i]), limit)
 
 
-def _shared_words(one: str, other: str) -> int:
-    """How many characters both begin with, up to the end of a word; the blank after it belongs to the answer."""
-    end = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    while end and not one[end - 1].isspace():
+def _shared_words(first: str, second: str) -> int:
+    """Length of the common prefix in characters, up to the end of a word; the blank after it belongs to the answer."""
+    end = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    while end and not first[end - 1].isspace():
         end -= 1
-    return end - 1 if end and one[end - 1] == " " else end
+    return end - 1 if end and first[end - 1] == " " else end

@@ -1,4 +1,4 @@
-"""Prompts in a fixed order, from any source, from any position on."""
+"""Prompts from any source in a fixed order, readable from any position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABEL_KEY = "label"
 
 @dataclass(frozen=True)
 class Keys:
-    """What the columns of a row are called."""
+    """Column names of a row."""
 
     input: str
     label: str
@@ -43,17 +43,17 @@ def open_prompts(
     epochs: int | None = 1,
     start: int = 0,
 ) -> Iterator[Prompt]:
-    """The prompts of all sources, `epochs` times over (None: for ever), numbered through from `start`.
+    """The prompts of all sources, `epochs` times (None: without end), numbered consecutively from `start`.
 
     A source is a file (JSONL, JSON array, CSV, Parquet; .gz, .zst), a glob, `path@[a:b]`, `-`,
     `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files stream; with a
-    `shuffle_seed` each epoch has an order of its own, and only positions are held in memory. The prompt at occurrence
-    `i` is the same wherever the reading starts.
+    `shuffle_seed` each epoch is shuffled differently, and only positions are held in memory. The prompt at occurrence
+    `i` does not depend on `start`.
 
-    With `weights`, one a source, each prompt comes from a source drawn by weight and `mix_seed`, every source going
-    through its own rows again and again; an epoch is then as many prompts as all have together.
+    With `weights`, one per source, each prompt comes from a source drawn by weight and `mix_seed`, and every source
+    repeats its rows without end; an epoch is then as many prompts as all sources have together.
 
-    Raises SettingsError for a source that is not there, RecordError for a row that is not a prompt.
+    Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
     """
     keys = Keys(input_key, label_key, metadata_key, tool_key)
     if weights:
@@ -67,7 +67,7 @@ def open_prompts(
 def ordered_rows(
     sources: Sequence[str], *, shuffle_seed: int | str | None = None, epochs: int | None = 1, start: int = 0
 ) -> Iterator[Row]:
-    """The rows of all sources, whatever they hold, each with where it stands."""
+    """Unvalidated rows of all sources, each with its source location."""
     return _rows(open_table(sources, replay=epochs != 1 or shuffle_seed is not None), epochs, shuffle_seed, start)
 
 
@@ -94,7 +94,7 @@ def _in_order(table: Table, epochs: int | None, start: int) -> Iterator[Row]:
     if epochs == 1:
         yield from table.scan(start)
         return
-    # Without a position to find, nothing has to be counted: the first prompt comes at once.
+    # At position 0 nothing has to be counted, and the first prompt comes immediately.
     epoch, skipped = divmod(start, _size(table)) if start else (0, 0)
     for _ in count() if epochs is None else range(epoch, epochs):
         yield from table.scan(skipped)
@@ -117,53 +117,53 @@ def _size(table: Table) -> int:
     return size
 
 
-def prompt_of(row: Row, index: int, keys: Keys, *, asked: bool = True) -> Prompt:
-    """A row as a prompt, its text empty where none is `asked`. Raises RecordError, with where it stands."""
-    where, value = row
+def prompt_of(row: Row, index: int, keys: Keys, *, has_prompt: bool = True) -> Prompt:
+    """Convert a row to a prompt, with empty text unless `has_prompt`. Raises RecordError with the source location."""
+    location, value = row
     if isinstance(value, Prompt):
-        return replace(value, index=index, where=where)
+        return replace(value, index=index, where=location)
     if not isinstance(value, dict):
-        raise RecordError(f"{where}: expected an object, got {shown(value)}")
-    if asked and keys.input not in value:
-        raise _missing(where, keys.input, value, "rollout.input_key")
+        raise RecordError(f"{location}: expected an object, got {shown(value)}")
+    if has_prompt and keys.input not in value:
+        raise _missing_key(location, keys.input, value, "rollout.input_key")
     if keys.label not in value and keys.label != LABEL_KEY:
-        raise _missing(where, keys.label, value, "rollout.label_key")
+        raise _missing_key(location, keys.label, value, "rollout.label_key")
     return Prompt(
-        text=_checked(where, keys.input, value, _given_chat) if asked else "",
-        label=_checked(where, keys.label, value, lambda label: None if label is None else a_label(label)),
+        text=_read_column(location, keys.input, value, _nonempty_chat) if has_prompt else "",
+        label=_read_column(location, keys.label, value, lambda label: None if label is None else a_label(label)),
         index=index,
-        metadata=_checked(where, keys.metadata, value, _metadata),
-        tools=_checked(where, keys.tool, value, _tools),
-        where=where,
+        metadata=_read_column(location, keys.metadata, value, _metadata),
+        tools=_read_column(location, keys.tool, value, _tools),
+        where=location,
     )
 
 
-def _missing(where: str, key: str, row: dict[str, Any], setting: str) -> RecordError:
-    there = ", ".join(map(str, row)) or "none"
-    return RecordError(f"{where}: no key {key!r}; its keys are {there}: set {setting} to one of them")
+def _missing_key(location: str, key: str, row: dict[str, Any], setting: str) -> RecordError:
+    key_names = ", ".join(map(str, row)) or "none"
+    return RecordError(f"{location}: no key {key!r}; its keys are {key_names}: set {setting} to one of them")
 
 
-def _checked(where: str, key: str, row: dict[str, Any], check: Callable[[Any], Any]) -> Any:
+def _read_column(location: str, key: str, row: dict[str, Any], check: Callable[[Any], Any]) -> Any:
     try:
         return check(row.get(key))
     except ValueError as error:
-        raise RecordError(f"{where}: {key}: {error}") from None
+        raise RecordError(f"{location}: {key}: {error}") from None
 
 
-def _given_chat(value: Any) -> Any:
+def _nonempty_chat(value: Any) -> Any:
     if not a_chat(value):
         raise ValueError("empty; a prompt needs at least a word")
     return value
 
 
 def _metadata(value: Any) -> dict[str, Any]:
-    parsed = _parsed(value)
-    # Other programs' tables and functions have dates, numpy's numbers and tuples in it: it is to become JSON again.
+    parsed = _parse_json(value)
+    # Tables and functions of other programs may hold dates, numpy numbers and tuples, which JSON cannot represent.
     return {} if parsed in (None, "") else jsonable(a_mapping(parsed))
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    tools = _parsed(value)
+    tools = _parse_json(value)
     if not tools:
         return None
     if type(tools) is not list or not all(type(tool) is dict for tool in tools):
@@ -171,8 +171,8 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _parsed(value: Any) -> Any:
-    """Tables of strings (CSV, some Parquet) hold their objects as JSON."""
+def _parse_json(value: Any) -> Any:
+    """Parse an object from JSON text, as tables of strings (CSV, some Parquet) store it."""
     if type(value) is not str or not value:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Samples at the JSON boundary: what a line may say, and the line that a sample becomes."""
+"""Conversion of samples from and to JSON objects, with validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slimectl.data.checks import (
 from slimectl.errors import RecordError
 from slimectl.types import Sample, Status
 
-# In the order of docs/records.md, which is the order that lines are written in.
+# In the order of docs/records.md, which is also the order of keys in written lines.
 CHECKS: dict[str, Check] = {
     "group_index": a_count,
     "index": a_count,
@@ -59,18 +59,18 @@ CHECKS: dict[str, Check] = {
 }
 PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs")
 ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
-# Null stands for "nothing given" in these: other programs write every key of their schema.
+# Null means "absent" for these: other programs write every key of their schema.
 EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata"})
 
 assert [*CHECKS, "extra"] == [field.name for field in fields(Sample)], "records.md and Sample name the same fields"
 
 
 PATHS = {"custom_rm_path": "score", "generate_function_path": "rollout"}
-"""Keys of a sample that name code, and the section whose `allow_paths_in_records` lets them."""
+"""Keys of a sample that name code, and the section whose `allow_paths_in_records` permits them."""
 
 
 def refused_path(key: str, path: object) -> str:
-    """Return why a record's path is not followed, and the way out."""
+    """Return the error message for a record that names code, with the remedy."""
     return (
         f"{key}: {shown(path)} names code, and records may not choose what is run; drop the key, or set "
         f"{PATHS[key]}.allow_paths_in_records = true if you trust the file"
@@ -78,15 +78,15 @@ def refused_path(key: str, path: object) -> str:
 
 
 def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
-    """The sample that a JSON object describes.
+    """Build a sample from its JSON object.
 
     >>> sample_from_json({"index": 3, "prompt": "1+1=", "tokens": [5, 6], "response_length": 1, "note": "mine"}).extra
     {'note': 'mine'}
 
-    Without an `index` it takes `position` (its place in the file), and without a `group_index` it is a group of its
-    own: strangers must never share a group's statistics. Raises RecordError naming the field.
+    Without an `index` it takes `position` (its place in the file), and without a `group_index` it forms a group of one:
+    unrelated samples must never share group statistics. Raises RecordError naming the field.
     """
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in obj.items():
         check = CHECKS.get(key)
@@ -95,12 +95,12 @@ def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
             extra[key] = value
         elif value is not None or key not in EMPTY_WHEN_NULL:
             try:
-                known[key] = check(value)
+                values[key] = check(value)
             except ValueError as error:
                 raise RecordError(f"Sample.{key}: {error}") from None
-    known.setdefault("index", position)
-    known.setdefault("group_index", known["index"])
-    sample = Sample(**known, extra=extra)
+    values.setdefault("index", position)
+    values.setdefault("group_index", values["index"])
+    sample = Sample(**values, extra=extra)
     _check_lengths(sample)
     return sample
 
@@ -122,7 +122,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """The JSON object of a sample: core fields always, others where they say something, unknown keys last."""
+    """The JSON object of a sample: core fields always, others if not at their default, unknown keys last."""
     obj: dict[str, Any] = {}
     for key in CHECKS:
         value = getattr(sample, key)

@@ -1,7 +1,7 @@
-"""A folder made whole beside its name and put in the place of an older one, which is ours by its manifest only.
+"""Atomic replacement of folders: a folder is completed beside its target, then renamed over the older one.
 
-`.tmp-NAME` is the new folder while it grows, marked as ours; `.old-NAME` the one before, for as long as a rename takes.
-What the user has put into the old folder moves into the new one.
+`.tmp-NAME` is the new folder while it is written, marked as slimectl's; `.old-NAME` is the previous one during the
+renames. Only folders with a slimectl manifest are replaced; the user's files in the old folder move into the new one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slimectl.data.ownership import STAGED, files_below, is_made, own_files, rem
 from slimectl.errors import SettingsError
 
 RESUME = ".resume"
-"""Names the work that a staging folder belongs to."""
+"""File that identifies the work of a staging folder."""
 
 
 def new_file(path: Path) -> Path:
-    """Create an empty file beside `path` to be renamed to it later, under a name that nobody has: `.tmp-NAME`."""
+    """Create an empty file beside `path`, to be renamed to it later, under an unused name: `.tmp-NAME`."""
     for number in count():
         staged = path.with_name(f".tmp-{path.name}" + (f".{number}" if number else ""))
         with suppress(FileExistsError):
@@ -31,7 +31,7 @@ def new_file(path: Path) -> Path:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, so that its directory entries are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,14 +40,14 @@ def sync_folder(path: Path) -> None:
 
 
 def writing(target: Path) -> Lock:
-    """Return the lock of whoever writes the folder `target`; its parents are made. Acquired by `with`."""
+    """Return the write lock of the folder `target`, and create its parents. Acquired by `with`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     return Lock(lock, f"{target}: is being written", way_out="wait for its end, or name another")
 
 
 def refuse_existing(target: Path, *, force: bool) -> None:
-    """Raises SettingsError if `target` holds something that was not offered, or is not ours, to be replaced."""
+    """Raise SettingsError if `target` holds files and may not be replaced: no `force`, or not made by slimectl."""
     if target.is_symlink():
         raise SettingsError(f"{target}: is a link; give the folder itself, or name another")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -62,9 +62,9 @@ def refuse_existing(target: Path, *, force: bool) -> None:
 
 
 def staging(target: Path, resume: str | None) -> Path:
-    """Return the folder `.tmp-NAME`, empty unless it is what an interruption of the same work has left.
+    """Return the folder `.tmp-NAME`, empty unless an interruption of the same work (`resume`) left it.
 
-    Raises SettingsError if somebody else's is in the way.
+    Raises SettingsError if a folder that slimectl did not make has that name.
     """
     staged = target.with_name(f".tmp-{target.name}")
     note = staged / RESUME
@@ -78,7 +78,7 @@ def staging(target: Path, resume: str | None) -> Path:
 
 
 def recover(target: Path, names: re.Pattern[str] | None = None) -> None:
-    """Finish a replacement that was cut off between its renames; `names` are ours besides those of a manifest."""
+    """Finish a replacement that was interrupted between its renames; `names` are slimectl's beyond the manifest's."""
     old = _old(target)
     if not old.is_dir() or old.is_symlink() or not (names or is_made(old)):
         return
@@ -89,7 +89,7 @@ def recover(target: Path, names: re.Pattern[str] | None = None) -> None:
 
 
 def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = None) -> None:
-    """Give the whole folder `staged` the name `target`. Raises SettingsError if that would lose what is not ours."""
+    """Rename the complete folder `staged` to `target`. Raises SettingsError if that would lose the user's files."""
     old = _old(target)
     if replaces := os.path.lexists(target):
         clash = [name for name in _foreign_files(target, names) if os.path.lexists(staged / name)]
@@ -104,7 +104,7 @@ def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = N
 
 
 def _settle(old: Path, target: Path, names: re.Pattern[str] | None) -> None:
-    """Move what is not ours from the old folder into the new one, and remove the rest."""
+    """Move the user's files from the old folder into the new one, and remove the rest."""
     for name in _foreign_files(old, names):
         if not os.path.lexists(target / name):
             with suppress(OSError):

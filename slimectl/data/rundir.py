@@ -1,4 +1,4 @@
-"""A run on disk: metrics, checkpoints that are whole or absent, and where to go on from.
+"""The folder of a run: metrics, checkpoints that are complete or absent, and resuming.
 
 runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
             step_000042/ manifest.json  state.json  policy/ …  samples.jsonl (if kept)
@@ -36,13 +36,13 @@ STEP = re.compile(r"step_(\d{6,})$")
 
 @contextmanager
 def explained_storage(path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that names the path and the way out."""
+    """Turn an OSError inside into a StorageError that names the path and the remedy."""
     try:
         yield
     except OSError as error:
         raise storage_error(path, error) from error
     except Exception as error:
-        # safetensors writes in Rust and wraps the system's error in its own, which is no OSError.
+        # safetensors writes in Rust and wraps the system's error in its own type, which is no OSError.
         if type(error).__name__ == "SafetensorError" and "os error" in str(error):
             raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
         raise
@@ -55,7 +55,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file at once: readers see the old or the new text, never a part."""
+    """Replace a small file atomically: readers see the old or the new text, never a part."""
     staged: Path | None = None
     try:
         staged = new_file(path)
@@ -74,21 +74,21 @@ def write_folder(
     target: Path,
     fill: Callable[[Path], Mapping[str, str] | None],
     *,
-    about: dict[str, Any] | None = None,
+    manifest_fields: dict[str, Any] | None = None,
     resume: str | None = None,
     names: re.Pattern[str] | None = None,
 ) -> None:
-    """Make the folder `target` whole or not at all.
+    """Write the folder `target` atomically: complete or not at all.
 
-    `fill` writes into a staging folder beside it (and may return the SHA-256 of files that it knows); the files are
-    fsynced, a manifest with sizes and SHA-256 is added (and `about`), the folder renamed, the parent fsynced. An older
-    `target` stays until the new one is whole; files in it that are not this program's move into the new one.
+    `fill` writes into a staging folder beside it (and may return known SHA-256 digests by file); the files are
+    fsynced, a manifest with `manifest_fields`, sizes and SHA-256 is added, the folder renamed, the parent fsynced. An
+    older `target` stays until the new one is complete; the user's files in it move into the new one.
 
-    `resume` names the work. With it an interruption leaves the staging folder, and the next call with the same name
-    finds there what `fill` had written; an error leaves nothing. `names` are given within a folder of our own, which
-    is locked: files of these names are ours there, whether or not a manifest lists them.
+    `resume` identifies the work. With it an interruption leaves the staging folder, and the next call with the same
+    identifier finds there what `fill` had written; an error leaves nothing. `names` are passed within a locked folder
+    of slimectl: files of these names belong to slimectl there, whether or not a manifest lists them.
 
-    Raises SettingsError if another process writes it, or if `target` is not ours to replace; StorageError.
+    Raises SettingsError if another process writes `target`, or if slimectl did not make it; StorageError.
     """
     with explained_storage(target), ExitStack() as ending:
         if names is None:
@@ -104,8 +104,8 @@ def write_folder(
         try:
             if resume is not None:
                 write_text(staged / RESUME, resume)
-            known = fill(staged) or {}
-            _sign(staged, known, about or {})
+            hashes = fill(staged) or {}
+            _sign(staged, hashes, manifest_fields or {})
             replace_folder(staged, target, names)
         except BaseException as error:
             if resume is None or isinstance(error, Exception):
@@ -113,26 +113,26 @@ def write_folder(
             raise
 
 
-def _sign(staged: Path, known: Mapping[str, str], about: dict[str, Any]) -> None:
-    """Bring every file of a staging folder to the disk and list it in the manifest."""
+def _sign(staged: Path, hashes: Mapping[str, str], manifest_fields: dict[str, Any]) -> None:
+    """Sync every file of a staging folder to disk and list it in the manifest."""
     (staged / RESUME).unlink(missing_ok=True)
     files = {}
     for file in sorted(path for path in staged.rglob("*") if path.is_file() and path != staged / STAGED):
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
         name = str(file.relative_to(staged))
-        files[name] = {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)}
-    write_text(staged / MANIFEST, json.dumps({**about, "files": files}, indent=2) + "\n")
+        files[name] = {"bytes": file.stat().st_size, "sha256": hashes.get(name) or sha256(file)}
+    write_text(staged / MANIFEST, json.dumps({**manifest_fields, "files": files}, indent=2) + "\n")
     (staged / STAGED).unlink(missing_ok=True)
     for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
         sync_folder(folder)
 
 
 class RunDir:
-    """One run's folder.
+    """The folder of one run.
 
-    It is a run's by its manifest, the first file that is written there. `ownership` knows which files of it are the
-    run's; all else is the user's and stays as it is.
+    Its manifest, the first file written there, marks it as a run. `ownership` defines which files belong to the run;
+    all others are the user's and stay unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,16 +142,16 @@ class RunDir:
         return self.path / f"step_{number:06d}"
 
     def checkpoints(self) -> list[int]:
-        """The rounds of all checkpoints that bear a final name, oldest first."""
+        """Rounds of all checkpoints under their final name, oldest first."""
         matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if _is_checkpoint(child)]
         return sorted(int(match.group(1)) for match in matches if match)
 
-    # --- whose folder it is ------------------------------------------------------------------------------------------
+    # --- ownership ---------------------------------------------------------------------------------------------------
 
     def lock(self, *, warn: Callable[[str], None] = lambda text: None) -> Lock:
-        """Lock the folder, which is made if need be, for the life of a run.
+        """Lock the folder for the duration of a run, creating it if needed.
 
-        Raises SettingsError, in one line that says who holds it, if another run goes on there.
+        Raises SettingsError, in one line that names the holder, if another run is active there.
         """
         with explained_storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class RunDir:
         ).acquire()
 
     def check_start(self) -> None:
-        """Raises SettingsError if a run cannot begin here because the folder is somebody else's; changes nothing."""
+        """Raise SettingsError if no run can start here because the folder is not a run's; changes nothing."""
         if not os.path.lexists(self.path):
             return
         if not self.path.is_dir():
@@ -184,15 +184,15 @@ class RunDir:
         manifest: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make the folder, sign it with the `manifest` (stage, settings, host), and write run.toml.
+        """Create the folder, write its `manifest` (stage, settings, host) and run.toml.
 
-        A run that failed before it had anything to show (no model to convert, say) is no run: its files are replaced.
-        Raises SettingsError if a run is already there and not `force`, or if the folder is not a run's.
+        The files of a run that failed before any output (such as a missing model) are replaced. Raises SettingsError
+        if a run exists already and not `force`, or if the folder is not a run's.
         """
         self.check_start()
         if ownership.is_run(self.path):
-            begun = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
-            if begun and not force:
+            has_output = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
+            if has_output and not force:
                 raise SettingsError(
                     f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
                     f"or -s run.name=ANOTHER"
@@ -210,7 +210,7 @@ class RunDir:
         write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
 
     def _clear(self, warn: Callable[[str], None]) -> None:
-        """Remove the files of a run, its manifest last; say what else lies there."""
+        """Remove the files of a run, its manifest last; warn about remaining files."""
         if self.path.is_symlink():
             raise SettingsError(
                 f"{self.path}: is a link, and nothing is removed through one; give the run's own folder "
@@ -226,12 +226,13 @@ class RunDir:
             more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
             warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
 
-    # --- going on ----------------------------------------------------------------------------------------------------
+    # --- resuming ----------------------------------------------------------------------------------------------------
 
     def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Make a folder ready to go on from: clear away what a killed run left half-written.
+        """Prepare a folder for a resume: remove the half-written files of a killed run.
 
-        A run of an older version, which signed at its end only, is signed now. Raises SettingsError if there is no run.
+        A run of an older version, which wrote its manifest only at its end, gets one now. Raises SettingsError without
+        a run.
         """
         if not (self.path / "run.toml").exists():
             raise SettingsError(f"{self.path}: no run to resume; start it without --resume")
@@ -246,12 +247,12 @@ class RunDir:
             self._sweep()
             for push in self.path.glob("weights/*"):
                 if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
-                    (push / STAGED).touch()  # earlier versions did not mark what the next push replaces
+                    (push / STAGED).touch()  # earlier versions did not mark folders of pushes
         if not signed:
             self._sign(manifest)
 
     def _sweep(self) -> None:
-        """Remove what was half-written when a run was killed, and finish what was half-renamed."""
+        """Remove half-written files of a killed run, and finish interrupted renames."""
         for parent in (self.path, self.path / "reference"):
             for old in parent.glob(".old-*"):
                 recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
@@ -266,12 +267,12 @@ class RunDir:
             latest.unlink()
 
     def save(self, number: int, fill: Callable[[Path], None]) -> None:
-        """A checkpoint under step `number`, then `latest` on it."""
+        """Write a checkpoint of step `number`, then point `latest` to it."""
         write_folder(self.step(number), fill, names=ownership.CHECKPOINT_FILES)
         self.point_latest(self.step(number))
 
     def point_latest(self, checkpoint: Path) -> None:
-        """Make `latest` a link to a checkpoint, unless it is."""
+        """Point the link `latest` to a checkpoint, unless it does already."""
         latest = self.path / "latest"
         with explained_storage(latest):
             if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
@@ -283,7 +284,7 @@ class RunDir:
             sync_folder(self.path)
 
     def prune(self, keep: int | None) -> None:
-        """Drop the oldest checkpoints beyond the newest `keep`; the samples that they kept stay, and links do."""
+        """Remove all but the newest `keep` checkpoints; their saved samples stay, and so do links."""
         for number in self.checkpoints()[: -keep if keep else 0]:
             folder = self.step(number)
             if folder.is_symlink():
@@ -296,29 +297,29 @@ class RunDir:
                 folder.rmdir()
 
     def newest(self, warn: Callable[[str], None]) -> Path:
-        """The newest whole checkpoint whose metrics are there; each other one on the way is reported.
+        """The newest intact checkpoint with complete metrics; each newer, rejected one is reported to `warn`.
 
         Raises CheckpointError if there is none.
         """
-        whole = None
+        fallback = None
         for number in reversed(self.checkpoints()):
             folder = self.step(number)
             if (reason := integrity_error(folder)) is None:
-                whole = folder
+                fallback = folder
                 if (reason := self.lost_metrics(folder)) is None:
                     return folder
             warn(f"{folder}: {reason}; falling back to the checkpoint before it")
-        if whole is not None:
+        if fallback is not None:
             raise CheckpointError(
                 f"{self.path}: metrics.jsonl is shorter than at every checkpoint; put it back from a copy, or begin a "
-                f"new run from the weights: --model {whole}"
+                f"new run from the weights: --model {fallback}"
             )
         raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
 
     # --- growing files -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[str, int]:
-        """Bring each growing file to the disk and return its bytes, which a checkpoint records for a resume."""
+        """Sync each growing file to disk and return its size, which a checkpoint records for a resume."""
         present = [self.path / name for name in GROWING if (self.path / name).exists()]
         for file in present:
             with explained_storage(file), file.open("rb+") as handle:
@@ -326,9 +327,9 @@ class RunDir:
         return {file.name: file.stat().st_size for file in present}
 
     def cut_back(self, sizes: dict[str, int]) -> None:
-        """Forget what was written after a checkpoint, so that the continued files equal those of an undisturbed run.
+        """Truncate the growing files to their sizes at a checkpoint, so that they equal those of an uninterrupted run.
 
-        A file that is shorter stays so: what it lost is not to be replaced by zeros.
+        A shorter file stays shorter: lost content must not be replaced by zeros.
         """
         for name in GROWING:
             file = self.path / name
@@ -338,11 +339,11 @@ class RunDir:
                     os.fsync(handle.fileno())
 
     def lost_metrics(self, folder: Path) -> str | None:
-        """Return what of the metrics before a checkpoint is missing; None if nothing is."""
+        """Describe the loss if metrics from before a checkpoint are missing; None if complete."""
         try:
             size = int(json.loads((folder / "state.json").read_text())["sizes"].get("metrics.jsonl", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # whoever reads the state says what is wrong with it
+            return None  # the reader of the state reports its defects
         present = ownership.file_size(self.path / "metrics.jsonl")
         return f"metrics.jsonl has {present} bytes, and had {size} when it was saved" if present < size else None
 

@@ -1,4 +1,4 @@
-"""Lines that were left out with --on-error skip: the first few named as they come, all counted by reason."""
+"""Report of lines skipped with --on-error skip: the first few individually, all counted by reason."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from slimectl.errors import RecordError
 
 NAMED = 5
-"""Lines that are named one by one."""
+"""Number of lines that are reported individually."""
 REASONS = 5
-"""Reasons that are listed at the end."""
+"""Number of reasons that are listed at the end."""
 LONGEST_REASON = 100
 
 
 class SkippedLines:
-    """Counts the lines of one file that were left out; `say` takes words for a person.
+    """Counts the skipped lines of one file; `say` prints a message.
 
     >>> skipped = SkippedLines("a.jsonl", print)
     >>> skipped.add_bad_line(RecordError("a.jsonl:2: not JSON: Extra data at column 3"))
@@ -34,29 +34,29 @@ class SkippedLines:
 
     @property
     def count(self) -> int:
-        """Lines left out."""
+        """Number of skipped lines."""
         return self._reasons.total()
 
     def add_line(self, location: str) -> None:
-        """Note a good line, FILE:LINE; what comes of its sample is told in the same order."""
+        """Record a good line, FILE:LINE; results of the samples are reported in the same order."""
         self._lines += 1
         self._locations.append(location)
 
     def pass_line(self) -> str:
-        """Note that the next of the good lines has been dealt with; return where it stands."""
+        """Record that the next good line is finished; return its FILE:LINE."""
         return self._locations.popleft() if self._locations else ""
 
     def add_bad_line(self, error: RecordError) -> None:
-        """Note a line that is no record."""
+        """Record a line that is not a valid record."""
         self._lines += 1
         self._add(str(error))
 
     def add_ungraded(self, error: RecordError) -> None:
-        """Note that the next of the good lines cannot be graded."""
+        """Record that the next good line cannot be graded."""
         self._add(f"{self.pass_line()}: {error}")
 
     def add_earlier(self) -> None:
-        """Note that the next of the good lines was left out by the same work before it was cut off."""
+        """Record that the next good line was skipped by the same work before its interruption."""
         self.pass_line()
         self._count("left out before", "left out before")
 
@@ -71,12 +71,12 @@ class SkippedLines:
         self._examples.setdefault(kind, example)
 
     def report(self) -> None:
-        """Say how many lines were left out, and why, where any was."""
+        """Report the number of skipped lines and the reasons, if any."""
         if not self.count:
             return
         reasons = [f"{count} {self._shortened(kind)}" for kind, count in self._reasons.most_common(REASONS)]
-        others = self.count - sum(count for _, count in self._reasons.most_common(REASONS))
-        reasons += [f"{others} for other reasons"] if others else []
+        other_count = self.count - sum(count for _, count in self._reasons.most_common(REASONS))
+        reasons += [f"{other_count} for other reasons"] if other_count else []
         self._say(f"{self._name}: {self.count} of {self._lines} lines skipped: {'; '.join(reasons)}")
 
     def _shortened(self, kind: str) -> str:
@@ -85,7 +85,7 @@ class SkippedLines:
 
 
 def locate(error: RecordError, location: str) -> RecordError:
-    """Return the error with FILE:LINE in front, where it has none."""
+    """Return the error prefixed with FILE:LINE, unless it has a location."""
     name = location.rpartition(":")[0]
     if not name or str(error).startswith(f"{name}:"):
         return error

@@ -1,4 +1,4 @@
-"""What a prompt source is called, and the table behind it."""
+"""Parses prompt source names and opens their tables."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FORMS = "a file, a glob, path@[a:b], -, reasoning_gym:TASK or module:function"
 
 
 def open_table(sources: Sequence[str], *, replay: bool) -> Table:
-    """The rows of all sources, one after another; `replay` says that they will be read more than once.
+    """Open all sources as one table, one after another; with `replay` they can be read more than once.
 
-    Raises SettingsError for a source that is not there.
+    Raises SettingsError for a missing source.
     """
     if not sources:
         raise SettingsError(f"rollout.data: no prompt source; give {FORMS}")
@@ -76,8 +76,8 @@ def _file(path: Path, replay: bool) -> Table:
 def _json_rows(path: str | Path) -> Iterator[Row]:
     for number, line in byte_lines(path):
         if not line.isspace():
-            where = f"{'<stdin>' if path == '-' else path}:{number}"
-            yield where, parse_line(line, where=where)
+            location = f"{'<stdin>' if path == '-' else path}:{number}"
+            yield location, parse_line(line, location=location)
 
 
 def _starts_with_bracket(path: Path) -> bool:
@@ -101,10 +101,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         columns = reader.fieldnames or ()
         _check_columns(f"{path}:1", columns)
         for row in reader:
-            where = f"{path}:{reader.line_num}"
+            location = f"{path}:{reader.line_num}"
             if None in row or None in row.values():
-                raise RecordError(f"{where}: not as many columns as the {len(columns)} of the header")
-            yield where, row
+                raise RecordError(f"{location}: not as many columns as the {len(columns)} of the header")
+            yield location, row
     except csv.Error as error:
         raise RecordError(f"{path}:{reader.reader.line_num}: not CSV: {error}") from None
 
@@ -117,10 +117,10 @@ def _text_lines(path: Path) -> Iterator[str]:
             raise RecordError(f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
 
 
-def _check_columns(where: str, columns: Sequence[str]) -> None:
+def _check_columns(location: str, columns: Sequence[str]) -> None:
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise RecordError(f"{where}: two columns are called {twice[0]!r}; rename one of them")
+        raise RecordError(f"{location}: two columns are called {twice[0]!r}; rename one of them")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -137,5 +137,5 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 yield f"{path}[{number}]", row
                 number += 1
     except (OSError, ValueError) as error:
-        words = " ".join(str(error).split())
-        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {words}") from error
+        message = " ".join(str(error).split())
+        raise RecordError(f"{path}: cannot be read as Parquet after {number} rows: {message}") from error

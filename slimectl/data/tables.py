@@ -1,4 +1,4 @@
-"""Tables of prompts: rows of files and generators, in order or by number, without loading them all."""
+"""Tables of prompt rows from files and generators, read in order or by number without loading all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slimectl.errors import SettingsError
 from slimectl.types import Prompt
 
 Row = tuple[str, "dict[str, Any] | Prompt"]
-"""Where it stands (`FILE:LINE`), and the row."""
+"""Source location (`FILE:LINE`), and the row."""
 
 
 class Table(Protocol):
-    """Rows in a fixed order. `scan` streams them; counting and numbering may take a pass over the whole."""
+    """Rows in a fixed order. `scan` streams them; length and access by number may need a full pass."""
 
     def scan(self, start: int = 0) -> Iterator[Row]: ...
     def __len__(self) -> int: ...
@@ -28,7 +28,7 @@ class Table(Protocol):
 
 
 class JsonLines:
-    """A plain JSONL file: eight bytes of memory a row once rows are asked for by number, none before."""
+    """A plain JSONL file; access by number builds an index of 16 bytes per row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,8 +41,8 @@ class JsonLines:
         return (self._row(n, line) for n, line in islice(filled, start, None))
 
     def _row(self, number: int, line: bytes) -> Row:
-        where = f"{self.path}:{number}"
-        return where, parse_line(line, where=where)
+        location = f"{self.path}:{number}"
+        return location, parse_line(line, location=location)
 
     def _index(self) -> array[int]:
         if self._offsets is None:
@@ -67,9 +67,9 @@ class JsonLines:
 
 
 class Spooled:
-    """Rows that can only be read in order; asked for by number, they are first written to a temporary file.
+    """Rows that can only be read in order; for access by number they are first written to a temporary file.
 
-    `once` says that the source cannot be read twice (stdin): then it is spooled before anything is read.
+    With `once` the source cannot be read twice (stdin): it is spooled before anything is read.
     """
 
     def __init__(self, rows: Callable[[], Iterable[Row]], *, once: bool = False) -> None:
@@ -103,7 +103,7 @@ class Spooled:
 
 
 class Listed:
-    """Rows that are at hand by number."""
+    """Rows of a sequence in memory."""
 
     def __init__(self, name: str, rows: Sequence[Any], convert: Callable[[Any], Any] = lambda row: row) -> None:
         self._name = name
@@ -129,7 +129,9 @@ class Sliced:
         self._a, self._b = a or 0, b
 
     def scan(self, start: int = 0) -> Iterator[Row]:
-        if self._a < 0 or (self._b is not None and self._b < 0):  # counted from the end: find the end first
+        if self._a < 0 or (
+            self._b is not None and self._b < 0
+        ):  # negative bounds count from the end, which needs the length
             rows = range(len(self._table))[self._a : self._b]
             return islice(self._table.scan(rows.start + start), max(0, len(rows) - start))
         length = None if self._b is None else max(0, self._b - self._a - start)
@@ -143,7 +145,7 @@ class Sliced:
 
 
 class Chained:
-    """Tables one after another; each must have rows, or its name is in the error."""
+    """Concatenation of tables. Raises SettingsError naming a table without rows."""
 
     def __init__(self, named: Sequence[tuple[str, Table]]) -> None:
         self._named = named

@@ -1,8 +1,8 @@
-"""A chat template tried out before it is used: it comes with a model, so a stranger may have written it.
+"""Resource check of chat templates: a template ships with a model, so its author may be untrusted.
 
-transformers renders templates in jinja's sandbox, which keeps them from files and from Python's internals, but not from
-running forever or building a text that fills the memory. A template that does either for a plain question is refused
-here; one that does so only for certain chats is not found.
+transformers renders templates in jinja's sandbox, which denies access to files and to Python's internals, but does not
+stop endless loops or texts that fill the memory. A template that does either for a plain question is refused here; one
+that does so only for certain chats is not detected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from slimectl.errors import CheckpointError
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 MAX_LINES = 500_000
-"""Lines of the compiled template that one short chat may take; templates with tools take a few hundred."""
+"""Maximum executed lines of the compiled template for one short chat; templates with tools take a few hundred."""
 MAX_CPU_S = 5.0
 MAX_MEMORY_BYTES = 1024**3
 
 
 class _LimitError(Exception):
-    """A template went on for too long."""
+    """A template exceeded its time or line limit."""
 
 
 def check_template(tokenizer: Any, folder: Path) -> None:
-    """Raises CheckpointError for a chat template that does not end, or takes more memory than any chat."""
+    """Raise CheckpointError for a chat template that does not terminate, or takes too much memory."""
     if not getattr(tokenizer, "chat_template", None):
         return
     try:
@@ -43,13 +43,13 @@ def check_template(tokenizer: Any, folder: Path) -> None:
             f"{folder}: the chat template {reason}; replace it by that of the model's original checkpoint"
         ) from None
     except Exception:
-        # What a template refuses is said where a chat is rendered; many models are never asked to chat.
+        # Other errors of a template are reported when a chat is rendered; many models never render one.
         return
 
 
 @contextmanager
 def _limited_lines() -> Iterator[None]:
-    """Count the lines that templates execute, which compile to Python."""
+    """Limit the executed lines of templates, which compile to Python."""
     before, count = sys.gettrace(), 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -70,9 +70,9 @@ def _limited_lines() -> Iterator[None]:
 
 @contextmanager
 def _limited_cpu_time() -> Iterator[None]:
-    """Interrupt what no line of a template shows: a filter, a function or a power that takes for ever.
+    """Limit the CPU time of a template within one line: an endless filter, function or power.
 
-    Signals reach the main thread only; elsewhere there is no such limit.
+    Signals reach the main thread only; other threads have no such limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -92,7 +92,7 @@ def _limited_cpu_time() -> Iterator[None]:
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Let the process grow by MAX_MEMORY_BYTES at most, where the system can say how large it is."""
+    """Limit the growth of the process to MAX_MEMORY_BYTES, if the system reports its size."""
     try:
         import resource
 

@@ -1,4 +1,4 @@
-"""Questions to servers that grade: one pool of connections, retries with jitter, a limit on all of it."""
+"""HTTP client for reward servers: a shared connection pool, retries with jitter and an overall time limit."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that may be another one a moment later."""
+"""HTTP statuses that are worth a retry."""
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 MOST_BYTES = 16 << 20
-"""Of an answer: who sends more is no grader."""
+"""Upper limit on the size of a response body."""
 
 MOST_WORDS = 300
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long and how often one question is asked: `timeout_s` is the limit on all tries and waits together."""
+    """Retry policy of one request: at most `tries` attempts, with `timeout_s` covering all attempts and waits."""
 
     timeout_s: float
     tries: int
 
 
 def check_url(url: str) -> None:
-    """Raises SettingsError for what is no HTTP address."""
+    """Raise SettingsError if `url` is not an HTTP address."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"score.rm_options.url: {url!r} is no address; write http://HOST:PORT/PATH")
 
 
 class Refused(Exception):
-    """One try came to nothing; whether another may do better, and when the server wants it."""
+    """One attempt failed; `passing` says whether a retry may succeed, `after_s` how long the server asks to wait."""
 
-    def __init__(self, words: str, *, passing: bool, after_s: float = 0.0) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, *, passing: bool, after_s: float = 0.0) -> None:
+        super().__init__(message)
         self.passing = passing
         self.after_s = after_s
 
 
 class Asker:
-    """An event loop in a thread of its own, and connections that its questions share; works until the block is left.
+    """HTTP client on its own event loop in a daemon thread; a context manager that keeps connections until its exit.
 
-    Any thread may use it, one that runs an event loop itself too. What is still under way at the end is cancelled.
+    Any thread may use it, including one that runs an event loop. Requests still in flight at the exit are cancelled.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
         self._session: aiohttp.ClientSession | None = None
-        self._turns: dict[str, float] = {}
+        self._next_times: dict[str, float] = {}
 
     def __enter__(self) -> Asker:
         self._thread.start()
@@ -75,17 +75,17 @@ class Asker:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        asyncio.run_coroutine_threadsafe(self._ended(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    # From here on: in the loop.
+    # Everything below runs in the event loop.
 
     def _run(self) -> None:
-        """Drive the loop until it is stopped: asyncio lets sys.exit of any task end it, and others would wait for ever.
+        """Run the loop until it is stopped, and again after a SystemExit: asyncio lets sys.exit of any task end it.
 
-        Whoever awaits such a task gets the exit as its exception.
+        Other tasks would then wait for ever. The awaiter of the exiting task gets the SystemExit as its exception.
         """
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -93,44 +93,44 @@ class Asker:
                 return
 
     async def turn(self, url: str, per_s: float) -> None:
-        """Wait until the next question may go to `url`, at most `per_s` a second (0: no limit)."""
+        """Wait until the rate limit of `url` admits the next request: at most `per_s` per second (0: no limit)."""
         if per_s > 0:
             now = self._loop.time()
-            at = max(now, self._turns.get(url, now))
-            self._turns[url] = at + 1 / per_s
+            at = max(now, self._next_times.get(url, now))
+            self._next_times[url] = at + 1 / per_s
             await asyncio.sleep(at - now)
 
     async def post(
         self, url: str, body: Any, *, patience: Patience, wanted_by: str, api_key: str = "", per_s: float = 0.0
     ) -> Any:
-        """The JSON that comes back. Raises BackendError, with the server's own words where it had any."""
-        started, words, tries = time.monotonic(), "no answer", 0
+        """POST a JSON body and return the response's JSON. Raises BackendError with the server's message, if any."""
+        started, message, tries = time.monotonic(), "no answer", 0
         try:
             async with asyncio.timeout(patience.timeout_s):
                 for tries in range(1, patience.tries + 1):
                     await self.turn(url, per_s)
                     try:
-                        return await self._tried(url, body, api_key)
+                        return await self._try_once(url, body, api_key)
                     except Refused as refused:
-                        words = str(refused)
+                        message = str(refused)
                         if not refused.passing or tries == patience.tries:
                             break
                         await asyncio.sleep(max(refused.after_s, _pause(tries)))
         except TimeoutError:
-            words = f"{words}; no time left"
+            message = f"{message}; no time left"
         took = f"{tries} {'try' if tries == 1 else 'tries'}, {time.monotonic() - started:.0f} s"
-        raise BackendError(f"{wanted_by} at {url}: {words} ({took})")
+        raise BackendError(f"{wanted_by} at {url}: {message} ({took})")
 
-    async def _tried(self, url: str, body: Any, api_key: str) -> Any:
+    async def _try_once(self, url: str, body: Any, api_key: str) -> Any:
         import aiohttp
 
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         try:
-            # As bytes made here: half a surrogate pair in a response is escaped, not an error.
+            # Encoded here rather than by aiohttp: half a surrogate pair in a response is escaped, not an error.
             data = json.dumps(body).encode()
-            async with self._opened().post(url, data=data, headers=headers, allow_redirects=False) as response:
+            async with self._open_session().post(url, data=data, headers=headers, allow_redirects=False) as response:
                 text = await _read(response)
                 if response.status != 200:
                     raise _refusal(response.status, text, response.headers.get("Retry-After", ""))
@@ -143,27 +143,27 @@ class Asker:
         except (ValueError, RecursionError):
             raise Refused(f"the answer is no JSON: {_short(text)}", passing=False) from None
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             import aiohttp
 
-            # How many questions go out at once is for those to say who ask them.
+            # The callers limit the number of concurrent requests.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         return self._session
 
-    async def _ended(self) -> None:
-        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in left:
+    async def _shut_down(self) -> None:
+        pending = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
 
 def finished(make: Callable[[Asker], Awaitable[Result]]) -> Result:
-    """What the coroutine that `make` gives comes to, from code that does not await."""
+    """Run the awaitable that `make` returns to its result, for synchronous callers."""
 
     async def awaited(asker: Asker) -> Result:
         return await make(asker)
@@ -173,13 +173,13 @@ def finished(make: Callable[[Asker], Awaitable[Result]]) -> Result:
 
 
 async def _read(response: aiohttp.ClientResponse) -> str:
-    pieces, size = [], 0
-    async for piece in response.content.iter_any():
-        pieces.append(piece)
-        size += len(piece)
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        size += len(chunk)
         if size > MOST_BYTES:
             raise Refused(f"the answer is longer than {MOST_BYTES >> 20} MiB", passing=False)
-    return b"".join(pieces).decode(errors="replace")
+    return b"".join(chunks).decode(errors="replace")
 
 
 def _refusal(status: int, text: str, after: str) -> Refused:
@@ -188,13 +188,13 @@ def _refusal(status: int, text: str, after: str) -> Refused:
 
 
 def _pause(tries: int) -> float:
-    """Between half and all of 0.5 s, 1 s, 2 s, …: those who failed together do not come back together."""
+    """Back-off with jitter: 50 to 100 % of 0.5 s, 1 s, 2 s, …, so that clients that failed together retry apart."""
     longest: float = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1))
     return longest * random.uniform(0.5, 1.0)
 
 
 def _short(text: str) -> str:
-    """A server's words on one line; of the usual JSON shapes the message alone."""
+    """A server's response on one line; of the usual JSON error shapes only the message."""
     try:
         body = json.loads(text)
         for key in ("error", "message", "detail"):

@@ -1,4 +1,4 @@
-"""The response's program passes the tests."""
+"""Unit tests of the program in a response, run in the sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = "last fenced program"
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
 
 Test = tuple[dict[str, Any], Any]
-"""A case for the sandbox, and what it should give: stdout, a value, or None where the case itself asserts."""
+"""A case for the sandbox and its expected result: stdout, a value, or None where the case itself asserts."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Code(Verifier):
     - [statements, …], such as "assert f(2) == 4": run once the program has run; a test that raises is failed
 
     A program that ends before its test has run fails it. Expected outputs and values never enter the sandbox, and
-    statements run in a process that no program reaches: what they call of it crosses as plain data, or as an object
-    that the program answers for, and is compared there. What cannot cross fails the test.
+    statements run in a process that the program cannot reach: the values of the program that they use cross as plain
+    data, or as a proxy that the program answers for, and are compared there. A value that cannot cross fails the test.
 
-    `timeout_s` is for all tests together, and wants to stay below score.timeout_s: past that the whole sample is 0.
-    Raises RecordError for tests that are none, BackendError where there is no sandbox.
+    `timeout_s` covers all tests together and should stay below score.timeout_s: past that the whole sample gets 0.
+    Raises RecordError for malformed tests, BackendError where there is no sandbox.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"allow_weaker": "allow_unsandboxed_namespaces"}
@@ -60,7 +60,7 @@ class Code(Verifier):
                 raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
 
     def explain(self, sample: Sample) -> Verdict:
-        tests = _tests(sample)
+        tests = _parse_tests(sample)
         fence = find_program(sample.response)
         if fence is None:
             return nothing(SOURCE, "no fenced block that is closed")
@@ -68,18 +68,18 @@ class Code(Verifier):
         if language not in PYTHON:
             return Verdict(0.0, SOURCE, f"is {language}; only Python is run", program.text, program.span)
         if len(program.text) > MAX_PROGRAM:
-            why = f"{len(program.text)} characters, over the limit of {MAX_PROGRAM}"
-            return Verdict(0.0, SOURCE, why, program.text, program.span)
+            reason = f"{len(program.text)} characters, over the limit of {MAX_PROGRAM}"
+            return Verdict(0.0, SOURCE, reason, program.text, program.span)
         limits = Limits(self.timeout_s, self.test_timeout_s, self.memory_mib, self.processes)
         cases = [case for case, _ in tests]
         outcomes = run_program(
             program.text, cases, limits, allow_unsandboxed_namespaces=self.allow_unsandboxed_namespaces
         )
-        faults = [_fault(expected, outcome) for (_, expected), outcome in zip(tests, outcomes, strict=True)]
+        faults = [_failure_reason(expected, outcome) for (_, expected), outcome in zip(tests, outcomes, strict=True)]
         passed = faults.count("")
         first = next((f"; test {at}: {fault}" for at, fault in enumerate(faults) if fault), "")
-        why = f"{passed} of {len(tests)} tests passed{first}"
-        return Verdict(passed / len(tests), SOURCE, why, program.text, program.span)
+        reason = f"{passed} of {len(tests)} tests passed{first}"
+        return Verdict(passed / len(tests), SOURCE, reason, program.text, program.span)
 
     def extract(self, sample: Sample) -> str | None:
         fence = find_program(sample.response)
@@ -102,8 +102,8 @@ def find_program(response: str) -> tuple[str, Found] | None:
     return last[0][1].lower(), trimmed(response, last[0].end(), last[1].start())
 
 
-def _fault(expected: Any, outcome: Outcome) -> str:
-    """Why a test failed; "" if it passed."""
+def _failure_reason(expected: Any, outcome: Outcome) -> str:
+    """The reason why a test failed; "" if it passed."""
     if outcome.status != "ended":
         return outcome.error[:120] or outcome.status
     if isinstance(expected, _Lines):
@@ -115,8 +115,8 @@ def _fault(expected: Any, outcome: Outcome) -> str:
         return "ended before the test had run"
     if expected is None:
         return ""
-    given, wanted = report.get("value"), expected.value
-    return "" if _same(given, wanted) else f"gave {shown(_as_json(given))}, expected {shown(json.dumps(wanted))}"
+    actual, target = report.get("value"), expected.value
+    return "" if _equal(actual, target) else f"gave {shown(_as_json(actual))}, expected {shown(json.dumps(target))}"
 
 
 def _as_json(value: Any) -> str:
@@ -141,41 +141,43 @@ class _Value:
     value: Any
 
 
-def _same(given: Any, wanted: Any) -> bool:
+def _equal(actual: Any, expected: Any) -> bool:
     """Equality of JSON values; fractions may differ by rounding, and true is not 1."""
-    if isinstance(given, list) and isinstance(wanted, list):
-        return len(given) == len(wanted) and all(map(_same, given, wanted))
-    if isinstance(given, dict) and isinstance(wanted, dict):
-        return given.keys() == wanted.keys() and all(_same(given[key], wanted[key]) for key in wanted)
-    if isinstance(given, bool) or isinstance(wanted, bool):
-        return given is wanted
-    if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return given == wanted or _close(given, wanted)
-    return bool(given == wanted)
+    if isinstance(actual, list) and isinstance(expected, list):
+        return len(actual) == len(expected) and all(map(_equal, actual, expected))
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(_equal(actual[key], expected[key]) for key in expected)
+    if isinstance(actual, bool) or isinstance(expected, bool):
+        return actual is expected
+    if isinstance(actual, int | float) and isinstance(expected, int | float):
+        return actual == expected or _close(actual, expected)
+    return bool(actual == expected)
 
 
-def _close(given: float, wanted: float) -> bool:
+def _close(actual: float, expected: float) -> bool:
     try:
-        return isinstance(given + wanted, float) and math.isclose(given, wanted, rel_tol=1e-9)
+        return isinstance(actual + expected, float) and math.isclose(actual, expected, rel_tol=1e-9)
     except OverflowError:  # an integer that no float can hold
         return False
 
 
-def _tests(sample: Sample) -> list[Test]:
+def _parse_tests(sample: Sample) -> list[Test]:
     """The tests of a sample. Raises RecordError."""
-    given = sample.metadata.get("tests")
-    if isinstance(given, str):
+    raw = sample.metadata.get("tests")
+    if isinstance(raw, str):
         try:
-            given = json.loads(given)
+            raw = json.loads(raw)
         except json.JSONDecodeError:
-            given = [given]
+            raw = [raw]
     tests: list[Test] | None = None
-    if isinstance(given, dict):
-        tests = _by_columns(given)
-    elif isinstance(given, list) and all(isinstance(one, str) for one in given):
-        tests = [({"code": one}, None) for one in given]
-    elif isinstance(given, list) and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in given):
-        tests = [_by_stdin(one["input"], one["output"]) for one in given]
+    if isinstance(raw, dict):
+        tests = _tests_from_columns(raw)
+    elif isinstance(raw, list) and all(isinstance(entry, str) for entry in raw):
+        tests = [({"code": entry}, None) for entry in raw]
+    elif isinstance(raw, list) and all(
+        isinstance(entry, dict) and {"input", "output"} <= entry.keys() for entry in raw
+    ):
+        tests = [_stdin_test(entry["input"], entry["output"]) for entry in raw]
     if not tests:
         raise RecordError(
             f"sample {sample.index}: metadata.tests: {{inputs, outputs}}, [{{input, output}}] or [statements] wanted"
@@ -183,19 +185,19 @@ def _tests(sample: Sample) -> list[Test]:
     return tests
 
 
-def _by_columns(given: dict[str, Any]) -> list[Test] | None:
-    inputs, outputs, name = given.get("inputs"), given.get("outputs"), given.get("fn_name")
+def _tests_from_columns(columns: dict[str, Any]) -> list[Test] | None:
+    inputs, outputs, name = columns.get("inputs"), columns.get("outputs"), columns.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         return None
     if name is None:
-        return [_by_stdin(*pair) for pair in zip(inputs, outputs, strict=True)]
+        return [_stdin_test(*pair) for pair in zip(inputs, outputs, strict=True)]
     if not all(isinstance(arguments, list) for arguments in inputs):
         return None
     calls = [{"call": str(name), "arguments": arguments} for arguments in inputs]
     return [(call, _Value(output)) for call, output in zip(calls, outputs, strict=True)]
 
 
-def _by_stdin(given: Any, output: Any) -> Test:
+def _stdin_test(stdin: Any, output: Any) -> Test:
     """Text, or a list of lines; other values as they print."""
-    first, second = ("\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in (given, output))
+    first, second = ("\n".join(map(str, value)) if isinstance(value, list) else str(value) for value in (stdin, output))
     return {"input": first}, _Lines.of(second)

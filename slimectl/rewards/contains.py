@@ -1,4 +1,4 @@
-"""The answer has the label in it."""
+"""Substring match: the answer contains the label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class Contains(Verifier):
-    """1.0 if the label occurs in the answer; case counts unless `ignore_case`. An empty label occurs nowhere."""
+    """1.0 if the label occurs in the answer; case-sensitive unless `ignore_case`. An empty label never occurs."""
 
     source: Source = "response"
     ignore_case: bool = False

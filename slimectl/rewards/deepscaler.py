@@ -1,4 +1,4 @@
-"""DeepScaleR's rule: only what follows the thinking is graded."""
+"""DeepScaleR's reward: grades only the text after the thinking."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Deepscaler(Verifier):
 
 
 def after_thinking(text: str, markers: tuple[str, ...] = MARKERS) -> Found | None:
-    """What follows the last of the first marker that occurs at all; None if none does."""
+    """The text after the last occurrence of the first marker that occurs in it; None if no marker occurs."""
     for marker in markers:
         at = text.rfind(marker)
         if at >= 0:

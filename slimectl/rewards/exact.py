@@ -1,4 +1,4 @@
-"""The answer is the label, to the letter."""
+"""Exact match: the answer equals the label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class Exact(Verifier):
-    """1.0 if the answer equals the label, both stripped; case counts unless `ignore_case`."""
+    """1.0 if the answer equals the label, both stripped; case-sensitive unless `ignore_case`."""
 
     source: Source = "response"
     ignore_case: bool = False

@@ -1,4 +1,4 @@
-"""Where in a response the answer stands, and what the label is."""
+"""Answer extraction from responses, and labels as text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ SOURCE_WORDS: dict[Source, str] = {
     "boxed": r"last \boxed{}",
     "answer_tag": "last <answer> tag",
 }
-"""The sources as explanations call them."""
+"""Names of the sources in explanations."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def trimmed(text: str, start: int = 0, end: int | None = None) -> Found:
-    """`text[start:end]` without the blanks around it."""
+    """`text[start:end]` without surrounding white space."""
     part = text[start:end]
     return Found(part.strip(), start + len(part) - len(part.lstrip()))
 
 
 def find_boxed(text: str) -> Found | None:
-    r"""What the last \boxed{} or \fbox{} holds, nested braces and all; None if there is none or it never closes.
+    r"""Content of the last \boxed{} or \fbox{}, nested braces included; None if there is none or it never closes.
 
     >>> find_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     Found(text='\\frac{1}{2}', start=25)
 
-    An earlier box is not fallen back on when the last one is cut off: the model had not finished answering.
+    A truncated last box is not replaced by an earlier one: the model had not finished answering.
     """
     boxes = deque(_BOX.finditer(text), maxlen=1)
     if not boxes:
@@ -57,19 +57,19 @@ def find_boxed(text: str) -> Found | None:
 
 def find_last_line(text: str) -> Found | None:
     """The last line that is not blank, stripped; None if there is none."""
-    kept = text.rstrip()
-    return trimmed(kept, kept.rfind("\n") + 1) if kept else None
+    stripped = text.rstrip()
+    return trimmed(stripped, stripped.rfind("\n") + 1) if stripped else None
 
 
 def find_tagged(text: str, tag: str = "answer") -> Found | None:
-    """What stands between the last <tag> that is closed and its </tag>, stripped; None if there is none."""
+    """Text between the last closed <tag> and its </tag>, stripped; None if there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else trimmed(text, start + len(tag) + 2, end)
 
 
 def find(sample: Sample, source: Source) -> Found | None:
-    """The part of the response that `source` names; None where it is not there."""
+    """The part of the response that `source` names; None if it is absent."""
     if source == "response":
         return trimmed(sample.response)
     if source == "last_line":
@@ -82,12 +82,12 @@ def last_boxed(text: str) -> str | None:
     return text_of(find_boxed(text))
 
 
-def text_of(found: Found | None) -> str | None:
-    return None if found is None else found.text
+def text_of(span: Found | None) -> str | None:
+    return None if span is None else span.text
 
 
 def missing(source: Source) -> str:
-    """Why nothing was found where `source` says."""
+    """The reason why extraction from `source` found no answer."""
     return {
         "response": "the response is empty",
         "last_line": "the response has no line that is not blank",
@@ -97,7 +97,7 @@ def missing(source: Source) -> str:
 
 
 def label_text(sample: Sample, wanted_by: str) -> str:
-    """The label as text: 72.0 reads "72". Raises RecordError if there is none."""
+    """The label as text: 72.0 becomes "72". Raises RecordError if there is none."""
     label = sample.label
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")

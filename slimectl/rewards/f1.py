@@ -1,4 +1,4 @@
-"""How many words the answer and the label share."""
+"""Word-level F1 between answer and label, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.rewards.verdict import Verdict, Verifier, nothing, shown
 from slimectl.types import Sample
 
 CLOSED = ("yes", "no", "noanswer")
-"""Answers that are right or wrong, never half right."""
+"""Answers that must match exactly and get no partial credit."""
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -34,20 +34,20 @@ class F1(Verifier):
         label, answer = label_text(sample, "f1"), find(sample, self.source)
         if answer is None:
             return nothing(SOURCE_WORDS[self.source], missing(self.source))
-        wanted, given = words(label), words(answer.text)
-        common = (Counter(wanted) & Counter(given)).total()
-        score = 2 * common / (len(wanted) + len(given)) if common else float(wanted == given)
-        why = f"{common} words in common: {len(given)} given, {len(wanted)} in the label {shown(label)}"
-        if wanted != given and (" ".join(wanted) in CLOSED or " ".join(given) in CLOSED):
-            score, why = 0.0, f"is not the label {shown(label)}, and yes, no and noanswer must match exactly"
-        return Verdict(score, SOURCE_WORDS[self.source], why, answer.text, answer.span)
+        label_words, answer_words = words(label), words(answer.text)
+        common = (Counter(label_words) & Counter(answer_words)).total()
+        score = 2 * common / (len(label_words) + len(answer_words)) if common else float(label_words == answer_words)
+        reason = f"{common} words in common: {len(answer_words)} given, {len(label_words)} in the label {shown(label)}"
+        if label_words != answer_words and (" ".join(label_words) in CLOSED or " ".join(answer_words) in CLOSED):
+            score, reason = 0.0, f"is not the label {shown(label)}, and yes, no and noanswer must match exactly"
+        return Verdict(score, SOURCE_WORDS[self.source], reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
         return text_of(find(sample, self.source))
 
 
 def words(text: str) -> list[str]:
-    """The words that count.
+    """Normalised words: lower case, without punctuation and articles.
 
     >>> words("An apple; the Pear-tree's")
     ['apple', 'peartrees']

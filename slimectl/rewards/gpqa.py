@@ -1,4 +1,4 @@
-"""Multiple choice: which letter was chosen."""
+"""Multiple-choice answers: extracts and compares the chosen letter."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slimectl.types import Sample
 
 DEFAULT_LETTERS = "ABCDEFGHIJ"
 MAX_SEARCHED = 20_000
-"""Characters from the end of a response in which the choice is looked for."""
+"""Characters at the end of a response that are searched for the choice."""
 
 _END = r"(?![\w'’])"
 _MARK = r"[*_$\s]{0,8}"
-_SAID = r"(?i:\b(?:answer|option|choice))[*_]{0,3}\s{0,8}(?:(?i:is|would be|must be|should be)\b|[:=])\s{0,8}:?"
+_LEAD_IN = r"(?i:\b(?:answer|option|choice))[*_]{0,3}\s{0,8}(?:(?i:is|would be|must be|should be)\b|[:=])\s{0,8}:?"
 _LETTER = rf"(?:\(\s?([A-Za-z])\s?\)|\[\s?([A-Za-z])\s?\]|([A-Z]){_END})"
-_STATED = re.compile(rf"{_SAID}{_MARK}(?:(?i:option|choice){_MARK})?{_LETTER}")
-_STATED_TEXT = re.compile(rf"{_SAID}{_MARK}([^\n]{{1,300}})")
+_STATED = re.compile(rf"{_LEAD_IN}{_MARK}(?:(?i:option|choice){_MARK})?{_LETTER}")
+_STATED_TEXT = re.compile(rf"{_LEAD_IN}{_MARK}([^\n]{{1,300}})")
 _BOLD = re.compile(rf"\*\*\s?(?:(?i:option|choice)\s)?{_LETTER}[^*\n]{{0,200}}\*\*")
 _PARENTHESISED = re.compile(r"\(([A-Z])\)")
 _IN_BOX = re.compile(rf"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{|[\s{{($])*([A-Za-z]){_END}")
@@ -38,10 +38,10 @@ class Gpqa(Verifier):
     >>> Gpqa()(Sample(response="<think>A or B?</think> The answer is (B).", label="B"))
     1.0
 
-    Made for GPQA (Rein et al. 2023, arXiv:2311.12022), fit for any multiple choice. What stands before </think> is not
-    read. The first of these that names a valid letter decides, and of several places the last: "answer (option,
-    choice) is X", "Final answer: X" or \boxed{X}; the same with the text of a choice; **X**; (X); a capital that stands
-    alone, where "A" and "I" before a small word are no choice.
+    Written for GPQA (Rein et al. 2023, arXiv:2311.12022), usable for any multiple choice. Text before </think> is
+    ignored. The first of these patterns that names a valid letter decides, by its last match: "answer (option, choice)
+    is X", "Final answer: X" or \boxed{X}; the same with the text of a choice; **X**; (X); a standalone capital, where
+    "A" and "I" before a lower-case word do not count.
 
     Valid letters are metadata.valid_letters, else as many as metadata.choices (a list of texts, or letter: text), else
     A to J. A label is a letter, the text of a choice, or an index from 0. Raises RecordError for any other.
@@ -49,22 +49,22 @@ class Gpqa(Verifier):
 
     def explain(self, sample: Sample) -> Verdict:
         choices = _choices(sample)
-        wanted = _label(sample, choices)
-        found = _find(sample.response, choices)
-        if found is None:
+        expected = _label(sample, choices)
+        match = _find(sample.response, choices)
+        if match is None:
             return nothing("whole response", f"no choice among {''.join(choices)} is named")
-        letter, place, where = found
-        right = letter == wanted
-        why = f"the choice {letter} {'is' if right else 'is not'} the label's, {wanted}"
-        return Verdict(float(right), where, why, place.text, place.span)
+        letter, place, source = match
+        right = letter == expected
+        reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"
+        return Verdict(float(right), source, reason, place.text, place.span)
 
     def extract(self, sample: Sample) -> str | None:
-        found = _find(sample.response, _choices(sample))
-        return found[1].text if found else None
+        match = _find(sample.response, _choices(sample))
+        return match[1].text if match else None
 
 
 def _find(response: str, choices: dict[str, str]) -> tuple[str, Found, str] | None:
-    """(letter, where it stands, what kind of place that is)."""
+    """(letter, its span in the response, name of the pattern that matched)."""
     answer = after_thinking(response, ("</think>",)) or Found(response, 0)
     start = max(answer.start, len(response) - MAX_SEARCHED)
     text = response[start:]
@@ -75,11 +75,11 @@ def _find(response: str, choices: dict[str, str]) -> tuple[str, Found, str] | No
         ("last letter in parentheses", _letters(_PARENTHESISED, text)),
         ("last capital that stands alone", _letters(_STANDALONE, text)),
     ]
-    for where, found in places:
-        valid = [(place.start, letter, place) for letter, place in found if letter in choices]
+    for source, candidates in places:
+        valid = [(place.start, letter, place) for letter, place in candidates if letter in choices]
         if valid:
             _, letter, place = max(valid)
-            return letter, Found(place.text, start + place.start), where
+            return letter, Found(place.text, start + place.start), source
     return None
 
 
@@ -97,30 +97,34 @@ def _boxed_letter(text: str) -> Iterator[tuple[str, Found]]:
 
 
 def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Found]]:
-    """Statements that end in the text of a choice, and a box that holds one."""
+    """Statements that end in the text of a choice, and a box that contains one."""
     stated = [Found(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
     boxed = find_boxed(text)
-    letters = {_folded(words): letter for letter, words in choices.items() if words}
-    found = [(letters.get(_folded(place.text)), place) for place in [*stated, *([boxed] if boxed else [])]]
-    return [(letter, place) for letter, place in found if letter]
+    letters = {_folded(choice_text): letter for letter, choice_text in choices.items() if choice_text}
+    candidates = [(letters.get(_folded(place.text)), place) for place in [*stated, *([boxed] if boxed else [])]]
+    return [(letter, place) for letter, place in candidates if letter]
 
 
 def _folded(text: str) -> str:
-    """A text without case, spaces, emphasis and the full stop at its end."""
+    """Normalise for comparison: no case, spaces, emphasis or final full stop."""
     return re.sub(r"[\s*_$]+", "", text).rstrip(".").casefold()
 
 
 def _choices(sample: Sample) -> dict[str, str]:
-    """The text of each valid letter, "" where it is not known. Raises RecordError."""
-    given: Any = sample.metadata.get("choices") or {}
-    if isinstance(given, list):
-        given = dict(zip(ascii_uppercase, given, strict=False)) if len(given) <= len(ascii_uppercase) else None
-    valid: Any = sample.metadata.get("valid_letters") or list(given or DEFAULT_LETTERS)
-    if not isinstance(given, dict) or not isinstance(valid, list | str) or not all(map(_is_letter, [*given, *valid])):
+    """The text of each valid letter, "" where unknown. Raises RecordError."""
+    choices: Any = sample.metadata.get("choices") or {}
+    if isinstance(choices, list):
+        choices = dict(zip(ascii_uppercase, choices, strict=False)) if len(choices) <= len(ascii_uppercase) else None
+    valid: Any = sample.metadata.get("valid_letters") or list(choices or DEFAULT_LETTERS)
+    if (
+        not isinstance(choices, dict)
+        or not isinstance(valid, list | str)
+        or not all(map(_is_letter, [*choices, *valid]))
+    ):
         raise RecordError(
             f"sample {sample.index}: metadata.choices: give a list of texts or {{letter: text}}; valid_letters: letters"
         )
-    return {letter.upper(): str(given.get(letter, given.get(letter.upper(), ""))) for letter in valid}
+    return {letter.upper(): str(choices.get(letter, choices.get(letter.upper(), ""))) for letter in valid}
 
 
 def _is_letter(value: Any) -> bool:
@@ -136,8 +140,8 @@ def _label(sample: Sample, choices: dict[str, str]) -> str:
     letter = text.strip("()[]. ").upper()
     if letter in choices:
         return letter
-    for letter, words in choices.items():
-        if words and _folded(words) == _folded(text):
+    for letter, choice_text in choices.items():
+        if choice_text and _folded(choice_text) == _folded(text):
             return letter
     raise RecordError(
         f"sample {sample.index}: label: {text[:60]!r} is neither a letter of {''.join(choices)} nor a choice"

@@ -1,4 +1,4 @@
-"""The 58 kinds of instruction of IFBench (Pyatkin et al. 2025, arXiv:2507.02833), checked by code of our own."""
+"""The 58 kinds of instruction of IFBench (Pyatkin et al. 2025, arXiv:2507.02833), checked by our own implementation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CLOSING = {")": "(", "]": "[", "}": "{"}
 class IfBench(Instructions):
     """Grades the instructions of IFBench.
 
-    `words:start_verb` and `words:odd_even_syllables` go by rules of thumb, where the published checkers ask a tagger
-    and a dictionary; `ratio:stop_words` by a list of English function words.
+    `words:start_verb` and `words:odd_even_syllables` use heuristics, where the published checkers use a tagger and a
+    dictionary; `ratio:stop_words` uses a list of English function words.
     """
 
     @property
@@ -38,7 +38,7 @@ class IfBench(Instructions):
 
 
 def punctuation(text: str) -> bool:
-    """Every mark, the interrobang among them, apart from the marks that it is made of."""
+    """Every punctuation mark occurs, and an interrobang in addition to its component marks."""
     for bang in ("?!", "!?", "‽"):
         if bang in text:
             return set(".,!?;:") <= set(text.replace(bang, "", 1))
@@ -46,7 +46,7 @@ def punctuation(text: str) -> bool:
 
 
 def parentheses(text: str) -> bool:
-    """Five levels of brackets that close again."""
+    """Brackets nest at least five levels deep and close again."""
     open_: list[str] = []
     deepest = 0
     for sign in text:
@@ -63,7 +63,7 @@ def parentheses(text: str) -> bool:
 
 
 def quotes(text: str) -> bool:
-    """Three levels of quotation, by turns double and single, the innermost closed and all around it."""
+    """Quotations nest three levels deep, alternately double and single, and every level closes."""
     open_: list[str] = []
     deepest = 0
     for sign in text:
@@ -82,10 +82,10 @@ def options(text: str, options: str) -> bool:
     parts = options.split("/" if "/" in options else " or " if " or " in options else ",")
     if listed:
         return text.strip() in [part.strip() for part in parts]
-    return _bare(text) in map(_bare, parts)
+    return _stripped_lower(text) in map(_stripped_lower, parts)
 
 
-def _bare(text: str) -> str:
+def _stripped_lower(text: str) -> str:
     return text.strip(string.punctuation + string.whitespace).lower()
 
 
@@ -94,15 +94,15 @@ def newline(text: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """At the end of every sentence, before its mark or after it."""
-    found: list[str] = []
-    for one in sentences(text):
-        leading = leading_emoji(one) if found else 0
+    """Every sentence ends in an emoji, before or after its punctuation mark."""
+    merged: list[str] = []
+    for sentence in sentences(text):
+        leading = leading_emoji(sentence) if merged else 0
         if leading:
-            found[-1] += one[:leading]
-        if one[leading:].strip(string.punctuation + string.whitespace):
-            found.append(one[leading:])
-    return bool(found) and all(map(ends_in_emoji, found))
+            merged[-1] += sentence[:leading]
+        if sentence[leading:].strip(string.punctuation + string.whitespace):
+            merged.append(sentence[leading:])
+    return bool(merged) and all(map(ends_in_emoji, merged))
 
 
 def line_indent(text: str) -> bool:
@@ -111,10 +111,10 @@ def line_indent(text: str) -> bool:
 
 
 def quote_unquote(text: str) -> bool:
-    """No quotation stands at the end or right before the next one."""
+    """No quotation ends the text or directly precedes another one."""
     joined = "".join(text.replace("“", '"').replace("”", '"').replace("'\"'", "").split())
-    kept = joined.strip(string.digits + string.punctuation.replace('"', ""))
-    return '""' not in joined and not kept.endswith('"')
+    stripped = joined.strip(string.digits + string.punctuation.replace('"', ""))
+    return '""' not in joined and not stripped.endswith('"')
 
 
 def list_(text: str, sep: str) -> bool:
@@ -122,16 +122,16 @@ def list_(text: str, sep: str) -> bool:
 
 
 def thesis(text: str) -> bool:
-    """Something in HTML italics, and something after it."""
-    found = re.search(r"<(i|em)>", text)
-    if found is None:
+    """The text has HTML italics with content, and more text after them."""
+    opening = re.search(r"<(i|em)>", text)
+    if opening is None:
         return False
-    inside, _, after = text[found.end() :].partition(f"</{found[1]}>")
+    inside, _, after = text[opening.end() :].partition(f"</{opening[1]}>")
     return bool(inside.strip() and after.strip())
 
 
 def sub_bullets(text: str) -> bool:
-    """Some bullets there must be, as the prompt says; the published checker lets a text without any pass."""
+    """Every bullet has sub-bullets. Text without bullets fails, as the prompt says; the published checker passes it."""
     bullets = text.split("*")[1:]
     return bool(bullets) and all("-" in bullet for bullet in bullets)
 
@@ -139,14 +139,14 @@ def sub_bullets(text: str) -> bool:
 def no_bullets_bullets(text: str) -> bool:
     rows = lines(text)
     first = next((i for i, row in enumerate(rows) if row.lstrip().startswith("*")), len(rows))
-    before = sum(one.endswith(".") for one in sentences("\n".join(rows[:first])))
+    before = sum(sentence.endswith(".") for sentence in sentences("\n".join(rows[:first])))
     return before >= 2 and len(rows) - first >= 2 and all(row.lstrip().startswith("*") for row in rows[first:])
 
 
 def title_case(text: str) -> bool:
-    """Small words may be written small, the first one apart."""
-    found = [word for word in words(text) if word[0].isalpha()]
-    return all(word[0].isupper() or (word in SMALL and i > 0) for i, word in enumerate(found))
+    """Every word is capitalised; function words may be in lower case, except the first word."""
+    title_words = [word for word in words(text) if word[0].isalpha()]
+    return all(word[0].isupper() or (word in SMALL and i > 0) for i, word in enumerate(title_words))
 
 
 def output_template(text: str) -> bool:
@@ -166,7 +166,7 @@ def repeat_simple(text: str) -> bool:
 
 
 def repeat_span(text: str, prompt_to_repeat: str, n_start: float, n_end: float) -> bool:
-    """By words, as the published checker cuts the span, though its prompt speaks of characters."""
+    """Compares the span by words, as the published checker does, though its prompt speaks of characters."""
     return text.lower().split() == prompt_to_repeat.lower().split()[int(n_start) : int(n_end)]
 
 
@@ -175,7 +175,7 @@ def multiples(text: str) -> bool:
 
 
 def mcq_count_length(text: str) -> bool:
-    """Four questions with five options each, every question longer than the one before."""
+    """Four questions of five options each, every question longer than the previous one."""
     if not text.startswith("Question"):
         return False
     questions = [part for part in re.split(r"Question \d+[.|):;]?", text) if part.strip()]
@@ -192,14 +192,14 @@ def mcq_count_length(text: str) -> bool:
 def reverse_newline(text: str) -> bool:
     rows = [plain_ascii(row).strip(string.punctuation + " ") for row in lines(text)]
     begin = next((i for i, row in enumerate(rows) if "Zimbabwe" in row), len(rows))
-    kept = rows[begin:]
-    return len(kept) >= AFRICAN_COUNTRIES and kept == sorted(kept, reverse=True)
+    countries = rows[begin:]
+    return len(countries) >= AFRICAN_COUNTRIES and countries == sorted(countries, reverse=True)
 
 
 def word_reverse(text: str) -> bool:
-    """The eagle stands backward, by word."""
-    found = [word.lower() for word in words(text)]
-    return any(pair == ("eagle", "bald") for pair in pairwise(found))
+    """The text contains "bald eagle" with its words reversed."""
+    lowered = [word.lower() for word in words(text)]
+    return any(pair == ("eagle", "bald") for pair in pairwise(lowered))
 
 
 def character_reverse(text: str) -> bool:
@@ -207,7 +207,7 @@ def character_reverse(text: str) -> bool:
 
 
 def sentence_alphabet(text: str) -> bool:
-    firsts = [one.lstrip("\"'“‘(*")[:1].lower() for one in sentences(text)]
+    firsts = [sentence.lstrip("\"'“‘(*")[:1].lower() for sentence in sentences(text)]
     return firsts == list(string.ascii_lowercase)
 
 
@@ -232,7 +232,7 @@ def csv_quotes(text: str) -> bool:
 
 
 def _table(text: str, delimiter: str, header: str, count: int) -> list[list[str]] | None:
-    """The rows of a table with that header and so many rows; None if it is not one."""
+    """Rows of a table with exactly this header and `count` rows of 5 fields; None if the text is no such table."""
     try:
         rows = [row for row in csv.reader(text.strip().split("\n"), delimiter=delimiter, skipinitialspace=True) if row]
     except csv.Error:

@@ -1,4 +1,4 @@
-"""IFBench's instructions about words, sentences and what is counted in them."""
+"""IFBench's instructions about words, sentences and counts."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def unique_word_count(text: str, N: float) -> bool:
 
 
 def stop_words(text: str, percentage: float) -> bool:
-    found = words(text)
-    return bool(found) and sum(word.lower() in STOP_WORDS for word in found) * 100 <= percentage * len(found)
+    tokens = words(text)
+    return bool(tokens) and sum(word.lower() in STOP_WORDS for word in tokens) * 100 <= percentage * len(tokens)
 
 
 def sentence_type(text: str) -> bool:
-    told, asked, _ = _kinds(text)
-    return told == 2 * asked
+    statements, questions, _ = _counts_by_mark(text)
+    return statements == 2 * questions
 
 
 def sentence_balance(text: str) -> bool:
-    return len(set(_kinds(text))) == 1
+    return len(set(_counts_by_mark(text))) == 1
 
 
-def _kinds(text: str) -> tuple[int, int, int]:
-    """Sentences that end in a period, a question mark, an exclamation mark."""
-    ends = Counter(one.rstrip("\"'”’)]* ")[-1:] for one in sentences(text))
+def _counts_by_mark(text: str) -> tuple[int, int, int]:
+    """Number of sentences that end in a period, a question mark and an exclamation mark."""
+    ends = Counter(sentence.rstrip("\"'”’)]* ")[-1:] for sentence in sentences(text))
     return ends["."], ends["?"], ends["!"]
 
 
@@ -86,9 +86,9 @@ def person_names(text: str, N: float) -> bool:
 
 
 def overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """Of the text's character trigrams, the share that the reference has too, to 2 points."""
-    trigrams, known = ({each[i : i + 3] for i in range(len(each) - 2)} for each in (text, reference_text))
-    return bool(trigrams) and abs(100 * len(trigrams & known) / len(trigrams) - percentage) <= 2
+    """`percentage` of the text's character trigrams occur in the reference, within 2 points."""
+    trigrams, reference_trigrams = ({side[i : i + 3] for i in range(len(side) - 2)} for side in (text, reference_text))
+    return bool(trigrams) and abs(100 * len(trigrams & reference_trigrams) / len(trigrams) - percentage) <= 2
 
 
 def numbers(text: str, N: float) -> bool:
@@ -111,12 +111,12 @@ def consonants(text: str) -> bool:
 
 
 def alliteration_increment(text: str) -> bool:
-    """Words in runs of one first letter grow in number from sentence to sentence."""
+    """The number of alliterating words grows from sentence to sentence."""
     counts = []
-    for one in sentences(text):
-        firsts = [word[0].lower() for word in edged_words(one)]
+    for sentence in sentences(text):
+        firsts = [word[0].lower() for word in edged_words(sentence)]
         same = [a == b for a, b in pairwise(firsts)]
-        counts.append(sum(1 + (i == 0 or not same[i - 1]) for i, each in enumerate(same) if each))
+        counts.append(sum(1 + (i == 0 or not same[i - 1]) for i, is_same in enumerate(same) if is_same))
     return all(a < b for a, b in pairwise(counts))
 
 
@@ -133,12 +133,12 @@ def _is_prime(number: int) -> bool:
 
 
 def words_japanese(text: str, N: float) -> bool:
-    chosen = [word.strip(string.punctuation) for word in text.split()[int(N) - 1 :: int(N)]] if N >= 1 else []
-    return all(_JAPANESE.search(word) for word in chosen if word and not word.isdigit())
+    selected = [word.strip(string.punctuation) for word in text.split()[int(N) - 1 :: int(N)]] if N >= 1 else []
+    return all(_JAPANESE.search(word) for word in selected if word and not word.isdigit())
 
 
 def start_verb(text: str) -> bool:
-    """By a list of common verbs and their endings; a rule of thumb, where the published one asks a tagger."""
+    """The text starts with a verb, by a list of common verbs and endings; the published checker uses a tagger."""
     first = next(iter(words(text.lower())), "")
     stems = {
         first,
@@ -156,8 +156,8 @@ def repeats(text: str, small_n: float) -> bool:
 
 
 def keyword(text: str, word: str, N: float) -> bool:
-    found = sentences(text)
-    return 1 <= N <= len(found) and word.lower() in found[int(N) - 1].lower()
+    text_sentences = sentences(text)
+    return 1 <= N <= len(text_sentences) and word.lower() in text_sentences[int(N) - 1].lower()
 
 
 def pronouns(text: str, N: float) -> bool:
@@ -165,58 +165,60 @@ def pronouns(text: str, N: float) -> bool:
 
 
 def odd_even_syllables(text: str) -> bool:
-    """By groups of vowels; a rule of thumb, where the published one asks a dictionary."""
+    """Odd and even syllable counts alternate, estimated by vowel groups; the published checker uses a dictionary."""
     odd = [syllables(word) % 2 for word in bare_words(text.lower())]
     return all(a != b for a, b in pairwise(odd))
 
 
 def last_first(text: str) -> bool:
-    found = [ends for ends in (edged_words(one.lower()) for one in sentences(text)) if ends]
-    return all(a[-1] == b[0] for a, b in pairwise(found))
+    sequences = [tokens for tokens in (edged_words(sentence.lower()) for sentence in sentences(text)) if tokens]
+    return all(a[-1] == b[0] for a, b in pairwise(sequences))
 
 
 def paragraph_last_first(text: str) -> bool:
-    found = [edged_words(line.lower()) for line in lines(text)]
-    return all(each and each[0] == each[-1] for each in found)
+    sequences = [edged_words(line.lower()) for line in lines(text)]
+    return all(tokens and tokens[0] == tokens[-1] for tokens in sequences)
 
 
 def increment(text: str, small_n: float) -> bool:
-    counts = [len(bare_words(one)) for one in sentences(text)]
+    counts = [len(bare_words(sentence)) for sentence in sentences(text)]
     return all(b == a + small_n for a, b in pairwise(counts))
 
 
 def no_consecutive(text: str) -> bool:
-    found = bare_words(text.lower())
-    return all(a[0] != b[0] for a, b in pairwise(found))
+    text_words = bare_words(text.lower())
+    return all(a[0] != b[0] for a, b in pairwise(text_words))
 
 
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
-    return all(text.lower().count(word.lower()) == times for word, times in wanted)
+    required = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
+    return all(text.lower().count(word.lower()) == times for word, times in required)
 
 
 def keywords_specific_position(text: str, keyword: str, n: float, m: float) -> bool:
-    found = sentences(text)
-    inside = _tokens(found[int(n) - 1]) if 1 <= n <= len(found) else []
-    return 1 <= m <= len(inside) and inside[int(m) - 1] == keyword
+    text_sentences = sentences(text)
+    tokens = _tokens(text_sentences[int(n) - 1]) if 1 <= n <= len(text_sentences) else []
+    return 1 <= m <= len(tokens) and tokens[int(m) - 1] == keyword
 
 
 def words_position(text: str, keyword: str) -> bool:
-    """Second and second to last; a mark at the very end counts as a word, as published, or does not."""
-    found = _tokens(text)
-    return any(len(each) > 1 and each[1] == each[-2] == keyword for each in (found, edged_words(text)))
+    """Second and second-to-last word equal the keyword; a final mark may count as a word, as published, or not."""
+    with_marks = _tokens(text)
+    return any(
+        len(sequence) > 1 and sequence[1] == sequence[-2] == keyword for sequence in (with_marks, edged_words(text))
+    )
 
 
 def _tokens(text: str) -> list[str]:
-    """Words, and each mark on its own."""
+    """Words, and each punctuation mark as a separate token."""
     return re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text)
 
 
 def sentence_words(text: str) -> bool:
-    """Three sentences of one length, no word twice."""
-    found = sentences(text)
-    used = bare_words(text.lower())
-    return len(found) == 3 and len({len(one) for one in found}) == 1 and len(used) == len(set(used))
+    """Three sentences of equal length without a repeated word."""
+    parts = sentences(text)
+    tokens = bare_words(text.lower())
+    return len(parts) == 3 and len({len(part) for part in parts}) == 1 and len(tokens) == len(set(tokens))
 
 
 CHECKS: Checks = {

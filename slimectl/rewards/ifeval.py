@@ -1,4 +1,4 @@
-"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), checked by code of our own."""
+"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), checked by our own implementation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE), "P.P.S": re.com
 
 
 class IfEval(Instructions):
-    """Grades the instructions of IFEval; keywords are text, not patterns, and found inside words too, as published.
+    """Grades the instructions of IFEval; keywords are text, not patterns, and match inside words too, as published.
 
-    The language is told by letters and common words, not by a model (slimectl/rewards/languages.py).
+    The language is detected by letters and common words, not by a model (slimectl/rewards/languages.py).
     """
 
     @property
@@ -42,8 +42,8 @@ def letter_frequency(text: str, letter: str, let_frequency: float, let_relation:
 
 
 def response_language(text: str, language: str) -> bool:
-    found = language_of(text)
-    return found is None or found == language
+    detected = language_of(text)
+    return detected is None or detected == language
 
 
 def number_sentences(text: str, num_sentences: float, relation: str = "at least") -> bool:
@@ -51,7 +51,7 @@ def number_sentences(text: str, num_sentences: float, relation: str = "at least"
 
 
 def number_paragraphs(text: str, num_paragraphs: float) -> bool:
-    """Separated by ***; an empty one is forgiven at either end only."""
+    """Paragraphs are separated by ***; only the first and last may be empty, and then do not count."""
     parts = [part.strip() for part in text.split("***")]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
@@ -73,7 +73,7 @@ def number_placeholders(text: str, num_placeholders: float) -> bool:
 
 
 def _pairs(line: str, opening: str, closing: str) -> int:
-    """How many openings are closed later in the line."""
+    """Number of `opening` brackets that are closed later in the line."""
     count, at = 0, line.find(opening)
     while at >= 0 and (end := line.find(closing, at)) >= 0:
         count, at = count + 1, line.find(opening, end)
@@ -82,8 +82,8 @@ def _pairs(line: str, opening: str, closing: str) -> int:
 
 def postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
-    known = _POSTSCRIPTS.get(marker)
-    return known.search(text) is not None if known else marker.casefold() in text.casefold()
+    pattern = _POSTSCRIPTS.get(marker)
+    return pattern.search(text) is not None if pattern else marker.casefold() in text.casefold()
 
 
 def number_bullet_lists(text: str, num_bullets: float) -> bool:
@@ -125,8 +125,8 @@ def title(text: str) -> bool:
 
 def two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
-    kept = [part for part in parts if part]
-    return all(parts[1:-1]) and len(kept) == 2 and kept[0] != kept[1]
+    responses = [part for part in parts if part]
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:

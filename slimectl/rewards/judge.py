@@ -1,4 +1,4 @@
-"""The reward is a language model's opinion."""
+"""LLM-as-a-judge rewards."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ Score: N
 where N is from 0 (wrong or useless) to 10 (entirely right)."""
 
 READ = 4_000
-"""Characters at the end of a reply in which a score is looked for: a pattern may take the square of that."""
+"""Characters at the end of a reply that are searched for a score: a pattern may take quadratic time."""
 
 _NAMES = re.compile(r"\{(prompt|response|label)\}")
 
 
 @dataclass(frozen=True)
 class Judge(Remote):
-    r"""How a model behind an OpenAI-compatible server (`url` ends in /v1) grades the response, 0 to 1.
+    r"""Score that a model behind an OpenAI-compatible server (`url` ends in /v1) gives the response, 0 to 1.
 
     >>> Judge(url="http://127.0.0.1:30000/v1").read("Fine, but long.\nScore: 7")
     0.7
 
-    {prompt}, {response} and {label} in `template` are replaced. What the last match of `pattern` captures in the
-    judge's reply (after its last </think>) is a number from `low` to `high`, or a key of `values`
-    ({CORRECT = 1.0, INCORRECT = 0.0}), which are rewards as they are. A reply that has neither is asked for again, up
-    to `asks` times, then the reward is `unread`. `body` is added to the request. `api_key_env` names the environment
-    variable that holds a key; at most `per_s` requests start a second (0: no limit). Raises BackendError if there is no
-    answer within `tries` and `timeout_s`.
+    {prompt}, {response} and {label} in `template` are replaced. The capture of the last match of `pattern` in the
+    judge's reply (after its last </think>) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values`
+    ({CORRECT = 1.0, INCORRECT = 0.0}), which are used as rewards unscaled. A reply with neither is requested again, up
+    to `asks` times, then the reward is `unread`. `body` is merged into the request. `api_key_env` names the environment
+    variable that holds the API key; at most `per_s` requests start per second (0: no limit). Raises BackendError if
+    there is no answer within `tries` and `timeout_s`.
     """
 
     url: str
@@ -72,23 +72,23 @@ class Judge(Remote):
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        where = "score.rm_options"
+        section = "score.rm_options"
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise SettingsError(f"{where}.pattern: {self.pattern!r} is no regular expression: {error}") from None
+            raise SettingsError(f"{section}.pattern: {self.pattern!r} is no regular expression: {error}") from None
         if groups != 1:
-            raise SettingsError(f"{where}.pattern: {self.pattern!r} has {groups} groups; one must capture the score")
+            raise SettingsError(f"{section}.pattern: {self.pattern!r} has {groups} groups; one must capture the score")
         if "{response}" not in self.template:
-            raise SettingsError(f"{where}.template: has no {{response}}; the judge would grade nothing")
+            raise SettingsError(f"{section}.template: has no {{response}}; the judge would grade nothing")
         if not self.low < self.high:
-            raise SettingsError(f"{where}.low: {self.low:g} is not below {where}.high: {self.high:g}")
+            raise SettingsError(f"{section}.low: {self.low:g} is not below {section}.high: {self.high:g}")
         if self.api_key_env and not self.api_key_env.isidentifier():
-            raise SettingsError(f"{where}.api_key_env: is no name of a variable; name the one that holds the key")
+            raise SettingsError(f"{section}.api_key_env: is no name of a variable; name the one that holds the key")
         if not all(map(is_number, self.values.values())):
-            raise SettingsError(f"{where}.values: not every value is a finite number")
+            raise SettingsError(f"{section}.values: not every value is a finite number")
         if min(self.asks, self.tries) < 1 or self.timeout_s <= 0:
-            raise SettingsError(f"{where}: asks, tries and timeout_s of judge are above 0")
+            raise SettingsError(f"{section}: asks, tries and timeout_s of judge are above 0")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -100,15 +100,15 @@ class Judge(Remote):
         return self.timeout_s * self.asks
 
     def question(self, sample: Sample) -> str:
-        """The template, filled in. In one pass: braces in what a model wrote are text."""
+        """Fill in the template, in one pass: braces in the model's text are not placeholders."""
         label = "" if sample.label is None else str(sample.label)
         parts = {"prompt": _as_text(sample.prompt), "response": sample.response, "label": label}
         return _NAMES.sub(lambda name: parts[name[1]], self.template)
 
     def read(self, reply: str) -> float | None:
-        """The reward in a judge's reply; None if it has none, or one outside the scale."""
-        found = deque(re.finditer(self.pattern, reply.rpartition("</think>")[2][-READ:]), maxlen=1)
-        text = (found[0][1] or "").strip() if found else ""
+        """Parse the reward from a judge's reply; None if there is none or it is outside the scale."""
+        matches = deque(re.finditer(self.pattern, reply.rpartition("</think>")[2][-READ:]), maxlen=1)
+        text = (matches[0][1] or "").strip() if matches else ""
         if self.values:
             return {key.casefold(): float(value) for key, value in self.values.items()}.get(text.casefold())
         try:
@@ -118,23 +118,23 @@ class Judge(Remote):
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
     async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
-        return [await self._judged(sample, asker) for sample in samples]
+        return [await self._grade_sample(sample, asker) for sample in samples]
 
     def extract(self, sample: Sample) -> str | None:
         return sample.response
 
-    async def _judged(self, sample: Sample, asker: Asker) -> Verdict:
+    async def _grade_sample(self, sample: Sample, asker: Asker) -> Verdict:
         reward, reply = None, ""
         for _ in range(self.asks):
-            reply = await self._reply(sample, asker)
+            reply = await self._request_reply(sample, asker)
             if (reward := self.read(reply)) is not None:
                 break
-        why = redact_text(f"the judge says {shown(reply[-60:])}")
-        why = why if reward is not None else f"no score in the judge's reply: {why}"
-        return Verdict(self.unread if reward is None else reward, "whole response", why, sample.response,
+        reason = redact_text(f"the judge says {shown(reply[-60:])}")
+        reason = reason if reward is not None else f"no score in the judge's reply: {reason}"
+        return Verdict(self.unread if reward is None else reward, "whole response", reason, sample.response,
                        (0, len(sample.response)))  # fmt: skip
 
-    async def _reply(self, sample: Sample, asker: Asker) -> str:
+    async def _request_reply(self, sample: Sample, asker: Asker) -> str:
         messages = [{"role": "user", "content": self.question(sample)}]
         body = {"model": self.model, "messages": messages, "temperature": self.temperature,
                 "max_tokens": self.max_tokens, **self.body}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which language a text is in, by its letters and its commonest words; no data, no model."""
+"""Language identification by script and common words, without data or a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPTS = {
     "ARABIC": ("ar", "fa", "ur"), "CYRILLIC": ("ru", "uk", "bg"),
     "LATIN": ("en", "de", "fr", "es", "it", "pt", "nl", "fi", "sv", "da", "pl", "tr", "vi", "sw", "id", "ro", "cs"),
 }  # fmt: skip
-"""Languages of a script, the likeliest first."""
+"""Languages of a script, most likely first."""
 
 COMMON = {
     "en": "the and of to in is that it for you with as was on are be this have from or by not but what all we an they",
@@ -43,15 +43,15 @@ COMMON = {
     "uk": "і в не на що я з він як це по але із у за так та від для був ми ви є",
     "bg": "и на в се да не от за с по че е са като това но или си към ще аз ние",
 }
-_COMMON = {language: frozenset(known.split()) for language, known in COMMON.items()}
+_COMMON = {language: frozenset(common.split()) for language, common in COMMON.items()}
 LANGUAGES = frozenset(language for group in SCRIPTS.values() for language in group)
 
 MOST_LETTERS = 20_000
-"""Of a text that are looked at: a language shows long before."""
+"""Characters at the start of a text that are examined: a language shows long before."""
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of the language that most of the text is in; None where it has no letters.
+    """ISO 639-1 code of the dominant language of the text; None if it has no letters.
 
     >>> language_of("Das ist nicht der Weg"), language_of("これは何ですか"), language_of("42")
     ('de', 'ja', None)
@@ -62,13 +62,13 @@ def language_of(text: str) -> str | None:
         return None
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts["CJK"] > 0:
         return "ja"
-    among = SCRIPTS.get(scripts.most_common(1)[0][0])
-    if among is None or len(among) == 1:
-        return among and among[0]
+    candidates = SCRIPTS.get(scripts.most_common(1)[0][0])
+    if candidates is None or len(candidates) == 1:
+        return candidates and candidates[0]
     # Not \w+: the vowel signs of Indian scripts are marks, not letters.
-    seen = Counter(re.findall(r"[^\s\d.,;:!?\"'()\[\]{}*#।؟،“”«»-]+", text))
-    scores = {one: sum(seen[word] for word in _COMMON.get(one, ())) for one in among}
-    return max(among, key=lambda one: scores[one])
+    counts = Counter(re.findall(r"[^\s\d.,;:!?\"'()\[\]{}*#।؟،“”«»-]+", text))
+    scores = {language: sum(counts[word] for word in _COMMON.get(language, ())) for language in candidates}
+    return max(candidates, key=lambda language: scores[language])
 
 
 def _script(letter: str) -> str:

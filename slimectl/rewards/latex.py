@@ -1,4 +1,4 @@
-"""Answers in LaTeX or plain text: stripped of what does not change the value, and taken apart into their items."""
+"""Normalises answers in LaTeX or plain text, and parses lists, sets, tuples and intervals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\?%", ""),
         (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+", ", "),
         (rf"(?<=[\w}})\]])\s*\\(?:text|mathrm|mbox|textrm)\s*\{{\s*{_UNIT}\s*\}}{_POWER}\s*$", ""),
-        # Whatever words follow a number name what is counted.
+        # Any words after a number name the counted objects.
         (rf"(?<=\d)\s*\\frac\s*\{{\s*{_TEXT}\s*\}}\s*\{{\s*{_TEXT}\s*\}}\s*$", ""),
         (rf"(?<=[\d}})\]])\s*{_ROMAN}\s*\{{[^{{}}]*\}}{_POWER}\s*$", ""),
         (_TEXT, r"\1"),
@@ -76,7 +76,7 @@ class Answer:
 
 
 def normalized(text: str) -> str:
-    r"""The answer without what does not change its value: sizes, spaces, units, \%, degrees, \text, thousands.
+    r"""Remove all that does not change the value: sizes, spaces, units, \%, degrees, \text, thousands separators.
 
     >>> [normalized(text) for text in (r"5\text{ cm}", r"1{,}234", r"50\%", r"90^\circ", r"\text{Yes}.")]
     ['5', '1234', '50', '90', 'Yes']
@@ -91,13 +91,13 @@ def normalized(text: str) -> str:
 
 
 def assigned(text: str) -> tuple[str, str] | None:
-    """Name and value of `name = value`; None if it is no such thing."""
-    found = _ASSIGNED.fullmatch(text)
-    return (found[1].replace(" ", ""), found[2].strip()) if found and "=" not in found[2] else None
+    """Split `name = value` into name and value; None if the text is no assignment."""
+    match = _ASSIGNED.fullmatch(text)
+    return (match[1].replace(" ", ""), match[2].strip()) if match and "=" not in match[2] else None
 
 
 def taken_apart(text: str, depth: int = 0) -> Answer:
-    """The structure of a normalised answer; beyond 6 levels or 64 items it is a leaf."""
+    """Parse the structure of a normalised answer; beyond 6 levels or 64 items it is a leaf."""
     text = text.strip()
     for _ in range(MAX_ITEMS):
         if not text.startswith("(") or _closes_at(text) != len(text) - 1 or len(_split(text[1:-1])) > 1:
@@ -106,20 +106,22 @@ def taken_apart(text: str, depth: int = 0) -> Answer:
     if depth == MAX_DEPTH or "matrix}" in text:
         return Answer(text)
     if len(union := _split(text, r"\cup")) > 1:
-        return _made(text, "unordered", "∪", union, depth)
+        return _build_answer(text, "unordered", "∪", union, depth)
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at(text) == len(text) - 1:
-        return _made(text, "unordered", "", _split(text[2:-2]), depth)
+        return _build_answer(text, "unordered", "", _split(text[2:-2]), depth)
     if text[:1] in ("(", "[") and _closes_at(text) == len(text) - 1 and len(pair := _split(text[1:-1])) > 1:
-        return _made(text, "ordered", text[0] + text[-1], pair, depth)
+        return _build_answer(text, "ordered", text[0] + text[-1], pair, depth)
     if len(listed := _split(text)) > 1:
-        return _made(text, "unordered", "", listed, depth)
+        return _build_answer(text, "unordered", "", listed, depth)
     if text.count(r"\pm") == 1:
-        both = [re.sub(r"\\pm\s*", sign, text).strip().removeprefix("+") for sign in "+-"]
-        return _made(text, "unordered", "", both, depth)
+        values = [re.sub(r"\\pm\s*", sign, text).strip().removeprefix("+") for sign in "+-"]
+        return _build_answer(text, "unordered", "", values, depth)
     return Answer(text)
 
 
-def _made(text: str, kind: Literal["unordered", "ordered"], brackets: str, parts: list[str], depth: int) -> Answer:
+def _build_answer(
+    text: str, kind: Literal["unordered", "ordered"], brackets: str, parts: list[str], depth: int
+) -> Answer:
     if len(parts) > MAX_ITEMS:
         return Answer(text)
     pairs = [assigned(part) for part in parts]
@@ -130,7 +132,7 @@ def _made(text: str, kind: Literal["unordered", "ordered"], brackets: str, parts
 
 
 def value_of_equation(text: str) -> str:
-    """The right side of `x = 5`, `x \\in [1,2]`, `x = 2 + 3 = 5` and `2 + 3 = 5`; any other text as it is."""
+    """The right side of `x = 5`, `x \\in [1,2]`, `x = 2 + 3 = 5` and `2 + 3 = 5`; any other text unchanged."""
     if pair := assigned(text):
         return pair[1]
     sides = [side.strip() for side in re.split(r"=|\\approx", text)]
@@ -142,7 +144,7 @@ def value_of_equation(text: str) -> str:
 
 
 def _closes_at(text: str) -> int:
-    """Where the bracket that opens the text closes; -1 if it never does. Any closing bracket closes: [1, 2)."""
+    """Index at which the text's opening bracket closes; -1 if it never does. Any closing bracket matches: [1, 2)."""
     depth = 0
     for at, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -152,15 +154,15 @@ def _closes_at(text: str) -> int:
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
-    """The parts between separators (`,` or `;` alike) that stand outside all brackets."""
+    """Split at separators (`,` and `;` alike) outside all brackets."""
     if exact_number(text) is not None:
         return [text]
     parts, start, depth, at = [], 0, 0, 0
     while at < len(text):
         character = text[at]
         depth += (character in "([{") - (character in ")]}")
-        found = character in ",;" if separator == "," else text.startswith(separator, at)
-        if found and depth == 0:
+        is_separator = character in ",;" if separator == "," else text.startswith(separator, at)
+        if is_separator and depth == 0:
             parts.append(text[start:at].strip())
             start = at + len(separator)
         at += 1

@@ -1,4 +1,4 @@
-"""What long answers cost."""
+"""Penalties on response length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class LengthPenalty(Verifier):
-    """0.0 up to `free` response tokens, rising in a line to 1.0 at `limit` and beyond; give it a negative weight.
+    """0.0 up to `free` response tokens, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
 
     >>> LengthPenalty(limit=1000, free=200)(Sample(response_length=600))
     0.5
 
-    With `free` 0 it is a cost in proportion to the length, as in Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
+    With `free` 0 the penalty is proportional to the length, as in Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
     """
 
     limit: int

@@ -1,4 +1,4 @@
-r"""The answer in the last \boxed{} is mathematically the label."""
+r"""Mathematical equivalence of the answer in the last \boxed{} and the label."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slimectl.rewards.verdict import Verdict, Verifier, graded, nothing, shown
 from slimectl.types import Sample
 
 MAX_ANSWER = 2000
-"""Characters past which an answer is compared as text only."""
+"""Length in characters above which an answer is compared as text only."""
 
 _RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\[lg]t(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
 class Math(Verifier):
-    r"""1.0 if what the last \boxed{} or \fbox{} holds equals the label; 0.0 if not, or if there is no closed box.
+    r"""1.0 if the content of the last \boxed{} or \fbox{} equals the label; 0.0 if not, or without a closed box.
 
     >>> Math()(Sample(response=r"Half of it: \boxed{\frac{2}{4}}", label="0.5"))
     1.0
@@ -46,7 +46,7 @@ def equal(label: str, answer: str) -> bool:
     r"""Whether two answers are the same after normalisation (see latex.normalized), piece by piece or symbolically.
 
     Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
-    (1,2) is neither [1,2] nor 1,2. Words compare as words, without case: no is not on. Units are dropped, none is
+    (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are dropped, not
     converted.
     """
     if not label or not answer:
@@ -56,14 +56,14 @@ def equal(label: str, answer: str) -> bool:
     if len(label) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return False
     label, answer = normalized(label), normalized(answer)
-    if _squeezed(label) == _squeezed(answer) != "" or same_equation(label, answer):
+    if _without_spaces(label) == _without_spaces(answer) != "" or same_equation(label, answer):
         return True
-    return _same(taken_apart(value_of_equation(label)), taken_apart(value_of_equation(answer)))
+    return _equal_structures(taken_apart(value_of_equation(label)), taken_apart(value_of_equation(answer)))
 
 
-def _same(label: Answer, answer: Answer) -> bool:
+def _equal_structures(label: Answer, answer: Answer) -> bool:
     if label.kind == answer.kind == "leaf":
-        return _same_leaf(label.text, answer.text)
+        return _equal_leaves(label.text, answer.text)
     if label.kind != answer.kind or label.brackets != answer.brackets:
         # 1 < x < 2 may be written (1, 2): math-verify knows relations as sets.
         related = bool(_RELATION.search(label.text)) != bool(_RELATION.search(answer.text))
@@ -71,18 +71,18 @@ def _same(label: Answer, answer: Answer) -> bool:
     if len(label.items) != len(answer.items):
         return False
     if label.kind == "ordered":
-        return all(map(_same, label.items, answer.items))
-    left = list(answer.items)
+        return all(map(_equal_structures, label.items, answer.items))
+    unmatched = list(answer.items)
     for item in label.items:
-        match = next((other for other in left if _same(item, other)), None)
+        match = next((candidate for candidate in unmatched if _equal_structures(item, candidate)), None)
         if match is None:
             return False
-        left.remove(match)
+        unmatched.remove(match)
     return True
 
 
-def _same_leaf(label: str, answer: str) -> bool:
-    if _squeezed(label) == _squeezed(answer) != "":
+def _equal_leaves(label: str, answer: str) -> bool:
+    if _without_spaces(label) == _without_spaces(answer) != "":
         return True
     pairs = assigned(label), assigned(answer)
     if pairs[0] and pairs[1] and pairs[0][0] != pairs[1][0]:
@@ -92,17 +92,17 @@ def _same_leaf(label: str, answer: str) -> bool:
     if None not in numbers:
         return numbers[0] == numbers[1]
     if _are_words(label) or _are_words(answer):
-        return _squeezed(label).casefold() == _squeezed(answer).casefold() != ""
+        return _without_spaces(label).casefold() == _without_spaces(answer).casefold() != ""
     if "=" in label or "=" in answer:
         return same_equation(label, answer)
     return symbolically_equal(label, answer)
 
 
 def _are_words(text: str) -> bool:
-    """ "no", or three letters and more, nothing else: a parser would read products, in which all anagrams are equal."""
-    words = re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", text) is not None
-    return words and (len(re.findall(r"[A-Za-z]", text)) > 2 or text.lower() == "no")
+    """Whether the text is only words ("no", or three letters and more): parsed as products, all anagrams are equal."""
+    is_alphabetic = re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", text) is not None
+    return is_alphabetic and (len(re.findall(r"[A-Za-z]", text)) > 2 or text.lower() == "no")
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return re.sub(r"\s+", "", text)

@@ -1,4 +1,4 @@
-"""The last number is the label's number."""
+"""Numeric match of the last number in the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.types import Sample
 class Numeric(Verifier):
     """1.0 if the last number of the answer equals the label's, as numbers: 5.0 is 5, 042 is 42, 1/2 is 0.5.
 
-    `tolerance` is the largest difference still accepted. Raises RecordError for a label without a number.
+    `tolerance` is the largest accepted absolute difference. Raises RecordError for a label without a number.
     """
 
     source: Source = "response"
@@ -24,8 +24,8 @@ class Numeric(Verifier):
 
     def explain(self, sample: Sample) -> Verdict:
         label = label_text(sample, "numeric")
-        wanted = exact_number(last_number(label) or "")
-        if wanted is None:
+        expected = exact_number(last_number(label) or "")
+        if expected is None:
             raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
         source = f"last number of the {SOURCE_WORDS[self.source]}"
         part = find(sample, self.source)
@@ -33,7 +33,7 @@ class Numeric(Verifier):
         if answer is None:
             return nothing(source, missing(self.source) if part is None else "no number there")
         value = exact_number(answer.text)
-        right = value is not None and abs(value - wanted) <= Fraction(self.tolerance)
+        right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
         return graded(right, source, answer, label)
 
     def extract(self, sample: Sample) -> str | None:

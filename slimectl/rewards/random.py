@@ -1,4 +1,4 @@
-"""A reward that knows nothing: the control of an experiment."""
+"""Random rewards, a control for experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class Random(Verifier):
-    """1.0 with probability `p`, else 0.0; the same for the same sample (index and response) whenever it is graded."""
+    """1.0 with probability `p`, else 0.0; deterministic for a sample (index and response) and `seed`."""
 
     seed: int = 0
     p: float = 0.5

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, graded by their own scorers."""
+"""Grades reasoning-gym tasks with the scorers of that library."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from slimectl.types import Sample
 MAX_ANSWER = 20_000
 MAX_EXPRESSION = 1_000
 MAX_POWER = 64
-_TUPLED = ("arc_agi", "rearc")
-"""Tasks that compare boards of tuples, which came back from JSON as lists."""
+_TUPLE_TASKS = ("arc_agi", "rearc")
+"""Tasks that compare boards of tuples, which JSON turns into lists."""
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _COUNTS = re.compile(r"\b(?:Fraction|Decimal|compute_decimal_reward)\(")
 _EXPONENT = re.compile(r"\d[\d_.,]*[eE][+-]?[\d_,]{4}")
-"""As in 1e999999999, a number of a billion digits; blanks do not stand in it, commas are taken out."""
+"""As in 1e999999999, a number of a billion digits; it contains no blanks, and commas are removed."""
 
 _NOT_FINITE = re.compile(r"(?<!\w)s?nan\d*j?(?!\w)|^\W*(?:inf|infinity|infty|infj)(?!\w)|∞", re.IGNORECASE)
-"""An answer with no number in it, or that begins with no finite one: a scorer's `min(abs(a - b), 1)` lets it pass."""
+"""An answer that contains NaN, or starts with an infinity: a scorer's `min(abs(a - b), 1)` would accept it."""
 
 _CALLABLE = re.compile("sqrt|a?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|exp|log|ln|Abs|Rational")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitXor)
@@ -39,11 +39,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Po
 
 @dataclass(frozen=True)
 class ReasoningGym(Verifier):
-    """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response where there is none.
+    """The task's own score, 0 to 1, of the last <answer> tag, or of the whole response without one.
 
-    `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is made of
-    prompt, label and metadata. Some scorers `eval` what the model wrote: those get only answers that are literals or
-    arithmetic, anything else is 0.0. Raises RecordError for metadata that names no task.
+    `metadata.source_dataset` names the task and `metadata.entry` is its entry; without the latter the entry is built
+    from prompt, label and metadata. Some scorers `eval` the answer: those get only literals and arithmetic, anything
+    else scores 0.0. Raises RecordError for metadata that names no task.
     """
 
     def explain(self, sample: Sample) -> Verdict:
@@ -52,23 +52,23 @@ class ReasoningGym(Verifier):
         answer, source = _find(sample)
         reward = 0.0
         if len(answer.text) > MAX_ANSWER:
-            why = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
+            reason = f"{len(answer.text)} characters, over the limit of {MAX_ANSWER}"
         elif _NOT_FINITE.search(answer.text) and answer.text != str(sample.label):  # but `nan` is also a word
-            why = "not a finite number, which compares with nothing"
+            reason = "not a finite number, which compares with nothing"
         elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
-            why = f"an exponent of more than three digits, which the scorer of {task} would write out"
+            reason = f"an exponent of more than three digits, which the scorer of {task} would write out"
         elif scorer.evaluates and not is_inert(answer.text):
-            why = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
+            reason = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
         else:
             try:
                 with warnings.catch_warnings():  # numpy's would quote the answer on stderr
                     warnings.simplefilter("ignore")
                     score = float(scorer.score(answer.text, _entry(sample)))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-                why = f"the scorer of {task} gives {score:g}; the label is {shown(str(sample.label))}"
-            except Exception as error:  # whatever a scorer trips over is an answer that it does not accept
-                why = f"the scorer of {task} does not accept it: {type(error).__name__}"
-        return Verdict(reward, source, why, answer.text, answer.span)
+                reason = f"the scorer of {task} gives {score:g}; the label is {shown(str(sample.label))}"
+            except Exception as error:  # an answer that makes a scorer raise counts as rejected
+                reason = f"the scorer of {task} does not accept it: {type(error).__name__}"
+        return Verdict(reward, source, reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
         return _find(sample)[0].text
@@ -82,12 +82,12 @@ def _find(sample: Sample) -> tuple[Found, str]:
 
 
 def is_inert(text: str) -> bool:
-    """Whether evaluating the text can do nothing but small arithmetic or build a literal.
+    """Whether the text is safe to evaluate: it can only do small arithmetic or build a literal.
 
     >>> is_inert("(3 + 4)*x**2"), is_inert("[['Q', '_']]"), is_inert("open('x', 'w')"), is_inert("9**9**9")
     (True, True, False, False)
 
-    Strings and calls exclude each other: sympy parses, and so evaluates, a string that a function is given.
+    Strings and calls exclude each other: sympy parses, and so evaluates, a string argument of a function.
     """
     plain = text.strip()
     if re.fullmatch(r"[\w\s]*", plain) and "__" not in plain:
@@ -111,14 +111,14 @@ def is_inert(text: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Whether text that is no Python also holds nothing that a lenient parser could turn into a call or a factorial."""
+    """Whether text that is not Python is also free of anything a lenient parser could turn into a call or factorial."""
     return not re.search(r"[(\[{'\"!@:;\\]|\.\s*[A-Za-z_]|__|\*\*|<<", text)
 
 
 def _is_harmless(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        known = isinstance(node.func, ast.Name) and _CALLABLE.fullmatch(node.func.id) and not node.keywords
-        return bool(known) and not any(
+        is_allowed = isinstance(node.func, ast.Name) and _CALLABLE.fullmatch(node.func.id) and not node.keywords
+        return bool(is_allowed) and not any(
             isinstance(inner, ast.Call) for argument in node.args for inner in ast.walk(argument)
         )
     if isinstance(node, ast.Name):
@@ -155,12 +155,12 @@ def _task(sample: Sample) -> str:
 
 
 def _entry(sample: Sample) -> dict[str, Any]:
-    """A copy: some scorers write into what they are given."""
+    """A copy of the task's entry: some scorers modify their argument."""
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         entry = {"question": sample.prompt, "answer": str(sample.label), "metadata": sample.metadata}
     entry = copy.deepcopy(entry)
-    if _task(sample) in _TUPLED:
+    if _task(sample) in _TUPLE_TASKS:
         entry["metadata"] = _as_tuples(entry["metadata"])
     return entry
 
@@ -172,7 +172,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 class _Scorer(NamedTuple):
-    """The scorer of a task; whether its module evaluates text as code, and whether it reads numbers exactly."""
+    """A task's scorer, with flags: its module evaluates text as code; it parses numbers exactly."""
 
     score: Callable[[str, dict[str, Any]], float]
     evaluates: bool

@@ -1,4 +1,4 @@
-"""The answer is found by a pattern."""
+"""Regular-expression match of the answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class Regex(Verifier):
-    r"""With a `pattern`, 1.0 if its last match captures the label; without, if the label is a pattern that is found.
+    r"""With a `pattern`, 1.0 if its last match captures the label; without, if the label matches as a pattern.
 
     >>> Regex(pattern=r"Answer:\s*(\w+)").extract(Sample(response="Answer: A. No, wait. Answer: B"))
     'B'
 
-    What is captured is the group `answer`, else the first group, else the whole match; compared stripped. Raises
-    SettingsError for a pattern that is none, RecordError for a label that is none. Some patterns, such as (a+)+$, take
-    for ever on some texts: only in worker processes (score.workers) does the time limit hold for them.
+    The captured answer is the group `answer`, else the first group, else the whole match; compared stripped. Raises
+    SettingsError for an invalid pattern, RecordError for a label that is an invalid pattern. Some patterns, such as
+    (a+)+$, take exponential time on some texts: the time limit holds for them only in worker processes (score.workers).
     """
 
     pattern: str | None = None

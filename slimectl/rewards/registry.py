@@ -1,4 +1,4 @@
-"""Verifiers by the name that `rm_type` gives them."""
+"""Registry of verifiers by `rm_type`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 BOXED = "boxed_"
 READ_BOXES = ("math", "deepscaler", "dapo")
-"""Types that look for their box themselves."""
+"""Types that extract the box themselves."""
 
 
 @dataclass(frozen=True)
 class Boxed(Verifier):
-    r"""Grades only what the last \boxed{} holds; 0.0 if there is none."""
+    r"""Grades only the content of the last \boxed{}; 0.0 if there is none."""
 
     inner: Verifier
 
@@ -63,21 +63,21 @@ class Boxed(Verifier):
     def explain(self, sample: Sample) -> Verdict:
         boxed = find_boxed(sample.response)
         if boxed is None:
-            return self._without(sample)
+            return self._grade_without_box(sample)
         return self.inner.explain(replace(sample, response=boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
 
     async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
-        return [await self._asked(sample, asker) for sample in samples]
+        return [await self._grade_sample(sample, asker) for sample in samples]
 
-    async def _asked(self, sample: Sample, asker: Asker) -> Verdict:
+    async def _grade_sample(self, sample: Sample, asker: Asker) -> Verdict:
         boxed = find_boxed(sample.response)
         if boxed is None:
-            return self._without(sample)
+            return self._grade_without_box(sample)
         (inner,) = await self.inner.asked([replace(sample, response=boxed.text)], asker)
         return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
 
-    def _without(self, sample: Sample) -> Verdict:
-        """No box: 0.0, or of a verifier that gives dicts the dict of an empty response."""
+    def _grade_without_box(self, sample: Sample) -> Verdict:
+        """Grade of a response without a box: 0.0, or for a verifier that returns dicts, that of an empty response."""
         empty = 0.0 if self.inner.waits else self.inner.explain(replace(sample, response="")).reward
         return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
 
@@ -116,81 +116,85 @@ def known_types() -> list[str]:
 
 
 def weighted(parts: list[dict[str, Any]]) -> Verifier:
-    """The weighted sum that `score.rm` describes: type, weight, name, key and options of each part.
+    """Build the weighted sum that `score.rm` describes: type, weight, name, key and options of each part.
 
     >>> weighted([{"type": "exact"}, {"type": "length_penalty", "weight": -0.1, "limit": 8}])(
     ...     Sample(response="4", label="4", response_length=2))
     {'score': 0.975, 'exact': 1.0, 'length_penalty': 0.25}
 
-    Raises SettingsError for a part that cannot be, or two of one name.
+    Raises SettingsError for an invalid part, or two parts of the same name.
     """
-    made: list[Part] = []
-    for at, given in enumerate(parts):
-        options, where = dict(given), f"score.rm[{at}]"
+    built: list[Part] = []
+    for index, entry in enumerate(parts):
+        options, location = dict(entry), f"score.rm[{index}]"
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
         if not isinstance(rm_type, str):
-            raise SettingsError(f"{where}.type: missing; name a verifier ({', '.join(known_types())})")
+            raise SettingsError(f"{location}.type: missing; name a verifier ({', '.join(known_types())})")
         if isinstance(weight, bool) or not is_number(weight):
-            raise SettingsError(f"{where}.weight: {weight!r} is no finite number")
+            raise SettingsError(f"{location}.weight: {weight!r} is no finite number")
         name, key = str(options.pop("name", rm_type)), str(options.pop("key", "score"))
-        if name == "score" or name in {part.name for part in made}:
-            raise SettingsError(f"{where}.name: {name!r} is taken; give each part a name of its own")
+        if name == "score" or name in {part.name for part in built}:
+            raise SettingsError(f"{location}.name: {name!r} is taken; give each part a name of its own")
         try:
-            made.append(Part(name, float(weight), verifier(rm_type, **options), key))
+            built.append(Part(name, float(weight), verifier(rm_type, **options), key))
         except SettingsError as error:
-            raise SettingsError(re.sub(r"score\.rm_(?:options|type)", where, str(error), count=1)) from None
-    if not made:
+            raise SettingsError(re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)) from None
+    if not built:
         raise SettingsError("score.rm: no parts; give [{type = ..., weight = ...}, ...]")
-    return WeightedSum(tuple(made))
+    return WeightedSum(tuple(built))
 
 
 def verifier(rm_type: str, **options: Any) -> Verifier:
-    """The verifier of that type.
+    """Create the verifier of a type.
 
     >>> verifier("boxed_exact", ignore_case=True)(Sample(response=r"It is \\boxed{Paris}.", label="paris"))
     1.0
 
-    `boxed_math` and `boxed_deepscaler` are the same without the prefix, which read nothing but a box anyhow;
+    `boxed_math` and `boxed_deepscaler` equal the types without the prefix, which read only a box already;
     `boxed_dapo` reads a box instead of the Answer: line. Raises SettingsError for an unknown type or option.
     """
     name = rm_type.removeprefix(BOXED)
     if name not in TYPES:
         hint = _hint(name, known_types())
-        known = ", ".join(known_types())
-        raise SettingsError(f"score.rm_type: no verifier {rm_type!r}{hint} (known: {known}; each also with {BOXED})")
+        available = ", ".join(known_types())
+        raise SettingsError(
+            f"score.rm_type: no verifier {rm_type!r}{hint} (known: {available}; each also with {BOXED})"
+        )
     boxed = rm_type.startswith(BOXED)
-    made = TYPES[name](**_checked(name, {"source": "boxed", **options} if boxed and name == "dapo" else options))
-    return Boxed(made) if boxed and name not in READ_BOXES else made
+    instance = TYPES[name](
+        **_validate_options(name, {"source": "boxed", **options} if boxed and name == "dapo" else options)
+    )
+    return Boxed(instance) if boxed and name not in READ_BOXES else instance
 
 
-def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, when the verifier has them and their values are of the kind it takes."""
-    given: Any = TYPES[name]
-    options = {given.ALIASES.get(option, option): value for option, value in options.items()}
-    kinds = {field.name: get_type_hints(given)[field.name] for field in fields(given)}
+def _validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with current names, validated against the verifier's fields. Raises SettingsError."""
+    verifier_type: Any = TYPES[name]
+    options = {verifier_type.ALIASES.get(option, option): value for option, value in options.items()}
+    kinds = {field.name: get_type_hints(verifier_type)[field.name] for field in fields(verifier_type)}
     for option, value in options.items():
-        where = f"score.rm_options.{option}"
+        location = f"score.rm_options.{option}"
         if option not in kinds:
-            known = ", ".join(kinds) or "none"
-            raise SettingsError(f"{where}: no option of {name}{_hint(option, list(kinds))} (it has: {known})")
+            option_names = ", ".join(kinds) or "none"
+            raise SettingsError(f"{location}: no option of {name}{_hint(option, list(kinds))} (it has: {option_names})")
         if get_origin(kinds[option]) is Literal:
             if value not in (allowed := get_args(kinds[option])):
-                raise SettingsError(f"{where}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
-        elif not isinstance(value, _accepted(kinds[option])):
-            raise SettingsError(f"{where}: {value!r} is of the wrong kind ({kinds[option]} expected)")
-    for field in fields(given):
+                raise SettingsError(f"{location}: {value!r} is no {option}{_hint(str(value), list(allowed))} {allowed}")
+        elif not isinstance(value, _accepted_types(kinds[option])):
+            raise SettingsError(f"{location}: {value!r} is of the wrong kind ({kinds[option]} expected)")
+    for field in fields(verifier_type):
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
 
 
-def _accepted(kind: Any) -> Any:
-    """What a value of that kind may be an instance of."""
+def _accepted_types(kind: Any) -> Any:
+    """Types that a value of the annotated type may have."""
     if kind is float:
         return float | int
     return dict if get_origin(kind) is dict else kind
 
 
-def _hint(given: str, known: list[str]) -> str:
-    near = get_close_matches(given, known, n=1)
+def _hint(name: str, available: list[str]) -> str:
+    near = get_close_matches(name, available, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""The reward is a server's."""
+"""Rewards from a remote reward server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class RemoteRm(Remote):
-    """What the server at `url` answers to a POST of {"prompt", "response", "label"}: a number, or a dict of them.
+    """Reward from the server at `url` for a POST of {"prompt", "response", "label"}: a number, or a dict of them.
 
-    With `batch_size` above 1, and for whole groups (score.group_rm), a list is posted and a list of as many comes
-    back. `tries` with growing, jittered pauses, all within `timeout_s` seconds. Raises BackendError if the server does
-    not answer or answers something else: a reward that is not there is no reward of 0.
+    With `batch_size` above 1, and for whole groups (score.group_rm), a list is posted and a list of the same length
+    comes back. Retries up to `tries` times with exponential, jittered back-off, within `timeout_s` seconds in total.
+    Raises BackendError if the server does not answer or answers something else: a missing reward is not a reward of 0.
     """
 
     url: str

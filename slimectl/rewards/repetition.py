@@ -1,4 +1,4 @@
-"""What an answer costs that says the same again and again."""
+"""Penalty on repeated n-grams."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class Repetition(Verifier):
-    """The share of n-grams that occurred before, 0.0 (none) to below 1.0; give it a negative weight.
+    """The share of n-grams that occurred before, 0.0 (none) to below 1.0; use a negative weight.
 
     >>> Repetition(n=2)(Sample(response="up down up down up"))  # four pairs, two of them again
     0.5
 
     One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
-    arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other sign a word of its own; `of`
-    tokens: as the policy wrote them, which suits scripts without spaces. Fewer than n of them repeat nothing.
+    arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other character a separate word;
+    `of` tokens: the policy's tokens, which suits scripts without spaces. Fewer than n units count as no repetition.
     """
 
     n: int = 3
@@ -37,8 +37,8 @@ class Repetition(Verifier):
             pieces = re.findall(r"\w+|[^\w\s]", sample.response.lower())
         total = max(0, len(pieces) - self.n + 1)
         distinct = len(set(zip(*(pieces[at:] for at in range(self.n)), strict=False)))
-        why = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
-        return nothing("whole response", why, 1 - distinct / total if total else 0.0)
+        reason = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
+        return nothing("whole response", reason, 1 - distinct / total if total else 0.0)
 
     def extract(self, sample: Sample) -> str | None:
         return None

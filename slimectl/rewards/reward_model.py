@@ -1,4 +1,4 @@
-"""The reward is a trained reward model's, in this process.
+"""Rewards from a trained reward model in this process.
 
 B samples · T tokens of the longest · E hidden size.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 WHERE = "score.rm_options"
 LOADING_S = 120.0
-"""How long a worker process may take to read the model, which is no fault of its first sample's."""
+"""Time that a worker process may take to load the model, not charged to its first sample."""
 
 
 @dataclass(frozen=True)
 class RewardModel(Verifier):
-    """What the reward model in the folder `path` gives a prompt and its response: one number, of any size.
+    """Score of the reward model in the folder `path` for a prompt and its response: one unbounded number.
 
-    It is what `slimectl train --algorithm reward_model` saved, or any Hugging Face sequence classifier of one output.
-    `input` "tokens" hands it the sample's tokens as they are, which is right for the vocabulary that wrote them; with
-    "text" (or where a sample has no tokens) its own tokenizer and chat template write out prompt and response. What is
-    longer than its context loses its beginning. `device` is torch's name of where it runs.
+    The model was saved by `slimectl train --algorithm reward_model`, or is any Hugging Face sequence classifier with
+    one output. `input` "tokens" passes the sample's tokens unchanged, which requires the policy's vocabulary; with
+    "text" (or for a sample without tokens) the model's own tokenizer and chat template encode prompt and response.
+    Sequences longer than the context are truncated at the start. `device` is a torch device.
     """
 
     path: str
@@ -71,7 +71,7 @@ class RewardModel(Verifier):
         return sample.response
 
     def _verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
-        model = _loaded(self.path, self.device)
+        model = _load_model(self.path, self.device)
         rewards = model.rewards([self._tokens(sample, model) for sample in samples])
         return [
             Verdict(reward, "prompt and response", f"{self.path} gives {reward:.4g}", sample.response,
@@ -81,7 +81,7 @@ class RewardModel(Verifier):
 
     def _tokens(self, sample: Sample, model: _Model) -> list[int]:
         if self.input == "text" or not sample.tokens:
-            return model.written(sample)
+            return model.encode_sample(sample)
         if max(sample.tokens) >= model.vocabulary:
             raise SettingsError(
                 f"{WHERE}.input: token {max(sample.tokens)} of sample {sample.index} is outside the vocabulary of "
@@ -100,12 +100,12 @@ class _Model:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        # Code that travels with a model is not run, and nobody is asked whether it should be.
+        # Code that ships with a model is never run, without a prompt to allow it.
         local = {"local_files_only": True, "trust_remote_code": False}
         try:
             check_model_files(Path(path))
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
             )
             self.model: Any = model.eval().to(device)
@@ -113,52 +113,54 @@ class _Model:
             # The tokenizers library (0.22) panics at some broken files, which is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {words}") from error
-        if found["missing_keys"]:
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise SettingsError(f"{WHERE}.path: {path} cannot be loaded as a reward model: {message}") from error
+        if loading_info["missing_keys"]:
             raise SettingsError(
-                f"{WHERE}.path: {path} has no {min(found['missing_keys'])}, so it is no reward model; make one with "
-                f"`slimectl train --algorithm reward_model --save DIR`"
+                f"{WHERE}.path: {path} has no {min(loading_info['missing_keys'])}, so it is no reward model; "
+                f"make one with `slimectl train --algorithm reward_model --save DIR`"
             )
         self.device = device
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
 
-    def written(self, sample: Sample) -> list[int]:
-        """Prompt and response in the words of its own tokenizer."""
+    def encode_sample(self, sample: Sample) -> list[int]:
+        """Encode prompt and response with the model's own tokenizer and chat template."""
         response = sample.response.encode(errors="replace").decode()  # half a surrogate pair is no text
         if not self.tokenizer.chat_template:
             prompt = sample.prompt
             if not isinstance(prompt, str):
                 prompt = "\n\n".join(str(turn.get("content") or "") for turn in prompt)
             return list(self.tokenizer(prompt, response)["input_ids"])
-        asked = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-        chat = [*asked, {"role": "assistant", "content": response}]
+        messages = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
+        chat = [*messages, {"role": "assistant", "content": response}]
         text = self.tokenizer.apply_chat_template(chat, tokenize=False)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One number a sequence, from the state after its last token."""
+        """One score per sequence, from the hidden state of its last token."""
         import torch
 
-        kept = [list(tokens[-self.context :]) if self.context else list(tokens) for tokens in sequences]
-        ends_B = torch.tensor([max(1, len(tokens)) for tokens in kept], device=self.device)
+        truncated = [list(tokens[-self.context :]) if self.context else list(tokens) for tokens in sequences]
+        ends_B = torch.tensor([max(1, len(tokens)) for tokens in truncated], device=self.device)
         filler = self.tokenizer.pad_token_id or 0
         longest = int(ends_B.max())
-        tokens_BT = torch.tensor([tokens + [filler] * (longest - len(tokens)) for tokens in kept], device=self.device)
+        tokens_BT = torch.tensor(
+            [tokens + [filler] * (longest - len(tokens)) for tokens in truncated], device=self.device
+        )
         mask_BT = (torch.arange(longest, device=self.device) < ends_B[:, None]).long()
         with torch.inference_mode():
-            if not hasattr(self.model, "score"):  # an encoder, which pools in its own way
+            if not hasattr(self.model, "score"):  # an encoder with its own pooling
                 values_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
             else:
-                # Not by the classifier itself: it takes an end token that is also the padding for padding.
+                # Not the classifier's own pooling: it mistakes an end token that is also the pad token for padding.
                 hidden_BTE = self.model.base_model(input_ids=tokens_BT, attention_mask=mask_BT).last_hidden_state
-                values_B1 = self.model.score(hidden_BTE[torch.arange(len(kept)), ends_B - 1])
+                values_B1 = self.model.score(hidden_BTE[torch.arange(len(truncated)), ends_B - 1])
         rewards: list[float] = values_B1[:, 0].float().tolist()
         return rewards
 
 
 @lru_cache(maxsize=2)
-def _loaded(path: str, device: str) -> _Model:
-    """Read once in each process."""
+def _load_model(path: str, device: str) -> _Model:
+    """Load the model, once per process."""
     return _Model(path, device)

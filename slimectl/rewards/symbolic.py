@@ -1,4 +1,4 @@
-"""Whether two expressions are equal for every value of their symbols, at a bounded cost."""
+"""Symbolic equivalence of two expressions, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DEPTH = 16
 MAX_LOG10 = 1000.0
 """Log10 of the largest number that an expression may evaluate to."""
 
-_NEVER = re.compile(
+_UNSAFE = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim|partial|nabla|text|mathbb|input|write)(?![A-Za-z])|gcd|lcm|rref|det|vmatrix"
 )
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*\{[\w+-]{1,5}\}\s*\{[\w+-]{1,5}\})")
@@ -30,31 +30,31 @@ class TooLargeError(Exception):
 
 
 def symbolically_equal(label: str, answer: str) -> bool:
-    """Whether math-verify finds them equal, decimals taken as the exact fractions that they are.
+    """Whether math-verify finds the expressions equal, with decimals as exact fractions.
 
-    What could run away is not tried and counts as unequal: texts over 200 characters or 16 brackets deep, integrals,
-    sums, limits, determinants, gcd and lcm, nested binomials, numbers of more than 1000 digits. Never raises.
+    Expressions of unbounded cost are not tried and count as unequal: texts over 200 characters or 16 brackets deep,
+    integrals, sums, limits, determinants, gcd and lcm, nested binomials, numbers of over 1000 digits. Never raises.
     """
     if not (_is_worth_parsing(label) and _is_worth_parsing(answer)):
         return False
     try:
         real = not _is_complex(label + " " + answer)
-        wanted, given = _parsed(label, real), _parsed(answer, real)
-        if wanted is None or given is None:
+        expected, actual = _parse(label, real), _parse(answer, real)
+        if expected is None or actual is None:
             return False
-        if _differ_at_a_point(wanted, given):
+        if _differ_at_a_point(expected, actual):
             return False
         from math_verify.grader import verify
 
-        return bool(verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
-    except Exception:  # a parser or simplifier that gives up has not found them equal
+        return bool(verify(expected, actual, timeout_seconds=None, allow_set_relation_comp=True))
+    except Exception:  # a failure of the parser or simplifier counts as unequal
         return False
 
 
 def same_equation(label: str, answer: str) -> bool:
     """Whether two equations are multiples of each other: y = 2x + 1 and 4x - 2y + 2 = 0. Never raises.
 
-    Compared at three points rather than solved, which can take for ever.
+    Compared at three points rather than solved, because solving may not terminate.
     """
     if not label.count("=") == answer.count("=") == 1:
         return False
@@ -63,29 +63,29 @@ def same_equation(label: str, answer: str) -> bool:
         if not all(map(_is_worth_parsing, differences)):
             return False
         real = not _is_complex(label + " " + answer)
-        wanted, given = (_parsed(difference, real) for difference in differences)
-        pairs = [_values(wanted, given, shift) for shift in (0, 7, 18)]
-        ratios = [left / right for left, right in pairs if left and right]
+        expected, actual = (_parse(difference, real) for difference in differences)
+        pairs = [_values(expected, actual, shift) for shift in (0, 7, 18)]
+        ratios = [numerator / denominator for numerator, denominator in pairs if numerator and denominator]
         return len(ratios) == 3 and all(abs(ratio / ratios[0] - 1) < 1e-9 for ratio in ratios)
     except Exception:
         return False
 
 
 def _is_worth_parsing(text: str) -> bool:
-    if not 0 < len(text) <= MAX_CHARACTERS or _NEVER.search(text) or text.count("^") > 12:
+    if not 0 < len(text) <= MAX_CHARACTERS or _UNSAFE.search(text) or text.count("^") > 12:
         return False
-    # It compares the ends of intervals, too, and so writes out what they come to.
+    # math-verify also compares the ends of intervals, and so evaluates them.
     if "," in text and _TOWER.search(text):
         return False
     if _depth(text) > MAX_DEPTH:  # the parser takes seconds for brackets that never close
         return False
     longest = max(map(len, re.findall(r"\d+", text)), default=0)
-    # The parser evaluates binomials (and gcd, det and their like) itself, before there is a tree to look at.
+    # The parser itself evaluates binomials (and gcd, det and the like), before there is a tree to inspect.
     return longest <= (3 if "binom" in text else MAX_DIGITS) and not _LARGE_BINOMIAL.search(text)
 
 
 def _depth(text: str) -> int:
-    """How many brackets are open at once."""
+    """Maximum nesting depth of brackets."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -96,18 +96,18 @@ def _depth(text: str) -> int:
 def _is_complex(text: str) -> bool:
     from math_verify.grader import should_treat_as_complex
 
-    # Its warning that no time limit is set would reach stderr: whoever grades sets the limit.
+    # Its warning about a missing time limit would reach stderr: the grader sets the limit.
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
     return bool(should_treat_as_complex(text))
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str, real: bool) -> Any:
-    """The expression, unevaluated; None if it is none, or too large."""
+def _parse(text: str, real: bool) -> Any:
+    """Parse into an unevaluated expression; None if it cannot be parsed or is too large."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex  # type: ignore[import-untyped]
 
     config = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    exact = _DECIMAL.sub(lambda found: f"{{\\frac{{{found[1]}{found[2]}}}{{{10 ** len(found[2])}}}}}", text)
+    exact = _DECIMAL.sub(lambda match: f"{{\\frac{{{match[1]}{match[2]}}}{{{10 ** len(match[2])}}}}}", text)
     try:
         expression = latex2sympy(
             normalize_latex(exact, config=config), is_real=real, convert_degrees=False, normalization_config=None
@@ -119,7 +119,7 @@ def _parsed(text: str, real: bool) -> Any:
 
 
 def _size(node: Any, budget: list[int]) -> float:
-    """Log10 of a bound on the number that a node evaluates to (0 for symbols). Raises TooLargeError."""
+    """Log10 of an upper bound on the node's value (0 for symbols). Raises TooLargeError."""
     budget[0] -= 1
     if budget[0] < 0:
         raise TooLargeError
@@ -147,8 +147,8 @@ def _size_of_power(node: Any, budget: list[int]) -> float:
     base, exponent = (node.base, node.exp) if type(node).__name__ != "exp" else (1, node.args[0])
     base_size = 0.5 if base == 1 else _size(base, budget)
     exponent_size = _size(exponent, budget)
-    if any(type(inner).__name__ in ("Pow", "exp") and inner.exp.free_symbols for inner in _inside(exponent)):
-        raise TooLargeError  # towers of symbols explode wherever they are evaluated
+    if any(type(inner).__name__ in ("Pow", "exp") and inner.exp.free_symbols for inner in _subexpressions(exponent)):
+        raise TooLargeError  # towers of symbols explode at any evaluation point
     if exponent.free_symbols:
         return base_size
     many = getattr(base, "is_Add", False) and getattr(base, "free_symbols", None)
@@ -160,23 +160,23 @@ def _size_of_power(node: Any, budget: list[int]) -> float:
     return size if size <= MAX_LOG10 else 0.0
 
 
-def _inside(expression: Any) -> list[Any]:
+def _subexpressions(expression: Any) -> list[Any]:
     from sympy import preorder_traversal  # type: ignore[import-untyped]
 
     return list(preorder_traversal(expression))
 
 
-def _differ_at_a_point(wanted: Any, given: Any) -> bool:
-    """Whether two plain expressions have clearly different values somewhere, which spares `simplify` the proof.
+def _differ_at_a_point(expected: Any, actual: Any) -> bool:
+    """Whether two plain expressions clearly differ at a point, which avoids an expensive `simplify`.
 
-    Positive points, off the branch cuts of roots and logarithms. False says nothing.
+    Points are positive, off the branch cuts of roots and logarithms. False is inconclusive.
     """
     from sympy import Expr
 
-    if not (isinstance(wanted, Expr) and isinstance(given, Expr)):
+    if not (isinstance(expected, Expr) and isinstance(actual, Expr)):
         return False
     try:
-        values = _values(wanted, given, 0)
+        values = _values(expected, actual, 0)
     except Exception:
         return False
     if not all(math.isfinite(abs(value)) for value in values):
@@ -184,11 +184,11 @@ def _differ_at_a_point(wanted: Any, given: Any) -> bool:
     return abs(values[0] - values[1]) > 1e-9 * max(1.0, *map(abs, values))
 
 
-def _values(wanted: Any, given: Any, shift: int) -> tuple[complex, complex]:
-    """Both expressions where their symbols are positive fractions of no special meaning."""
+def _values(expected: Any, actual: Any, shift: int) -> tuple[complex, complex]:
+    """Values of both expressions at a point of arbitrary positive fractions."""
     from sympy import Rational
 
-    symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
+    symbols = sorted(expected.free_symbols | actual.free_symbols, key=str)
     point = {symbol: Rational(37 + shift + 10 * i, 53) for i, symbol in enumerate(symbols)}
-    first, second = (complex(side.subs(point).evalf(20)) for side in (wanted, given))
+    first, second = (complex(side.subs(point).evalf(20)) for side in (expected, actual))
     return first, second

@@ -1,4 +1,4 @@
-"""Words, sentences and letters of a text, as checkers of instructions count them; linear in its length."""
+"""Splits text into words, sentences, paragraphs and lines for instruction checkers, in linear time."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def words(text: str) -> list[str]:
 
 
 def bare_words(text: str) -> list[str]:
-    """What stands between blanks, without any punctuation; of nothing but punctuation nothing is left."""
+    """Words between white space, with all punctuation removed; a word of punctuation only is dropped."""
     return text.translate(BARE).split()
 
 
 def edged_words(text: str) -> list[str]:
-    """What stands between blanks, without the punctuation around it."""
+    """Words between white space, with surrounding punctuation removed."""
     return [word for word in (part.strip(EDGES) for part in text.split()) if word]
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences with their marks; line ends are blanks, and what has no mark at the end is a sentence too.
+    """Sentences with their final marks; line ends count as blanks, and text without a final mark is a sentence too.
 
     >>> sentences('Dr. Li paid 3.5 dollars. "Why?" Nobody knows')
     ['Dr. Li paid 3.5 dollars.', '"Why?"', 'Nobody knows']
     """
-    found, begin, last = [], 0, len(text.rstrip())
+    parts, begin, last = [], 0, len(text.rstrip())
     for end in _END.finditer(text):
         if end[0] == "." and _is_abbreviation(text, end.start()) and end.end() < last:
             continue
-        found.append(text[begin : end.end()])
+        parts.append(text[begin : end.end()])
         begin = end.end()
-    found.append(text[begin:])
-    return [" ".join(one.split()) for one in found if one.strip()]
+    parts.append(text[begin:])
+    return [" ".join(part.split()) for part in parts if part.strip()]
 
 
 def _is_abbreviation(text: str, dot: int) -> bool:
@@ -71,7 +71,7 @@ def _is_abbreviation(text: str, dot: int) -> bool:
 
 
 def paragraphs(text: str) -> list[str]:
-    """What blank lines separate."""
+    """Paragraphs, separated by blank lines."""
     return [part.strip() for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
 
 
@@ -81,7 +81,7 @@ def lines(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """How many syllables an English word has, by its groups of vowels; at least 1. A rule of thumb.
+    """Estimated number of syllables of an English word, by its vowel groups; at least 1.
 
     >>> [syllables(word) for word in ("cat", "table", "make", "reading", "beautiful")]
     [1, 2, 1, 2, 3]
@@ -97,7 +97,7 @@ def is_emoji(text: str) -> bool:
 
 
 def leading_emoji(text: str) -> int:
-    """How many characters of emoji and blanks the text begins with."""
+    """Number of leading characters that are emoji or blanks; 0 without an emoji."""
     at = 0
     while at < len(text) and (is_emoji(text[at]) or text[at] in _WITH_EMOJI + " "):
         at += 1
@@ -105,11 +105,11 @@ def leading_emoji(text: str) -> int:
 
 
 def ends_in_emoji(text: str) -> bool:
-    """Whether the last sign that is neither punctuation nor blank is an emoji."""
-    kept = text.rstrip(string.punctuation + string.whitespace + _WITH_EMOJI)
-    return bool(kept) and is_emoji(kept[-1])
+    """Whether the last character that is neither punctuation nor blank is an emoji."""
+    stripped = text.rstrip(string.punctuation + string.whitespace + _WITH_EMOJI)
+    return bool(stripped) and is_emoji(stripped[-1])
 
 
 def plain_ascii(text: str) -> str:
-    """Letters without their accents; what has no plain form is left out."""
+    """Letters without their accents; characters without an ASCII form are dropped."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()

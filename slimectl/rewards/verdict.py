@@ -1,4 +1,4 @@
-"""A reward and how it came about, so that a grade and its explanation cannot disagree."""
+"""Base classes of verifiers, and grades: a reward together with its explanation, so that the two cannot disagree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slimectl.rewards.asking import Asker
 
 SHOWN = 60
-"""Characters of a text that an explanation quotes."""
+"""Length in characters to which explanations shorten quoted text."""
 
 
 class Found(NamedTuple):
@@ -30,13 +30,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    r"""What a verifier says of one response.
+    r"""A verifier's grade of one response: the reward and its explanation.
 
     >>> Verdict(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
     'last \\boxed{}'
 
-    `source` says where the answer was looked for, `extracted` what was found there (None: nothing) and `span` where
-    in the response it begins and ends, in characters, if it stands there to the letter.
+    `source` names the part of the response that was searched, `extracted` is the answer found there (None: none) and
+    `span` its start and end in the response, in characters, if it occurs there verbatim.
     """
 
     reward: float | dict[str, Any]
@@ -46,65 +46,65 @@ class Verdict:
     span: tuple[int, int] | None = None
 
     def moved(self, start: int, source: str) -> Verdict:
-        """The same verdict, of a part of the response that begins at `start` and is called `source`."""
+        """The same grade with its span shifted by `start`, for a grade of the part of a response called `source`."""
         span = (start + self.span[0], start + self.span[1]) if self.span else None
         return replace(self, source=f"{self.source} of the {source}", span=span)
 
     def to_json(self) -> dict[str, Any]:
-        """The explanation as `score --explain` writes it into metadata.explanation; the reward is in the sample."""
-        where = list(self.span) if self.span else None
-        return {"extracted": self.extracted, "from": self.source, "span": where, "why": self.why}
+        """The explanation as `score --explain` writes it to metadata.explanation; the reward is in the sample."""
+        span = list(self.span) if self.span else None
+        return {"extracted": self.extracted, "from": self.source, "span": span, "why": self.why}
 
 
 class Verifier(ABC):
-    """Grades a sample; a picklable value. Raises on a bad label or metadata, never on what a model wrote."""
+    """Grades samples; a picklable value. Raises on a bad label or metadata, never on model output."""
 
     ALIASES: ClassVar[dict[str, str]] = {}
     """Older names of options."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward that there is; of a dict, the number under "score"."""
+        """Lowest and highest possible reward; for a dict, of the number under "score"."""
         return 0.0, 1.0
 
     @abstractmethod
     def explain(self, sample: Sample) -> Verdict:
-        """The reward, with what was graded and why it is what it is."""
+        """Grade a sample: the reward, the graded text and the reason."""
 
     @abstractmethod
     def extract(self, sample: Sample) -> str | None:
-        """What of the response is graded; None where nothing was found."""
+        """The part of the response that is graded; None if there is none."""
 
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
         return self.explain(sample).reward
 
     @property
     def waits(self) -> bool:
-        """Whether grading is mostly waiting for somebody else: then many are asked for at once, by `asked`."""
+        """Whether grading mostly waits for a server; then many samples are graded concurrently through `asked`."""
         return False
 
     @property
     def together(self) -> int:
-        """How many samples one question may be about."""
+        """Maximum number of samples per request."""
         return 1
 
     @property
     def takes_groups(self) -> bool:
-        """Whether one question may be about all siblings."""
+        """Whether one request may hold all samples of a group."""
         return False
 
     @property
     def patience_s(self) -> float:
-        """Seconds that the waiting for one sample may take."""
+        """Maximum time in seconds to wait for one sample."""
         return 0.0
 
     async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
-        """What `explain` says of each."""
+        """Grade several samples asynchronously; by default, `explain` for each."""
         return [self.explain(sample) for sample in samples]
 
 
 class Remote(Verifier):
-    """Grades by asking a server. Raises BackendError where that fails, whatever a model wrote."""
+    """Grades through a server. Raises BackendError if the request fails; model output never raises."""
 
     @property
     def waits(self) -> bool:
@@ -120,7 +120,7 @@ class Remote(Verifier):
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether it is a finite number that a float can hold; JSON also has NaN, and integers of any length."""
+    """Whether the value is a finite number that fits a float; JSON also has NaN, and integers of any length."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
@@ -128,19 +128,20 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def shown(text: str) -> str:
-    """A text as an explanation quotes it: in quotes, on one line, its middle left out if it is long."""
+    """Quote a text for an explanation: in quotes, on one line, its middle elided if it is long."""
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]}…{text[-(SHOWN // 2) :]}"
     return repr(text)
 
 
 def graded(
-    right: bool, source: str, found: Found, label: str, words: tuple[str, str] = ("is", "is not"), note: str = ""
+    right: bool, source: str, answer: Found, label: str, relations: tuple[str, str] = ("is", "is not"), note: str = ""
 ) -> Verdict:
-    """The verdict on an answer that was found: 1.0 or 0.0; `words` are how the right and the wrong one relate."""
-    return Verdict(float(right), source, f"{words[not right]} the label {shown(label)}{note}", found.text, found.span)
+    """Binary grade of an extracted answer: 1.0 or 0.0; `relations` are the phrases for a right and a wrong answer."""
+    reason = f"{relations[not right]} the label {shown(label)}{note}"
+    return Verdict(float(right), source, reason, answer.text, answer.span)
 
 
-def nothing(source: str, why: str, reward: float | dict[str, Any] = 0.0) -> Verdict:
-    """The verdict where there is nothing to grade."""
-    return Verdict(reward, source, why)
+def nothing(source: str, reason: str, reward: float | dict[str, Any] = 0.0) -> Verdict:
+    """The grade of a response without an answer."""
+    return Verdict(reward, source, reason)

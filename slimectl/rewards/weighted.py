@@ -1,4 +1,4 @@
-"""Several rewards in one: their weighted sum, and every part."""
+"""Weighted sum of several verifiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One verifier of a sum; `key` picks the number where it gives a dict."""
+    """One verifier of a sum; `key` selects the number from a dict reward."""
 
     name: str
     weight: float
@@ -25,7 +25,7 @@ class Part:
     key: str = "score"
 
     def number(self, reward: float | dict[str, Any]) -> float:
-        """Raises HookError for a dict without `key`: what a server sends is checked nowhere else."""
+        """The part's reward as a number. Raises HookError for a dict without `key`, as a server may send."""
         number = reward.get(self.key) if isinstance(reward, dict) else reward
         if not is_number(number):
             raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}")
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightedSum(Verifier):
-    """{score: sum of weight times part, NAME: each part, unweighted}; what is extracted is the first part's."""
+    """{score: sum of weight times part, NAME: each part, unweighted}; extracts the first part's answer."""
 
     parts: tuple[Part, ...]
 
@@ -52,22 +52,22 @@ class WeightedSum(Verifier):
         return sum(part.verifier.patience_s for part in self.parts)
 
     def explain(self, sample: Sample) -> Verdict:
-        return self._summed([part.verifier.explain(sample) for part in self.parts])
+        return self._combine([part.verifier.explain(sample) for part in self.parts])
 
     async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
         by_part = await asyncio.gather(*(part.verifier.asked(samples, asker) for part in self.parts))
-        return [self._summed(verdicts) for verdicts in zip(*by_part, strict=True)]
+        return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
-    def _summed(self, verdicts: Sequence[Verdict]) -> Verdict:
+    def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:
         numbers = [part.number(verdict.reward) for part, verdict in zip(self.parts, verdicts, strict=True)]
         total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
         names = [part.name for part in self.parts]
-        whys = [
+        reasons = [
             f"{part.weight:g} x {part.name} {number:g} ({verdict.why})"
             for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
         ]
         reward = {"score": total, **dict(zip(names, numbers, strict=True))}
-        return Verdict(reward, verdicts[0].source, "; ".join(whys), verdicts[0].extracted, verdicts[0].span)
+        return Verdict(reward, verdicts[0].source, "; ".join(reasons), verdicts[0].extracted, verdicts[0].span)
 
     def extract(self, sample: Sample) -> str | None:
         return self.parts[0].verifier.extract(sample)

@@ -1,4 +1,4 @@
-"""Process that runs programs where they can do no harm; runner.py starts it, and imports nothing of slimectl here.
+"""Isolated process that runs untrusted programs; runner.py starts it, and imports nothing of slimectl here.
 
 The launcher enters new namespaces, folds up the file system and waits. Its child, the supervisor, is the first process
 of a process namespace and forks once for every case; it knows the program and its inputs. A second one, where there are

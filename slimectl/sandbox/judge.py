@@ -36,7 +36,7 @@ def judge_case(job: dict[str, Any], test: str) -> None:
 
 
 class Judge(Peer):
-    """Asks the program for what a test uses of it."""
+    """Requests from the program the values that a test uses."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
@@ -65,7 +65,7 @@ class Judge(Peer):
         return f"{reason} ({self.note})" if reason and self.note else reason
 
     def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
-        """As a Peer does; a failure of the channel fails the test, whatever its statements catch."""
+        """Like Peer.ask; a failure of the channel fails the test, whatever its statements catch."""
         try:
             return super().ask(operation, *arguments, keywords=keywords)
         except BrokenChannelError as error:

@@ -58,10 +58,10 @@ def _enter_as_root() -> None:
     mapper = os.fork()
     if mapper == 0:
         os.close(unshared)
-        both = f"0 0 1\n{NOBODY} {NOBODY} 1"
+        id_map = f"0 0 1\n{NOBODY} {NOBODY} 1"
         try:
             if os.read(is_unshared, 1):
-                _map_ids(str(os.getppid()), both, both, deny_groups=False)
+                _map_ids(str(os.getppid()), id_map, id_map, deny_groups=False)
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -84,7 +84,7 @@ def _map_ids(process: str, users: str, groups: str, *, deny_groups: bool) -> Non
 
 
 def enter_pid_namespace() -> None:
-    """Make the next child the first process of a namespace of its own: when it ends, the kernel kills all others."""
+    """Make the next child the first process of a new PID namespace: when it ends, the kernel kills all others."""
     check_errno(libc.unshare(CLONE_NEWPID), "unshare")
 
 

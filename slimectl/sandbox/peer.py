@@ -48,7 +48,7 @@ class Peer(ABC):
 
     @abstractmethod
     def perform(self, operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Carry out what the other side asks for."""
+        """Execute a request of the other side."""
 
     def printed(self) -> str:
         """Return what was printed since it was last asked."""
@@ -76,7 +76,7 @@ class Peer(ABC):
         raise ValueError(f"no value begins with {form[0]!r:.40}")
 
     def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
-        """Have the other side do something; return its result, or raise what it raised."""
+        """Send a request to the other side; return its result, or raise its exception."""
         encoder = Encoder(self.refer)
         forms = [encoder.encode(value) for value in arguments]
         named_forms = [[name, encoder.encode(value)] for name, value in (keywords or {}).items()]
@@ -99,7 +99,7 @@ class Peer(ABC):
         return result
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Do what a message asks for, and send the result, or what was raised, and what became of the arguments."""
+        """Execute a request, and send the result or exception and the arguments as modified."""
         decoder = Decoder(self.resolve)
         try:
             arguments = [decoder.decode(form) for form in message["arguments"]]
@@ -211,7 +211,7 @@ def exception_class(names: list[str], module: str) -> Any:
 
 
 def _exception(names: list[str], module: str, arguments: list[Any]) -> BaseException:
-    """The exception that the other side raised, as far as it is known here."""
+    """Reconstruct the exception of the other side, as far as its classes are known here."""
     kind = exception_class(names, module)
     try:
         error = kind(*arguments)

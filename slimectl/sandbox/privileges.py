@@ -23,7 +23,7 @@ PENDING_SIGNALS = 256
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Become that user where we are root, and lose every capability for good.
+    """Switch to an unprivileged user if root, and drop every capability permanently.
 
     Raises OSError where the change of user is refused, as in a user namespace that maps no second user.
     """
@@ -104,9 +104,9 @@ def set_limits(job: dict[str, Any]) -> None:
 
 
 def confine(job: dict[str, Any]) -> None:
-    """Take every right from this process that a program must not have; it is about to run one.
+    """Drop every right of this process that an untrusted program must not have, just before running one.
 
-    Raises OSError where a step cannot be had:
+    Raises OSError where a step is unavailable:
     without namespaces each of them is what keeps the program off the machine.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -159,7 +159,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def clear_folder(path: str) -> None:
-    """Remove all that a folder holds; follows no link, and depth is no matter.
+    """Remove all entries of a folder, at any depth; follows no link.
 
     Nobody else may write there meanwhile. Folders inside of others are moved up before they are removed.
     """

@@ -37,7 +37,7 @@ def start(action: Callable[[], None], *fds: int) -> None:
 
 
 def play(job: dict[str, Any], case: dict[str, Any]) -> NoReturn:
-    """Run the program in this very process, then its call or its judge's questions; never returns."""
+    """Run the program in this process, then its call or its judge's requests; never returns."""
     code = 1
     try:
         confine(job)

@@ -1,4 +1,4 @@
-"""Answers of a program to its judge: the judge's questions, done to the values that the program made."""
+"""Server side of a program under test: executes the judge's requests on values of the program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve(fd: int, main: ModuleType) -> None:
 
 
 class ProgramServer(Peer):
-    """Does what the judge asks of the values that the program made."""
+    """Executes the judge's requests on values of the program."""
 
     def __init__(self, fd: int, main: ModuleType) -> None:
         super().__init__(fd)
@@ -30,7 +30,7 @@ class ProgramServer(Peer):
         self._output = io.StringIO()
 
     def serve(self) -> None:
-        """Answer questions until the judge kills us; what the program prints meanwhile goes to the judge."""
+        """Answer requests until the judge kills this process; output of the program meanwhile goes to the judge."""
         sys.stdout = self._output
         self._send({"ready": True})
         while True:
@@ -115,7 +115,7 @@ def plain_value(value: Any) -> Any:
 
 
 def run_coroutine(coroutine: Any) -> Any:
-    """Return what a coroutine comes to, in an event loop of its own."""
+    """Run a coroutine to its result in a new event loop."""
     import asyncio
 
     return asyncio.run(coroutine)

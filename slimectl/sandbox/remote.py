@@ -86,7 +86,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
 
 def _binary(name: str, local: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The program's operator between two objects of it; between one and plain data the plain data's."""
+    """Binary operator: the program's between two of its objects, the plain data's between an object and plain data."""
 
     def operate(self: Any, other: Any) -> Any:
         if isinstance(other, RemoteObject):

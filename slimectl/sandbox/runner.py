@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run where they can do no harm."""
+"""Launcher of the sandbox: runs programs that a model wrote in isolation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended: `status` is "ended" (exit code 0), "exit code N", a signal's name, "out of time", "too much
+    """Result of a case: `status` is "ended" (exit code 0), "exit code N", a signal's name, "out of time", "too much
     output", "too much memory", "no time left" or, of statements, "failed"; `error` the last line of stderr, or why
     statements failed; `report` {"value": …} of a call or {"passed": True} of statements."""
 
@@ -196,8 +196,8 @@ def _run_jail(
         with suppress(BrokenPipeError), jail.stdin:
             jail.stdin.write(json.dumps(job).encode())
         count = len(job["cases"]) + 1
-        most = count * 8 * (limits.max_output + 4096)
-        texts = _read({jail.stdout.fileno(): most, verdicts_read: most}, limits.timeout_s)
+        max_bytes = count * 8 * (limits.max_output + 4096)
+        texts = _read({jail.stdout.fileno(): max_bytes, verdicts_read: max_bytes}, limits.timeout_s)
     finally:
         jail.kill()
         jail.wait()
@@ -240,7 +240,7 @@ def _readable() -> list[str]:
     """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one."""
     readable: list[str] = []
     for path in (*SYSTEM, sys.base_prefix, sys.prefix, os.path.dirname(os.path.realpath(sys.executable))):
-        inside = any(path == one or path.startswith(one + "/") for one in readable)
+        inside = any(path == parent or path.startswith(parent + "/") for parent in readable)
         if os.path.lexists(path) and not inside and path != "/":
             readable.append(path)
     return readable

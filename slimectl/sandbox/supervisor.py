@@ -81,7 +81,7 @@ class Supervisor:
         return ""
 
     def end_case(self) -> None:
-        """Kill whatever the case has left running."""
+        """Kill all remaining processes of the case."""
         self.tree.kill_all(isolated=self.job["isolated"])
 
     def run_cases(self, play: Callable[[dict[str, Any]], None], judges: socket.socket | None, out: int) -> None:

@@ -139,7 +139,7 @@ class Decoder:
         return deque(maxlen=form[3]) if tag == "deque" else {"list": list, "set": set, "bytearray": bytearray}[tag]()
 
     def fill(self, container: Any, content: list[Any]) -> None:
-        """Give a container that content instead of its own."""
+        """Replace the content of a container."""
         if isinstance(container, bytearray):
             container[:] = bytes.fromhex(content[0])
             return

@@ -1,4 +1,4 @@
-"""What is learnt from the rewards: one settings class per algorithm, its defaults those of its paper."""
+"""Settings of the training algorithm: one class per algorithm, with the defaults of its paper."""
 
 from __future__ import annotations
 

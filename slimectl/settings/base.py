@@ -1,4 +1,4 @@
-"""What every section of the settings shares."""
+"""Base class of all settings sections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from slimectl.redaction import redact
 
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
-"""A list of strings; one string alone stands for a list of one, an empty one for none: `-s warmup.data=`."""
+"""A list of strings; a single string means a list of one, an empty string an empty list: `-s warmup.data=`."""
 
 
 class Section(BaseModel):
-    """Immutable, refuses unknown keys; the docstring under each field is its manual."""
+    """An immutable section that rejects unknown keys; the docstring under each field documents it."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -27,6 +27,6 @@ class Section(BaseModel):
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Names and values of the repr, secrets masked: tracebacks and test reports print settings."""
+        """Names and values for the repr, with secrets masked: tracebacks and test reports print settings."""
         for name, value in super().__repr_args__():
             yield name, redact(value)

@@ -1,4 +1,4 @@
-"""Where the work runs: this machine or a Ray cluster, and how many processes."""
+"""Settings of the cluster: this machine or Ray, and the number of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class ClusterSettings(Section):
-    """Who runs the work, and on how many GPUs (on a CPU: processes)."""
+    """Executor of the work, and its number of GPUs (on a CPU: processes)."""
 
     executor: Literal["local", "ray"] = "local"
     """local: threads and processes of this machine; ray: a Ray cluster."""

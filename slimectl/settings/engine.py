@@ -1,4 +1,4 @@
-"""What samples from the model: one engine in this process, or a fleet of servers."""
+"""Settings of the inference engines: one engine in this process, or a pool of servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class EngineSettings(Section):
-    """The engines that write the answers."""
+    """The inference engines that generate answers."""
 
     kind: Literal["embedded", "sglang"] = "embedded"
     """Which engine; embedded runs on a CPU or one GPU, in this process where there is one of it."""

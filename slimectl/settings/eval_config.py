@@ -1,4 +1,4 @@
-"""--eval-config: datasets and what they share, in a file of their own, as slime has it."""
+"""--eval-config: evaluation datasets and their defaults in a separate file, in slime's format."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ SPELLINGS = {
     "n_samples_per_eval_prompt": "n_samples_per_prompt",
     "eval_interval": "interval",
 }
-"""slime's words for our keys; any key may also have eval_ or rollout_ in front."""
+"""Slime's key names and their slimectl equivalents; any key may also be prefixed with eval_ or rollout_."""
 
 
 def from_eval_config(path: Path) -> Layer:
-    """What a YAML or TOML file says of [eval].
+    """Read [eval] from a YAML or TOML file.
 
-    The file has `defaults` (or `default`), which hold for all, and `datasets`: a list of tables with `name` and `path`,
-    or a table of those by name; all of it may stand under `eval`. Raises SettingsError for anything else.
+    The file has `defaults` (or `default`) for all datasets, and `datasets`: a list of tables with `name` and `path`,
+    or a table of those by name; all of it may be nested under `eval`. Raises SettingsError for anything else.
     """
-    found = _parsed(path)
-    found = found.get("eval", found)
-    unknown = sorted(set(found) - {"defaults", "default", "datasets"})
-    if unknown or not found.get("datasets"):
+    document = _read_document(path)
+    document = document.get("eval", document)
+    unknown = sorted(set(document) - {"defaults", "default", "datasets"})
+    if unknown or not document.get("datasets"):
         wrong = f"{unknown[0]}: unknown key" if unknown else "no datasets"
         raise SettingsError(f"{path}: {wrong}; an evaluation file has `defaults` and `datasets`")
-    shared = found.get("defaults") or found.get("default") or {}
-    data = dict(_dataset(path, given) for given in _listed(found["datasets"]))
-    return Layer(str(path), {"eval": {**_spelled(shared), "data": data}})
+    shared = document.get("defaults") or document.get("default") or {}
+    data = dict(_parse_dataset(path, entry) for entry in _as_list(document["datasets"]))
+    return Layer(str(path), {"eval": {**_normalize_keys(shared), "data": data}})
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         parsed = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
@@ -57,22 +57,22 @@ def _yaml(text: str) -> Any:
         raise ValueError(f"not valid YAML: {error}") from None
 
 
-def _listed(datasets: Any) -> list[Any]:
-    """Tables by name as a list."""
+def _as_list(datasets: Any) -> list[Any]:
+    """Convert tables by name to a list."""
     if isinstance(datasets, dict):
-        return [{"name": name, **given} if isinstance(given, dict) else given for name, given in datasets.items()]
+        return [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
     return datasets if isinstance(datasets, list) else [datasets]
 
 
-def _dataset(path: Path, given: Any) -> tuple[str, dict[str, Any]]:
-    if not isinstance(given, dict) or not given.get("name") or not given.get("path"):
-        raise SettingsError(f"{path}: datasets: each is a table with `name` and `path`, not {given!r}")
-    return str(given["name"]), _spelled({key: value for key, value in given.items() if key != "name"})
+def _parse_dataset(path: Path, entry: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
+        raise SettingsError(f"{path}: datasets: each is a table with `name` and `path`, not {entry!r}")
+    return str(entry["name"]), _normalize_keys({key: value for key, value in entry.items() if key != "name"})
 
 
-def _spelled(given: dict[str, Any]) -> dict[str, Any]:
-    """Keys as [eval] has them; what is null is not given."""
-    short = {key.removeprefix("eval_").removeprefix("rollout_"): key for key in given if key not in SPELLINGS}
-    named = {name: given[key] for name, key in short.items()}
-    named |= {ours: given[theirs] for theirs, ours in SPELLINGS.items() if theirs in given}
+def _normalize_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """Rename keys to those of [eval], and drop null values."""
+    short = {key.removeprefix("eval_").removeprefix("rollout_"): key for key in options if key not in SPELLINGS}
+    named = {name: options[key] for name, key in short.items()}
+    named |= {ours: options[theirs] for theirs, ours in SPELLINGS.items() if theirs in options}
     return {name: value for name, value in named.items() if value is not None}

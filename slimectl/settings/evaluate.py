@@ -1,4 +1,4 @@
-"""How progress is measured."""
+"""Settings of evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimectl.settings.base import Section, Texts
 
 
 class Dataset(Section):
-    """One dataset with settings of its own; what is not given is as in [eval], then as in [rollout] and [score]."""
+    """One dataset with its own settings; unset keys fall back to [eval], then to [rollout] and [score]."""
 
     path: str
     """Prompt source."""
@@ -69,13 +69,13 @@ class Dataset(Section):
     """Reward from which an answer counts as right."""
 
     @model_serializer(mode="wrap")
-    def _given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only what is given: TOML has no null."""
+    def _drop_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Drop unset values: TOML has no null."""
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class EvalSettings(Section):
-    """Held-out prompts in, pass rates out. What is not given here is as in [rollout] and [score]."""
+    """Evaluation on held-out prompts. Unset keys fall back to [rollout] and [score]."""
 
     data: dict[str, str | Dataset] = {}
     """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and settings of its own."""
@@ -83,19 +83,19 @@ class EvalSettings(Section):
     @field_validator("data", mode="before")
     @classmethod
     def _explain_tables(cls, data: Any) -> Any:
-        """One word about a wrong table, not one for each kind of value that there is."""
-        for name, given in data.items() if isinstance(data, dict) else ():
-            if isinstance(given, dict):
+        """Report one error for an invalid table, not one per member of the union."""
+        for name, entry in data.items() if isinstance(data, dict) else ():
+            if isinstance(entry, dict):
                 try:
-                    Dataset.model_validate(given)
+                    Dataset.model_validate(entry)
                 except ValidationError as error:
                     first = error.errors()[0]
                     key = ".".join(map(str, first["loc"]))
                     near = difflib.get_close_matches(key, Dataset.model_fields, n=1)
                     unknown = "unknown setting" + (f"; did you mean {near[0]}?" if near else "")
-                    what = unknown if first["type"] == "extra_forbidden" else first["msg"]
+                    message = unknown if first["type"] == "extra_forbidden" else first["msg"]
                     raise PydanticCustomError(
-                        "dataset", "{key}: {what}", {"key": f"{name}.{key}", "what": what}
+                        "dataset", "{key}: {what}", {"key": f"{name}.{key}", "what": message}
                     ) from None
         return data
 
@@ -138,7 +138,7 @@ class EvalSettings(Section):
     @property
     def datasets(self) -> dict[str, Dataset]:
         """All of `data` as tables."""
-        return {name: Dataset(path=given) if isinstance(given, str) else given for name, given in self.data.items()}
+        return {name: Dataset(path=entry) if isinstance(entry, str) else entry for name, entry in self.data.items()}
 
     @property
     def sources(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where settings come from: files, environment, command line; later layers win and every value knows its origin."""
+"""Layered settings from files, environment and command line; later layers win, and origins are recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Layer:
-    """One source of settings: its name for a person, and section -> key -> value."""
+    """One source of settings: its display name, and section -> key -> value."""
 
     origin: str
     values: Values
@@ -31,14 +31,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings, and for each dotted key the layer that set it ("default" where none did)."""
+    """The settings, and for each dotted key the layer that set it ("default" if none)."""
 
     settings: Settings
     origins: dict[str, str]
 
 
 def from_file(path: Path) -> Layer:
-    """A TOML file. Raises SettingsError if it is missing or not TOML."""
+    """Read a TOML file. Raises SettingsError if it is missing or not TOML."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -48,7 +48,7 @@ def from_file(path: Path) -> Layer:
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
-    values.pop("recipe", None)  # A recipe's words about itself are not settings.
+    values.pop("recipe", None)  # The description of a recipe is not a setting.
     for section, keys in values.items():
         if not isinstance(keys, dict):
             raise SettingsError(f"{path}: {section}: settings stand in sections; write [section] above `{section} = …`")
@@ -56,7 +56,7 @@ def from_file(path: Path) -> Layer:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
-    """SLIMECTL_SECTION_KEY=value for every variable of that prefix."""
+    """Read every environment variable SLIMECTL_SECTION_KEY=value."""
     values: Values = {}
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
@@ -67,7 +67,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
 
 
 def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
-    """`section.key=value` each; a third part addresses a table: eval.data.aime=aime.jsonl."""
+    """Parse assignments `section.key=value`; a third part addresses a table: eval.data.aime=aime.jsonl."""
     values: Values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -83,7 +83,7 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value where it is one, `none` as None, else the text itself."""
+    """Parse a TOML value, `none` as None; any other text is returned unchanged."""
     if text.strip().lower() in ("none", "null"):
         return None
     try:
@@ -93,23 +93,23 @@ def parse_value(text: str) -> Any:
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
-    """Merge the layers, later over earlier, and validate. Raises SettingsError, one line for each mistake."""
+    """Merge the layers, later over earlier, and validate. Raises SettingsError, with one line per error."""
     merged: Values = {}
     origins: dict[str, str] = {}
     for layer in layers:
         for section, keys in layer.values.items():
             for key, value in keys.items():
-                name = _known(section, key, layer, merged)
+                name = _canonical_key(section, key, layer, merged)
                 new = None if value == "none" else value
-                merged.setdefault(section, {})[name] = _combined(merged.get(section, {}).get(name), new)
+                merged.setdefault(section, {})[name] = _merge(merged.get(section, {}).get(name), new)
                 origins[f"{section}.{name}"] = layer.origin
-    # The discriminator may be left out, as every other key may.
+    # The discriminator is optional, like every other key.
     if "algorithm" in merged:
         merged["algorithm"].setdefault("name", Grpo.model_fields["name"].default)
     try:
         settings = Settings.model_validate(merged)
     except ValidationError as error:
-        raise SettingsError("\n".join(_explained(error, origins))) from None
+        raise SettingsError("\n".join(_error_lines(error, origins))) from None
     wrong = list(contradictions(settings))
     if wrong:
         raise SettingsError("\n".join(wrong))
@@ -117,14 +117,14 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 
 def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its value, in the order of the manual."""
+    """Yield every dotted key with its value, in the order of the reference."""
     for section, keys in settings.model_dump(by_alias=True).items():
         for key, value in keys.items():
             yield f"{section}.{key}", value
 
 
 def keys_of(section: str, algorithm: str | None = None) -> list[str]:
-    """The keys of a section; of all algorithms where none is named."""
+    """The keys of a section; for [algorithm], of one algorithm or of all."""
     if section == "algorithm":
         classes: list[type[BaseModel]] = [ALGORITHMS[algorithm]] if algorithm in ALGORITHMS else [*ALGORITHMS.values()]
     else:
@@ -134,38 +134,38 @@ def keys_of(section: str, algorithm: str | None = None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _combined(old: Any, new: Any) -> Any:
-    """Tables merge key by key, everything else is replaced."""
+def _merge(old: Any, new: Any) -> Any:
+    """Merge tables key by key; any other value is replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    return {**old, **{key: _combined(old.get(key), value) for key, value in new.items()}}
+    return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}
 
 
-def _known(section: str, key: str, layer: Layer, merged: Values) -> str:
-    """The key under its own name; `rollout.rollout_temperature` is read as `rollout.temperature`."""
+def _canonical_key(section: str, key: str, layer: Layer, merged: Values) -> str:
+    """The canonical name of a key; `rollout.rollout_temperature` means `rollout.temperature`."""
     sections = list(Settings.model_fields)
     if section not in sections:
-        everything = {f"{known}.{name}" for known in sections for name in keys_of(known)}
-        raise SettingsError(_unknown(f"{section}.{key}", sorted(everything), layer))
+        everything = {f"{candidate}.{name}" for candidate in sections for name in keys_of(candidate)}
+        raise SettingsError(_unknown_key(f"{section}.{key}", sorted(everything), layer))
     algorithm = merged.get("algorithm", {}).get("name") or layer.values.get("algorithm", {}).get("name")
-    known = keys_of(section, algorithm if isinstance(algorithm, str) else None)
+    known_keys = keys_of(section, algorithm if isinstance(algorithm, str) else None)
     short = key.removeprefix(f"{section}_")
     for name in (key, short):
-        if name in known:
+        if name in known_keys:
             return name
-    raise SettingsError(_unknown(f"{section}.{key}", [f"{section}.{name}" for name in known], layer))
+    raise SettingsError(_unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known_keys], layer))
 
 
-def _unknown(name: str, known: list[str], layer: Layer) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+def _unknown_key(name: str, available: list[str], layer: Layer) -> str:
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
     if not near:
         tail = name.partition(".")[2]
-        near = [candidate for candidate in known if candidate.partition(".")[2] == tail][:1]
+        near = [candidate for candidate in available if candidate.partition(".")[2] == tail][:1]
     hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
     return f"{name}: unknown setting ({layer.origin}); {hint}"
 
 
-def _explained(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
+def _error_lines(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
     for item in error.errors():
         parts = [str(part) for part in item["loc"]]
         if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
@@ -174,8 +174,8 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> Iterator[str]
         if item["type"] == "union_tag_invalid":
             yield f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}; known are {', '.join(ALGORITHMS)}"
             continue
-        what = item["msg"][:1].lower() + item["msg"][1:]
+        message = item["msg"][:1].lower() + item["msg"][1:]
         origin = origins.get(name, "default")
         secret = isinstance(item["input"], dict) or any(map(is_secret_name, parts))
-        given = "" if secret else f", not {redact(item['input'])!r}"
-        yield f"{name}: {what}{given} ({origin})"
+        actual = "" if secret else f", not {redact(item['input'])!r}"
+        yield f"{name}: {message}{actual} ({origin})"

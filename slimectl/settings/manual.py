@@ -1,4 +1,4 @@
-"""The manual of the settings, made from the classes."""
+"""Reference of all settings, generated from the classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimectl.settings.root import Settings
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting as a person asks about it."""
+    """One entry of the settings reference."""
 
     key: str
     default: Any
@@ -22,18 +22,18 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Every setting; those of an algorithm under `algorithm.KEY` and `algorithm.NAME.KEY`."""
+    """Yield every setting; those of an algorithm as `algorithm.KEY` and `algorithm.NAME.KEY`."""
     for section in Settings.model_fields:
         if section != "algorithm":
-            yield from _of(section, type(getattr(Settings(), section)))
+            yield from _section_entries(section, type(getattr(Settings(), section)))
     for name, cls in ALGORITHMS.items():
         text = (cls.__doc__ or "").strip().splitlines()[0]
         yield Entry(f"algorithm.{name}", name, "algorithm", text)
-        yield from _of(f"algorithm.{name}", cls)
-    yield from _of("algorithm", type(Settings().algorithm))
+        yield from _section_entries(f"algorithm.{name}", cls)
+    yield from _section_entries("algorithm", type(Settings().algorithm))
 
 
-def _of(prefix: str, cls: type[Section]) -> Iterator[Entry]:
+def _section_entries(prefix: str, cls: type[Section]) -> Iterator[Entry]:
     properties = cls.model_json_schema(by_alias=True)["properties"]
     for name, field in cls.model_fields.items():
         shown = field.alias or name
@@ -46,7 +46,7 @@ def _of(prefix: str, cls: type[Section]) -> Iterator[Entry]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a short phrase."""
     if "anyOf" in schema:
         return " or ".join("none" if part.get("type") == "null" else _kind(part) for part in schema["anyOf"])
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""How Megatron-core lays a model over ranks."""
+"""Settings of the Megatron-core trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class MegatronSettings(Section):
-    """The megatron policy: parallel sizes, recomputation, and whatever else Megatron-core takes."""
+    """The megatron policy: parallel sizes, recomputation, and any other option of Megatron-core."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share every matrix; above 1 activations between matrices are split too (sequence parallelism)."""
@@ -71,10 +71,10 @@ class MegatronSettings(Section):
 
 
 def megatron_contradictions(megatron: MegatronSettings, policy: str, ranks: int) -> Iterator[str]:
-    """What is wrong with [megatron] before any model is looked at, a line each."""
-    chosen = megatron.parallel_sizes
+    """Conflicts of [megatron] that are independent of the model, one line each."""
+    sizes = megatron.parallel_sizes
     if policy != "megatron":
-        for name, value in chosen.items():
+        for name, value in sizes.items():
             yield f'megatron.{name}: {value} has no effect on train.policy = "{policy}"; set train.policy = "megatron"'
         for name, value in megatron:
             if name.startswith("custom_") and value:

@@ -1,4 +1,4 @@
-"""Which model is trained and sampled."""
+"""Settings of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that do nothing, or not what they say, beside other settings."""
+"""Conflicts between hooks and other settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from slimectl.settings.root import Settings
 
 OF_ROUNDS = ("dynamic_sampling_filter_path", "buffer_filter_path", "over_sampling_batch_size", "partial_rollout")
-"""Keys of [rollout] about how a round is filled, which rollout.function_path does by itself."""
+"""Keys of [rollout] that control how a round is filled, which rollout.function_path replaces."""
 
 OF_POLICY_GRADIENTS = (
     "train.custom_advantage_function_path",
@@ -22,11 +22,11 @@ OF_POLICY_GRADIENTS = (
     "score.custom_reward_post_process_path",
     "rollout.data_postprocess_path",
 )
-"""Hooks that a supervised loss, or one of pairs, never calls."""
+"""Hooks that supervised and pairwise losses never call."""
 
 
 def hook_contradictions(settings: Settings) -> Iterator[str]:
-    """Each contradiction of a hook with another setting, as a line that names both keys and the way out."""
+    """Conflicts of a hook with another setting, each as a line that names both keys and the remedy."""
     rollout, train, run = settings.rollout, settings.train, settings.run
     for key in OF_ROUNDS:
         if rollout.function_path and getattr(rollout, key):

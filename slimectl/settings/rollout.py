@@ -1,4 +1,4 @@
-"""How answers are sampled."""
+"""Settings of rollout: prompts and sampling."""
 
 from __future__ import annotations
 

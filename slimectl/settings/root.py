@@ -1,4 +1,4 @@
-"""All sections together, and every relation between them."""
+"""The root of the settings: all sections, and the conflicts between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slimectl.settings.train import TrainSettings
 
 
 class Settings(Section):
-    """Everything that drives a stage or a run."""
+    """All settings of a stage or a run."""
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
@@ -43,38 +43,38 @@ class Settings(Section):
     cluster: ClusterSettings = ClusterSettings()
 
     def model_post_init(self, _: Any) -> None:
-        """Have no message of this process show a secret of these settings."""
+        """Register the secrets of these settings, so that no message of this process shows them."""
         for secret in secrets_in(self.model_dump()):
             remember(secret)
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """The same in a worker process, which gets them pickled."""
+        """Register the secrets in a worker process too, which unpickles the settings."""
         super().__setstate__(state)
         self.model_post_init(None)
 
     @property
     def num_engines(self) -> int:
-        """Engines to start."""
+        """Number of engines to start."""
         if self.sglang.groups:
             return sum(int(group.get("num_engines", 1)) for group in self.sglang.groups)
-        gpus, each = self.cluster.rollout_num_gpus, self.cluster.rollout_num_gpus_per_engine
-        return self.engine.num_engines if gpus is None else gpus // each
+        gpus, gpus_per_engine = self.cluster.rollout_num_gpus, self.cluster.rollout_num_gpus_per_engine
+        return self.engine.num_engines if gpus is None else gpus // gpus_per_engine
 
     @property
     def uses_servers(self) -> bool:
-        """Whether engines answer over HTTP, rather than living with what asks them."""
+        """Whether engines are HTTP servers, rather than in the process of their caller."""
         return self.engine.kind == "sglang" or bool(self.engine.url) or self.num_engines > 1
 
     @property
     def rollouts_per_round(self) -> int:
-        """How many attempts one round samples; demonstrations come without siblings."""
+        """Number of attempts per round; demonstrations (sft) have one per prompt."""
         if isinstance(self.algorithm, Sft):
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def rollouts_per_step(self) -> int:
-        """How many of them one optimizer step takes."""
+        """Number of attempts per optimizer step."""
         if self.train.global_batch_size is not None:
             return self.train.global_batch_size
         return self.rollouts_per_round // (self.train.num_steps_per_rollout or 1)
@@ -85,7 +85,7 @@ class Settings(Section):
 
 
 def contradictions(settings: Settings) -> Iterator[str]:
-    """Each contradiction between sections, as a line that names both keys and the way out."""
+    """Conflicts between sections, each as a line that names both keys and the remedy."""
     run, train, rollout, algorithm = settings.run, settings.train, settings.rollout, settings.algorithm
     steps = train.num_steps_per_rollout
     if steps and settings.rollouts_per_round % steps:
@@ -133,7 +133,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
 
 
 def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
-    """Between adapters and what says which weights are trained."""
+    """Conflicts between LoRA and the selection of trained weights."""
     for key in ("freeze_params_name_list", "only_train_params_name_list"):
         if train.lora_rank is not None and getattr(train, key):
             yield f"train.{key} has no effect with train.lora_rank: adapters alone are trained; drop one of the two"
@@ -142,11 +142,11 @@ def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
             yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
 
 
-def _greedy_repeats(given: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
-    """Datasets of which the same answer would be drawn several times; an agent's may differ by what its tools say."""
-    for name, dataset in given.datasets.items():
-        temperature = given.temperature if dataset.temperature is None else dataset.temperature
-        n = dataset.n_samples_per_prompt or given.n_samples_per_prompt
+def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
+    """Datasets that would draw the same greedy answer several times; an agent's may differ by its tools' results."""
+    for name, dataset in evaluation.datasets.items():
+        temperature = evaluation.temperature if dataset.temperature is None else dataset.temperature
+        n = dataset.n_samples_per_prompt or evaluation.n_samples_per_prompt
         agent = dataset.custom_generate_function_path or rollout.custom_generate_function_path
         if temperature == 0 and n > 1 and not agent:
             yield (
@@ -156,7 +156,7 @@ def _greedy_repeats(given: EvalSettings, rollout: RolloutSettings) -> Iterator[s
 
 
 def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:
-    """Between what a round leaves over and who works ahead."""
+    """Conflicts between over-sampling, partial rollouts and asynchronous rounds."""
     over, size = rollout.over_sampling_batch_size, run.rollout_batch_size
     if over is not None and over < size:
         yield (
@@ -178,22 +178,22 @@ def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterat
 
 
 def _placement_contradictions(settings: Settings) -> Iterator[str]:
-    """Between engines, transports and the cluster."""
+    """Conflicts between engines, weight transports and the cluster."""
     engine, sync, cluster = settings.engine, settings.sync, settings.cluster
     if cluster.ray_address and cluster.executor != "ray":
         yield 'cluster.ray_address has no effect with cluster.executor = "local"; set cluster.executor = "ray"'
     if cluster.actor_num_nodes > 1 and cluster.executor != "ray":
         yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
-    each = cluster.rollout_num_gpus_per_engine
-    if cluster.rollout_num_gpus and cluster.rollout_num_gpus % each:
-        nearest = max(each, cluster.rollout_num_gpus // each * each)
+    gpus_per_engine = cluster.rollout_num_gpus_per_engine
+    if cluster.rollout_num_gpus and cluster.rollout_num_gpus % gpus_per_engine:
+        nearest = max(gpus_per_engine, cluster.rollout_num_gpus // gpus_per_engine * gpus_per_engine)
         yield (
             f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
-            f"cluster.rollout_num_gpus_per_engine: {each}; give {nearest}"
+            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}; give {nearest}"
         )
-    if engine.kind == "embedded" and each > 1:
+    if engine.kind == "embedded" and gpus_per_engine > 1:
         yield (
-            f"cluster.rollout_num_gpus_per_engine: {each}, but an embedded engine lives on one device; "
+            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an embedded engine lives on one device; "
             f'set engine.kind = "sglang" or give 1'
         )
     if engine.url and settings.num_engines > 1:

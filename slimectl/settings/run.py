@@ -1,4 +1,4 @@
-"""The loop, its warm-up, its trackers."""
+"""Settings of the run loop, its supervised warm-up and its trackers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slimectl.settings.base import Section, Texts
 PositiveInt = Annotated[int, Field(ge=1)]
 TrackerName = Literal["stdout", "jsonl", "tensorboard", "wandb", "swanlab"]
 SECRETS = ("key", "token", "password", "secret")
-"""Words in an argument's name that make it a secret."""
+"""Last words of an argument's name that mark it as a secret."""
 
 
 class RunSettings(Section):
-    """Rounds of rollout, score and train, and what is kept of them."""
+    """Rounds of rollout, score and train, and their checkpoints."""
 
     name: str | None = None
     """Folder of the run under run.dir; the recipe's name where not given."""
@@ -86,9 +86,9 @@ class WarmupSettings(Section):
 
 
 class TrackSettings(Section):
-    """Where metrics go besides metrics.jsonl, which is always written.
+    """Trackers of metrics besides metrics.jsonl, which is always written.
 
-    Keys are taken from the environment (WANDB_API_KEY, SWANLAB_API_KEY) and never written down.
+    API keys are read from the environment (WANDB_API_KEY, SWANLAB_API_KEY) and never written down.
     """
 
     with_: Annotated[list[TrackerName], Field(alias="with")] = ["stdout"]
@@ -155,10 +155,10 @@ class TrackSettings(Section):
 
     @field_validator("kwargs")
     @classmethod
-    def _hold_no_secret(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """What stands here is written to run.toml and manifests."""
-        for tracker, given in kwargs.items():
-            for name in secret_names(given):
+    def _refuse_secrets(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Reject secrets in tracker arguments, which are written to run.toml and manifests."""
+        for tracker, arguments in kwargs.items():
+            for name in secret_names(arguments):
                 raise PydanticCustomError(
                     "secret",
                     "{tracker}.{name} does not belong in settings, which are written down; set {variable} in the "
@@ -169,7 +169,7 @@ class TrackSettings(Section):
 
 
 def secret_names(arguments: dict[str, Any]) -> list[str]:
-    """The names in `arguments`, and in tables within, under which people pass keys."""
-    own = [name for name in arguments if name.lower().rpartition("_")[2] in SECRETS]
-    within = [name for value in arguments.values() if isinstance(value, dict) for name in secret_names(value)]
-    return own + within
+    """Names of secrets in `arguments` and its nested tables."""
+    direct = [name for name in arguments if name.lower().rpartition("_")[2] in SECRETS]
+    nested = [name for value in arguments.values() if isinstance(value, dict) for name in secret_names(value)]
+    return direct + nested

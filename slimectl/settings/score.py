@@ -1,4 +1,4 @@
-"""How answers are graded."""
+"""Settings of scoring."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import Field
 from slimectl.settings.base import Section
 
 SLOW = ("math", "deepscaler", "code")
-"""Verifiers that are graded in worker processes unless told otherwise: symbolic mathematics, whose work on a hostile
-answer only a time limit bounds, and programs that are run."""
+"""Verifiers that run in worker processes by default: symbolic mathematics, whose cost on an adversarial answer only a
+time limit bounds, and execution of programs."""
 
 
 class ScoreSettings(Section):
@@ -69,7 +69,7 @@ class ScoreSettings(Section):
 
     @property
     def processes(self) -> int:
-        """How many workers there will be."""
+        """Effective number of worker processes."""
         if self.workers is not None:
             return self.workers
         types = [self.rm_type, *(part.get("type") for part in self.rm)]

@@ -1,4 +1,4 @@
-"""Settings that hold secrets: given as they are, or as a word on where they are (`env:NAME`, `file:PATH`)."""
+"""Secrets in settings: literal, or a reference to their location (`env:NAME`, `file:PATH`)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Key = Annotated[
 
 
 def reveal(value: Any, *, setting: str) -> Any:
-    """The value with every reference in it followed; what a reference leads to is masked from now on.
+    """The value with every reference resolved; resolved secrets are masked from now on.
 
-    Raises SettingsError if there is nothing, or only the mask of a secret that was not written down.
+    Raises SettingsError for a missing secret, or for the mask of a secret that was not written to the file.
     """
     if hasattr(value, "get_secret_value"):
         return remember(reveal(value.get_secret_value(), setting=setting))
@@ -52,20 +52,20 @@ def reveal(value: Any, *, setting: str) -> Any:
 
 
 def revealed_score(score: ScoreSettings) -> ScoreSettings:
-    """[score] with the addresses and options of servers as they are used."""
+    """[score] with resolved secrets in the addresses and options of servers."""
     keys = ("rm_url", "rm_options", "rm")
     return score.model_copy(update={key: reveal(getattr(score, key), setting=f"score.{key}") for key in keys})
 
 
 def check_complete(values: dict[str, Any]) -> None:
-    """Raises SettingsError, a line for each secret that was not written down and has not been given again."""
+    """Raise SettingsError, with one line for each masked secret that was not supplied again."""
     names = list(masked_names(values))
     if names:
         raise SettingsError("\n".join(map(lacking, names)))
 
 
 def lacking(setting: str) -> str:
-    """The line for a secret that is needed again."""
+    """Error line for a masked secret that must be supplied again."""
     ways = list(_ways(setting))
     return f"{setting}: its secret is never written down; give it again, by {' or '.join(ways)}"
 

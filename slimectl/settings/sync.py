@@ -1,4 +1,4 @@
-"""How new weights reach the engines."""
+"""Settings of weight synchronisation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class SyncSettings(Section):
-    """From the policy to the engines, after every step that ends a round."""
+    """Weight updates from the policy to the engines, after the last step of a round."""
 
     transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
     """in_process for an engine in the trainer's process; to servers: disk (a checkpoint they read), tensor (shared

@@ -1,4 +1,4 @@
-"""How weights move."""
+"""Settings of training."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def convert(
         manifest_fields.update(sign(counts) if sign else {"counts": counts})
         return hashes
 
-    write_folder(target, fill, about=manifest_fields, resume=resume)
+    write_folder(target, fill, manifest_fields=manifest_fields, resume=resume)
     return counts
 
 

@@ -1,1 +1,1 @@
-"""Where metrics go."""
+"""Trackers: outputs for metrics."""

@@ -1,4 +1,4 @@
-"""Trackers that cannot harm a run once it is under way."""
+"""Fault tolerance of trackers: their failures do not stop a run."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from slimectl.types import TableRow
 
 
 def say(text: str) -> None:
-    """Words on stderr, if anybody still reads it."""
+    """Print a message to stderr; errors of a closed stderr are ignored."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 class Guarded:
-    """A tracker whose first failure is told and whose further ones are not; the run goes on, and so do its tries."""
+    """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
 
     def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = say) -> None:
         self.name = name
         self.tracker = tracker
         self._warn = warn
-        self._told = False
+        self._warned = False
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        with self._endured(f"at step {step}"):
+        with self._contain_errors(f"at step {step}"):
             self.tracker.log(metrics, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        with self._endured(f"at step {step}"):
+        with self._contain_errors(f"at step {step}"):
             self.tracker.table(name, rows, step=step)
 
     def close(self) -> None:
-        with self._endured("when it was closed"):
+        with self._contain_errors("when it was closed"):
             self.tracker.close()
 
     @contextmanager
-    def _endured(self, when: str) -> Iterator[None]:
+    def _contain_errors(self, moment: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a library comes up with: a chart is not worth a run
-            if not self._told:
-                self._told = True
+        except Exception as error:  # any error of the library: a chart must not stop a run
+            if not self._warned:
+                self._warned = True
                 self._warn(
-                    f"track.with: {self.name} failed {when}: {first_line(error)}; the run goes on, and its "
+                    f"track.with: {self.name} failed {moment}: {first_line(error)}; the run goes on, and its "
                     f"metrics.jsonl has every number"
                 )
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a message."""
+    """First non-empty line of an error's message, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
 def starting(name: str, *, way_out: str) -> Iterator[None]:
-    """Raises BackendError, or SettingsError for arguments that the library does not take, where a tracker cannot start.
+    """Turn errors of a tracker's start into BackendError, or into SettingsError for arguments that it rejects.
 
-    `way_out` says what may help.
+    `way_out` is the remedy that the message suggests.
     """
     try:
         yield

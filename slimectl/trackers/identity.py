@@ -1,4 +1,4 @@
-"""As what a run is known to the services that draw its curves."""
+"""Run identity shared by hosted trackers (wandb, SwanLab)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """What wandb and SwanLab are told of a run; None leaves it to the library and its environment variables.
+    """Identity of a run at wandb and SwanLab; None leaves a field to the library and its environment variables.
 
-    `run_id` stays the same when a run is resumed, so that its curves go on. `config` is shown beside them.
+    `run_id` stays the same when a run is resumed, so that its curves continue. `config` is shown beside them.
     """
 
     run_id: str

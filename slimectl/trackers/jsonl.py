@@ -1,4 +1,4 @@
-"""Metrics as JSON lines; the same numbers give the same bytes."""
+"""Metrics as JSON Lines; equal metrics give equal bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JsonlTracker:
         self._append({"step": step, "metrics": dict(metrics)})
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """A line as those of metrics, with none, but "table": name, "rows": […]."""
+        """Append a line with empty metrics and "table": name, "rows": […]."""
         self._append({"step": step, "metrics": {}, "table": name, "rows": list(rows)})
 
     def _append(self, line: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A live bar on a terminal: where the run is, its reward and how it moves."""
+"""Live progress bar on a terminal, with smoothed reward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slimectl.trackers.stdout import is_accuracy, lines_of, shown_of
 from slimectl.types import TableRow
 
 KEPT = 0.9
-"""How much of the smoothed reward stays at each round."""
+"""Decay of the exponential moving average of the reward, per round."""
 
 
 class ProgressTracker:
-    """One bar on stderr; evaluations are printed above it and stay."""
+    """One progress bar on stderr; evaluations are printed above it and stay."""
 
     def __init__(self, *, total: int | None, done: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

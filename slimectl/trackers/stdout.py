@@ -1,4 +1,4 @@
-"""One plain line a step, for logs and pipes."""
+"""One plain line per step, for logs and pipes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHOWN = {
     "train/lr": "lr",
     "rollout/staleness/max": "stale",
 }
-"""What a line shows of a step's metrics, and under which short name; not the loss, 0 by construction on-policy."""
+"""Metrics in the line of a step, and their short names; not the loss, which is 0 by construction on-policy."""
 
 ROWS, WIDTH = 2, 40
-"""How much of a table of texts is shown: so many rows, so many characters of each text."""
+"""Rows of a table of texts that are shown, and characters of each text."""
 
 
 class StdoutTracker:
@@ -55,7 +55,7 @@ def _short(value: str | float) -> str:
 
 
 def shown_of(metrics: Mapping[str, float]) -> list[str]:
-    """The parts of a step's line; staleness only where there is any."""
+    """Parts of the line of a step; staleness only if above 0."""
     names = [name for name in SHOWN if name in metrics and (SHOWN[name] != "stale" or metrics[name] > 0)]
     return [f"{SHOWN[name]} {metrics[name]:.3g}" for name in names]
 

@@ -1,4 +1,4 @@
-"""Metrics for SwanLab, by its own library."""
+"""SwanLab tracker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offlin
 class SwanlabTracker:
     """One SwanLab experiment, in `folder`; each metric on its own axis, or all on the train step (`one_axis`).
 
-    `kwargs` goes before everything else to `swanlab.init`. Raises MissingExtraError without the library, BackendError
+    `kwargs` overrides all other arguments of `swanlab.init`. Raises MissingExtraError without the library, BackendError
     if it cannot start.
     """
 
@@ -33,7 +33,7 @@ class SwanlabTracker:
             raise MissingExtraError("swanlab", extra="swanlab", wanted_by="track.with") from error
         self._one_axis = one_axis
         self._defined: set[str] = set()
-        asked = {
+        arguments = {
             "project": identity.project,
             "workspace": identity.entity,
             "group": identity.group,
@@ -45,17 +45,17 @@ class SwanlabTracker:
             "resume": "allow",
             "reinit": True,
         }
-        with starting("swanlab", way_out=WAY_OUT), _beside_the_run():
-            # The console is the user's: nothing of it is recorded.
-            given = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **asked, **kwargs}  # type: ignore[arg-type]
-            self._run = swanlab.init(**given)
+        with starting("swanlab", way_out=WAY_OUT), _isolated_startup():
+            # The console belongs to the user and is not recorded.
+            init_kwargs = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **arguments, **kwargs}  # type: ignore[arg-type]
+            self._run = swanlab.init(**init_kwargs)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if not metrics:
             return
         for name in metrics.keys() - self._defined:
             axis = "train/step" if self._one_axis else axis_of(name)
-            # SwanLab keeps one value for each place on an axis of one's own: not for what each step of a round has.
+            # SwanLab keeps one value per position of a custom axis: unfit for metrics of each step of a round.
             if axis in metrics and axis != name and not name.startswith("perf/"):
                 self._run.define_metric(name, x_axis=axis)
             self._defined.add(name)
@@ -72,8 +72,8 @@ class SwanlabTracker:
 
 
 @contextmanager
-def _beside_the_run() -> Iterator[None]:
-    """Let SwanLab say its words on stderr, and keep what it would take over: Ctrl-C and the last word on errors.
+def _isolated_startup() -> Iterator[None]:
+    """Redirect SwanLab's output to stderr, and restore the Ctrl-C handler and excepthook that it replaces.
 
     SwanLab 0.10 ends its experiment at the first Ctrl-C; a run finishes its round first and reports it.
     """

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, by its own writer."""
+"""TensorBoard tracker."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from slimectl.types import TableRow
 
 
 class TensorboardTracker:
-    """Scalars under `log_dir` (TENSORBOARD_DIR in the environment goes before it).
+    """Scalars under `log_dir` (TENSORBOARD_DIR in the environment overrides it).
 
-    Each metric stands on its own axis: `rollout/*` and `perf/*` on `rollout/step`, `eval/*` on `eval/step`, the others
-    on the train step; `one_axis` puts all on the train step. Where a line of metrics does not say where its axis
-    stands, it stands where it did last.
+    Each metric has its own axis: `rollout/*` and `perf/*` on `rollout/step`, `eval/*` on `eval/step`, the others on the
+    train step; `one_axis` puts all on the train step. Metrics without the value of their axis use its last value.
     """
 
     def __init__(self, log_dir: Path, *, one_axis: bool = False, purge_step: int | None = None, **kwargs: Any) -> None:
@@ -31,7 +30,7 @@ class TensorboardTracker:
         self._one_axis = one_axis
         self._axes: dict[str, float] = {}
         with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
-            # purge_step hides what a resumed run is about to write again.
+            # purge_step hides steps that a resumed run writes again.
             self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge_step, **kwargs})  # type: ignore[no-untyped-call]
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -43,7 +42,7 @@ class TensorboardTracker:
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """A table in Markdown, under TEXT."""
+        """Write a Markdown table to the TEXT tab."""
         lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         self._writer.add_text(name, text, global_step=step)  # type: ignore[no-untyped-call]
@@ -54,5 +53,5 @@ class TensorboardTracker:
 
 
 def _cell(value: str | float) -> str:
-    """A value as Markdown shows it in one cell, as it is."""
+    """Escape a value so that a Markdown cell shows it verbatim."""
     return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")

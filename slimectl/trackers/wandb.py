@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases, by its own library."""
+"""Weights & Biases tracker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", 
 class WandbTracker:
     """One wandb run, in `folder`; each metric on its own axis by define_metric, or all on `train/step` (`one_axis`).
 
-    `kwargs` goes before everything else to `wandb.init`. Raises MissingExtraError without the library, BackendError
+    `kwargs` overrides all other arguments of `wandb.init`. Raises MissingExtraError without the library, BackendError
     if it cannot start.
     """
 
@@ -29,10 +29,10 @@ class WandbTracker:
             raise MissingExtraError("wandb", extra="wandb", wanted_by="track.with") from error
         self._one_axis = one_axis
         self._defined: set[str] = set()
-        # The console is the user's: nothing of it is recorded, nothing is printed on it.
-        own = {"console": "off", "silent": True, **({"base_url": identity.host} if identity.host else {})}
-        settings = {**own, **kwargs.pop("settings", {})}
-        asked = {
+        # The console belongs to the user: wandb neither records it nor prints to it.
+        defaults = {"console": "off", "silent": True, **({"base_url": identity.host} if identity.host else {})}
+        settings = {**defaults, **kwargs.pop("settings", {})}
+        arguments = {
             "project": identity.project,
             "entity": identity.entity,
             "group": identity.group,
@@ -45,8 +45,8 @@ class WandbTracker:
             "reinit": "create_new",
         }
         with starting("wandb", way_out=WAY_OUT):
-            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly write to /tmp instead
-            self._run = wandb.init(**{**asked, **kwargs}, settings=settings)
+            folder.mkdir(parents=True, exist_ok=True)  # else wandb silently writes to /tmp
+            self._run = wandb.init(**{**arguments, **kwargs}, settings=settings)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if not metrics:

@@ -43,7 +43,7 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         raise CheckpointError(f"{path}: no config.json; this is {kind}")
     check_model_files(folder)
     raw_config(folder)
-    check_integrity(folder, whole=verify)
+    check_integrity(folder, full=verify)
     return folder
 
 

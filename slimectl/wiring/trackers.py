@@ -66,7 +66,9 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
 
     if settings.track.naming == "slime":
         return tracker
-    return Renamed(tracker, both=settings.track.naming == "both", prompts_per_round=settings.run.rollout_batch_size)
+    return Renamed(
+        tracker, keep_slime_names=settings.track.naming == "both", prompts_per_round=settings.run.rollout_batch_size
+    )
 
 
 def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:

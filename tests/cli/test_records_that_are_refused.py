@@ -111,7 +111,7 @@ def test_a_number_beyond_a_float_is_no_json(text: str):
     with pytest.raises(ValueError, match="is too large for a float"):
         decode_json(text)
     with pytest.raises(RecordError, match=r"^f:1: not JSON that can be read: .* is too large for a float"):
-        parse_line(f'{{"x": {text}}}'.encode(), where="f:1")
+        parse_line(f'{{"x": {text}}}'.encode(), location="f:1")
 
 
 def test_large_and_tiny_exponents_are_numbers():

@@ -1,4 +1,4 @@
-"""Algorithms whose advantage is a token's own."""
+"""Algorithms with per-token advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimectl.settings.base import Section
 
 
 class Whitened(Clipped):
-    """The REINFORCE++ family: advantages by token, on one scale over the whole round."""
+    """The REINFORCE++ family: per-token advantages, whitened over the whole round."""
 
     normalize_advantages: bool = True
     """Whiten the advantages over all tokens of the round; this family needs it."""
@@ -83,7 +83,7 @@ class Ppo(Whitened):
 
 
 def critic_is_shared(algorithm: Section) -> bool:
-    """Whether the policy is its own critic."""
+    """Whether policy and critic share one model."""
     return isinstance(algorithm, Ppo) and algorithm.critic == "shared"
 
 

@@ -1,4 +1,4 @@
-"""Algorithms that compare the answers to a prompt with one another."""
+"""Algorithms with group-relative advantages: the answers to a prompt are compared with each other."""
 
 from __future__ import annotations
 

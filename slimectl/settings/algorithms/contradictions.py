@@ -1,4 +1,4 @@
-"""Keys of an algorithm that exclude each other, or do nothing without one another."""
+"""Conflicts between keys of an algorithm: keys that exclude each other, or have no effect without another."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SWITCHED = {
     "use_rs": ("rs_level", "rs_clip", "rs_clip_low"),
     "use_opsm": ("opsm_delta",),
 }
-"""Keys that do nothing before their switch is on. Bounds of TIS are none: what they would change is reported."""
+"""Keys without effect while their switch is off. TIS bounds are not among them: their would-be effect is reported."""
 
 
 def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -> Iterator[str]:
-    """Each contradiction within [algorithm], as a line that names the keys and the way out.
+    """Conflicts within [algorithm], each as a line that names the keys and the remedy.
 
     `temperature` is that of the rollout.
     """
@@ -30,14 +30,14 @@ def algorithm_contradictions(algorithm: PolicyGradient, *, temperature: float) -
         yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
     if algorithm.calculate_per_token_loss and algorithm.fixed_length:
         yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
-    yield from _of_teachers(algorithm, temperature)
-    yield from _of_corrections(algorithm)
-    yield from _without_effect(algorithm)
+    yield from _teacher_contradictions(algorithm, temperature)
+    yield from _correction_contradictions(algorithm)
+    yield from _ineffective_keys(algorithm)
     if isinstance(algorithm, Ppo):
-        yield from _of_critics(algorithm)
+        yield from _critic_contradictions(algorithm)
 
 
-def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
+def _teacher_contradictions(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
     urls = algorithm.opd_teacher_url
     if urls and algorithm.opd_teacher_load:
         yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
@@ -51,7 +51,7 @@ def _of_teachers(algorithm: PolicyGradient, temperature: float) -> Iterator[str]
             yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
 
 
-def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
+def _correction_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
     for key in ("use_tis", "use_rs"):
         if algorithm.use_rollout_logprobs and getattr(algorithm, key):
             yield (
@@ -69,14 +69,14 @@ def _of_corrections(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _of_critics(algorithm: Ppo) -> Iterator[str]:
-    own, shared = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
-    for key in own if algorithm.critic == "shared" else shared:
+def _critic_contradictions(algorithm: Ppo) -> Iterator[str]:
+    separate_only, shared_only = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
+    for key in separate_only if algorithm.critic == "shared" else shared_only:
         if getattr(algorithm, key) != Ppo.model_fields[key].default:
             yield f"algorithm.{key} has no effect with algorithm.critic = {algorithm.critic}; drop one of them"
 
 
-def _without_effect(algorithm: PolicyGradient) -> Iterator[str]:
+def _ineffective_keys(algorithm: PolicyGradient) -> Iterator[str]:
     if algorithm.ref_update_interval and not (algorithm.kl_coef or algorithm.kl_loss_coef):
         yield (
             "algorithm.ref_update_interval has no effect without a divergence from the reference; set "

@@ -1,4 +1,4 @@
-"""What the algorithms share that raise the probability of what was rewarded."""
+"""Settings shared by the policy-gradient algorithms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
 
 
 class PolicyGradient(Section):
-    """What every algorithm shares that raises the probability of what was rewarded."""
+    """Settings of every policy-gradient algorithm."""
 
     baseline: ClassVar[Baseline] = "group_mean"
     """What a reward is compared with; with "none" a prompt needs no second answer."""
@@ -115,7 +115,7 @@ class PolicyGradient(Section):
 
 
 class Bounded(PolicyGradient):
-    """Those that hold the probability ratio within bounds around 1."""
+    """Algorithms that bound the probability ratio around 1."""
 
     eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.2
     """How far the probability ratio may fall below 1 before its gradient stops."""
@@ -125,14 +125,14 @@ class Bounded(PolicyGradient):
 
 
 class Clipped(Bounded):
-    """Those of them whose bound may be doubled."""
+    """Algorithms with a clipped ratio and optional dual clip."""
 
     eps_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: bound on the loss of bad tokens whose ratio exploded; off where not given."""
 
 
 class GroupNormalized(PolicyGradient):
-    """Those whose advantage is the reward among those of its group."""
+    """Algorithms whose advantage is the reward normalised within its group."""
 
     grpo_std_normalization: bool = True
     """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""

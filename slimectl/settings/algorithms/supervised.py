@@ -1,4 +1,4 @@
-"""Algorithms that learn from given answers."""
+"""Algorithms that learn from demonstrations or preferences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sft(Section):
 
 
 class Pairwise(Section):
-    """What is shared by those that learn which of two answers is better."""
+    """Settings of algorithms that learn from preference pairs."""
 
     pairs: Literal["extremes", "all"] = "extremes"
     """Pairs of a group of scored answers: its best with its worst, or all whose rewards differ."""
@@ -45,7 +45,7 @@ class Dpo(Pairwise):
 
 
 class RewardModel(Pairwise):
-    """A reward model of the Bradley-Terry kind (Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
+    """Bradley-Terry reward model (Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
 
     name: Literal["reward_model"] = "reward_model"
     """Which algorithm."""
