@@ -23,6 +23,44 @@ from slimectl.wiring import convert
 settings.register_profile("unhurried", deadline=None, derandomize=True)
 settings.load_profile("unhurried")
 
+GROUPS = {
+    "tests/policies/megatron/": "ranks of Megatron",
+    "tests/contracts/": "servers of the contracts",
+    "tests/executors/test_ray": "Ray",
+    "tests/stages/test_faults.py": "Ray",
+}
+"""Tests that share processes, by how their path begins: one worker of pytest-xdist runs them all, before the others."""
+
+
+def scope_of(path: str) -> str:
+    """The tests of one scope run in one worker: a file, or all files that share processes."""
+    return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid.split("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByScope(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that share processes first: they take longest, and the second worker runs the others meanwhile."""
+    groups = list(dict.fromkeys(GROUPS.values()))
+    last = len(groups)
+
+    def rank(item: pytest.Item) -> int:
+        scope = scope_of(item.nodeid.split("::")[0])
+        return groups.index(scope) if scope in groups else last
+
+    items.sort(key=rank)
+
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
