@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slimectl.settings.algorithm import PolicyGradient
+from slimectl.settings.algorithms.policy_gradient import PolicyGradient
 
 if TYPE_CHECKING:
     from slimectl.settings.root import Settings

@@ -203,8 +203,8 @@ def test_flops_of_a_token():
 
 def test_time_of_a_step():
     found = compute.figures(SMALL.all, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5)
-    flops = compute.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192
-    assert figure(found, "time per step").value == pytest.approx(flops / (4 * 100e12 * 0.5))
+    total_flops = compute.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192
+    assert figure(found, "time per step").value == pytest.approx(total_flops / (4 * 100e12 * 0.5))
 
 
 @pytest.mark.parametrize(
