@@ -106,17 +106,17 @@ def cases(tokens: int) -> list[Case]:
 
 def sampled(given: argparse.Namespace) -> list[list[Any]]:
     """A batch of samples for every update, with rewards, and log-probabilities that the model gave them."""
-    from slimectl import wiring
+    from slimectl import builders
     from slimectl.stages.rollout import rollout
-    from slimectl.stages.teaching import with_log_probs
+    from slimectl.stages.score import attach_log_probs
 
     settings = slimectl_settings(given, {})
-    tokenizer, start = wiring.tokenizer(given.model), Path(given.model)
-    engine = wiring.engine(settings, start, tokenizer)
+    tokenizer, start = builders.tokenizer(given.model), Path(given.model)
+    engine = builders.engine(settings, start, tokenizer)
     size = given.prompts * given.answers
-    drawn = rollout(wiring.prompts(settings, [given.data]), engine, tokenizer, settings.rollout)
+    drawn = rollout(builders.prompts(settings, [given.data]), engine, tokenizer, settings.rollout)
     answers = islice(drawn, size * given.updates)
-    samples = list(with_log_probs(answers, wiring.frozen(settings, start), "ref_log_probs"))
+    samples = list(attach_log_probs(answers, builders.frozen(settings, start), "ref_log_probs"))
     if len(samples) < size * given.updates:
         raise SystemExit(f"{given.data}: {len(samples)} answers, {size * given.updates} are needed")
     random = Random(1)
@@ -144,7 +144,7 @@ def _as_seen(sample: Any, case: Case, random: Random) -> Any:
 
 
 def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> Any:
-    from slimectl.settings.layers import Layer, resolve
+    from slimectl.settings.loading import Layer, resolve
 
     values = {
         "rollout": {"n_samples_per_prompt": given.answers, "max_response_len": given.tokens, "shuffle": False},
@@ -164,12 +164,12 @@ def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> A
 
 
 def by_slimectl(case: Case, batches: list[list[Any]], given: argparse.Namespace) -> list[dict[str, float]]:
-    from slimectl import wiring
+    from slimectl import builders
     from slimectl.stages.train import train
 
     own_log_probs = {} if case.corrected else {"use_rollout_logprobs": True}
     settings = slimectl_settings(given, case.slimectl | own_log_probs)
-    policy = wiring.policy(settings, Path(given.model), total_steps=given.updates)
+    policy = builders.policy(settings, Path(given.model), total_steps=given.updates)
     every = batches * (1 if case.corrected else given.updates)
     reports = train((sample for batch in every for sample in batch), policy, settings)
     return [

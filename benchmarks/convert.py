@@ -44,11 +44,11 @@ class Random:
     def __init__(self, layers: int) -> None:
         import torch
 
-        from slimectl.weights.complete import completed
-        from slimectl.weights.counts import shapes
+        from slimectl.architectures.config import with_defaults
+        from slimectl.architectures.registry import shapes
 
         self.config = {**SHAPE, "num_hidden_layers": layers}
-        self.shapes = shapes(completed(self.config))
+        self.shapes = shapes(with_defaults(self.config))
         self.dtype = torch.bfloat16
         self.block = torch.randn(2**26, dtype=torch.bfloat16)
 
@@ -80,10 +80,10 @@ def child(source: Path, target: Path, to: str, rounds: int) -> None:
     # What is imported on the way is no part of the work.
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
+    from slimectl.architectures.config import with_defaults
     from slimectl.conversions import convert_checkpoint
-    from slimectl.weights.complete import completed
 
-    completed(SHAPE)
+    with_defaults(SHAPE)
     base, copy = peak_bytes(), target.with_name("copy")
     turns = {
         "cp": lambda: copied(source, copy, sync=False),

@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import psutil
 import torch
 
-from slimectl import wiring
-from slimectl.settings.layers import Layer, resolve
+from slimectl import builders
+from slimectl.settings.loading import Layer, resolve
 from slimectl.types import SamplingParams
 
 LENGTH = 64
@@ -41,15 +41,15 @@ def settings(dtype: str, **sections: Any) -> Any:
 
 def started(options: argparse.Namespace, text: Any, closing: ExitStack) -> dict[str, Any]:
     """Every engine by its name; servers end with `closing`."""
-    made: dict[str, Any] = {"in process": wiring.engine(settings(options.dtype), options.model, text)}
+    made: dict[str, Any] = {"in process": builders.engine(settings(options.dtype), options.model, text)}
     two = settings(options.dtype, engine={"num_engines": 2})
     urls = servers(two, options, closing)
-    made["1 serve"] = wiring.client(two, options.model, text, urls[:1], urls[:1])
-    made["2 serve"] = wiring.client(two, options.model, text, urls, urls)
+    made["1 serve"] = builders.client(two, options.model, text, urls[:1], urls[:1])
+    made["2 serve"] = builders.client(two, options.model, text, urls, urls)
     if options.sglang:
         one = settings(options.dtype, engine={"kind": "sglang"}, sglang={"python": options.sglang})
         urls = servers(one, options, closing)
-        made["1 sglang"] = wiring.client(one, options.model, text, urls, urls)
+        made["1 sglang"] = builders.client(one, options.model, text, urls, urls)
     for engine in made.values():
         closing.callback(lambda engine=engine: asyncio.run(engine.close()))
     return made
@@ -57,7 +57,7 @@ def started(options: argparse.Namespace, text: Any, closing: ExitStack) -> dict[
 
 def servers(given: Any, options: argparse.Namespace, closing: ExitStack) -> list[str]:
     folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-    fleet = wiring.fleet(given, options.model, executor=wiring.executor(given), folder=folder, waiting=False)
+    fleet = builders.server_pool(given, options.model, executor=builders.executor(given), folder=folder, waiting=False)
     closing.callback(fleet.close)
     return fleet.urls
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--sglang", help="Python that SGLang is installed in")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = wiring.tokenizer(options.model)
+    text = builders.tokenizer(options.model)
     draw = random.Random(0)
     with ExitStack() as closing:
         engines = started(options, text, closing)

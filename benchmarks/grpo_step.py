@@ -95,18 +95,18 @@ class Turns:
 
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
-    from slimectl import wiring
+    from slimectl import builders
     from slimectl.stages.rounds import sampled_rounds
     from slimectl.stages.run import run
 
     case, settings, folder = Case(**given["case"]), slimectl_settings(given), Path(given["model"])
-    tokenizer = wiring.tokenizer(folder)
-    policy = wiring.policy(settings, folder, total_steps=given["steps"])
-    engine = wiring.engine(settings, folder, tokenizer, load=False)
-    prompts, executor = wiring.prompts(settings, [given["prompts"]]), wiring.executor(settings)
-    parts = (prompts, engine, tokenizer, wiring.reward(settings), settings)
+    tokenizer = builders.tokenizer(folder)
+    policy = builders.policy(settings, folder, total_steps=given["steps"])
+    engine = builders.engine(settings, folder, tokenizer, load=False)
+    prompts, executor = builders.prompts(settings, [given["prompts"]]), builders.executor(settings)
+    parts = (prompts, engine, tokenizer, builders.reward(settings), settings)
     make_rounds = partial(sampled_rounds, *parts, executor=executor)
-    reports = run(make_rounds, policy, wiring.in_process(policy, engine), settings, executor=executor)
+    reports = run(make_rounds, policy, builders.in_process(policy, engine), settings, executor=executor)
     for _ in range(given["steps"]):
         turns.wait()
         report = next(reports)
@@ -128,7 +128,7 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
 
 
 def slimectl_settings(given: dict[str, Any]) -> Any:
-    from slimectl.settings.layers import Layer, resolve
+    from slimectl.settings.loading import Layer, resolve
 
     case = Case(**given["case"])
     engine, train, *rest = given["setting"].split(",")
@@ -275,11 +275,11 @@ class Side:
 
 def written_prompts(options: argparse.Namespace, case: Case, into: Path) -> None:
     """The prompts of all steps as JSON lines, chats as the text that the model reads."""
-    from slimectl import wiring
+    from slimectl import builders
 
-    tokenizer, settings = wiring.tokenizer(options.model), _settings(case)
+    tokenizer, settings = builders.tokenizer(options.model), _settings(case)
     count = case.prompts * (options.skip + options.rounds)
-    drawn: Iterator[Any] = wiring.prompts(settings, [case.data])
+    drawn: Iterator[Any] = builders.prompts(settings, [case.data])
     with into.open("w") as out:
         for prompt, _ in zip(drawn, range(count), strict=False):
             text = prompt.text
@@ -296,13 +296,13 @@ def _settings(case: Case) -> Any:
 
 def accuracy(case: Case, model: Path) -> float:
     """On held-out prompts, by slimectl's evaluation."""
-    from slimectl import wiring
+    from slimectl import builders
     from slimectl.stages.evaluate import evaluate, summarize
 
-    settings, tokenizer = _settings(case), wiring.tokenizer(model)
-    engine, executor = wiring.engine(settings, model, tokenizer), wiring.graders()
-    prompts = wiring.prompts(settings, [case.held_out], shuffle=False)
-    samples = list(evaluate(prompts, engine, tokenizer, wiring.reward(settings), settings, executor=executor))
+    settings, tokenizer = _settings(case), builders.tokenizer(model)
+    engine, executor = builders.engine(settings, model, tokenizer), builders.graders()
+    prompts = builders.prompts(settings, [case.held_out], shuffle=False)
+    samples = list(evaluate(prompts, engine, tokenizer, builders.reward(settings), settings, executor=executor))
     return summarize("held_out", samples)["eval/held_out_accuracy"]
 
 

@@ -76,15 +76,15 @@ class Trial:
 
 def foreseen(trial: Trial) -> float:
     """Bytes by the formulas."""
-    from slimectl.estimates import memory, plan
-    from slimectl.estimates.run import Run
+    from slimectl.architectures.config import with_defaults
+    from slimectl.planner import memory, plan
+    from slimectl.planner.workload import Run
     from slimectl.settings.train import TrainSettings
-    from slimectl.weights.complete import completed
 
     case = CASES[trial.case]
     model = plan.model_of(
-        completed(case.config), lora_rank=case.lora_rank, lora_targets=TrainSettings().lora_targets, critic=case.ppo,
-        reference=case.ppo,
+        with_defaults(case.config), lora_rank=case.lora_rank, lora_targets=TrainSettings().lora_targets,
+        critic=case.ppo, reference=case.ppo,
     )  # fmt: skip
     run = Run(
         1, policy=trial.policy, dtype=trial.dtype, recompute=trial.recompute, seq_len=case.length,  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def measured(trial: Trial) -> int:
     from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.settings.train import TrainSettings
-    from slimectl.types import Row
+    from slimectl.types import TrainingSample
 
     case = CASES[trial.case]
     torch.set_num_threads(1)
@@ -111,7 +111,9 @@ def measured(trial: Trial) -> int:
     # One token more than is computed: the last predicts nothing. Groups of one: nothing is shared.
     response = case.length + 1 - case.prompt
     rows = [
-        Row([(7 * g + i) % 4096 for i in range(case.length + 1)], response, [1.0 / response] * response, group=g)
+        TrainingSample(
+            [(7 * g + i) % 4096 for i in range(case.length + 1)], response, [1.0 / response] * response, group=g
+        )
         for g in range(2 * case.sequences)
     ]
     options: dict[str, Any] = {
@@ -144,14 +146,14 @@ def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 
+        from slimectl.policies.fsdp.critic import FsdpCritic
         from slimectl.policies.fsdp.policy import FsdpPolicy
-        from slimectl.policies.fsdp.value import FsdpCritic
 
         options["gradient_checkpointing"] = trial.recompute == "full"
         return FsdpPolicy, FsdpCritic
     from slimectl.policies.megatron.config import Recompute
+    from slimectl.policies.megatron.critic import MegatronCritic
     from slimectl.policies.megatron.policy import MegatronPolicy
-    from slimectl.policies.megatron.value import MegatronCritic
 
     options["recompute"] = Recompute(trial.recompute)
     return MegatronPolicy, MegatronCritic

@@ -30,18 +30,18 @@ import torch
 
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
-from slimectl.engines.keys import Keys, new_key
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.recipes import serve_server, sglang_server
+from slimectl.engines.api_keys import Keys, new_key
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.sglang.launch import serve_server, sglang_server
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.ports import NamedTensors
-from slimectl.sync.delta import DeltaSync
-from slimectl.sync.disk import DiskSync
-from slimectl.sync.distributed import DistributedSync
-from slimectl.sync.pushing import ServerSync
-from slimectl.sync.tensor import TensorSync
-from slimectl.types import Metrics, Row
+from slimectl.protocols import NamedTensors
+from slimectl.types import Metrics, TrainingSample
+from slimectl.weight_sync.base import WeightSyncBase
+from slimectl.weight_sync.delta import DeltaSync
+from slimectl.weight_sync.disk import DiskSync
+from slimectl.weight_sync.distributed import DistributedSync
+from slimectl.weight_sync.tensor import TensorSync
 
 KEYS = Keys(admin_api_key=new_key())
 
@@ -53,7 +53,7 @@ def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
 
 def transports(
     policy: FsdpPolicy, url: str, model: Path, folder: Path, dtype: torch.dtype, buffer_bytes: int
-) -> dict[str, ServerSync]:
+) -> dict[str, WeightSyncBase]:
     workers = HttpWorkers([url], keys=KEYS)
     files = {"write": partial(written, model), "dtype": dtype}
     stream = {"buffer_bytes": buffer_bytes, "dtype": dtype}
@@ -68,7 +68,9 @@ def transports(
 def step(policy: FsdpPolicy) -> None:
     length = 32
     tokens = torch.randint(1000, (length + 8,)).tolist()
-    policy.forward_backward([Row(tokens=tokens, response_length=length, weights=[1 / length] * length)], SftLoss())
+    policy.forward_backward(
+        [TrainingSample(tokens=tokens, response_length=length, weights=[1 / length] * length)], SftLoss()
+    )
     policy.optim_step()
 
 
@@ -90,7 +92,9 @@ def cpu_seconds(group: int | None) -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(policy: FsdpPolicy, syncs: dict[tuple[str, str], tuple[ServerSync, int]], size: int, rounds: int) -> None:
+def measure(
+    policy: FsdpPolicy, syncs: dict[tuple[str, str], tuple[WeightSyncBase, int]], size: int, rounds: int
+) -> None:
     flat, into = torch.randint(255, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     copies: list[Metrics] = []
     found: dict[tuple[str, str], list[Metrics]] = {key: [] for key in syncs}
@@ -136,7 +140,7 @@ def main() -> None:
             servers["sglang"] = sglang_server(
                 model, log=folder / "sglang.log", python=options.sglang, dtype=options.dtype
             )
-        syncs: dict[tuple[str, str], tuple[ServerSync, int]] = {}
+        syncs: dict[tuple[str, str], tuple[WeightSyncBase, int]] = {}
         policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6))
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
         for engine, server in servers.items():

@@ -30,7 +30,7 @@ import torch
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
 Step = Callable[[], float]
 
@@ -51,7 +51,7 @@ def surrogate(
     return -(weights * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum()
 
 
-def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
+def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[TrainingSample]:
     draw = random.Random(0)
     rows = []
     for group in range(options.prompts):
@@ -60,11 +60,11 @@ def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
             length = draw.randint(*options.answer)
             tokens = prompt + [draw.randrange(vocabulary) for _ in range(length)]
             advantages = [draw.choice([-1.0, 1.0])] * length
-            rows.append(Row(tokens, length, [1e-3] * length, advantages, [0.0] * length, group=group))
+            rows.append(TrainingSample(tokens, length, [1e-3] * length, advantages, [0.0] * length, group=group))
     return rows
 
 
-def own_step(name: str, model: Path, rows: list[Row], dtype: str, max_tokens: int) -> Step:
+def own_step(name: str, model: Path, rows: list[TrainingSample], dtype: str, max_tokens: int) -> Step:
     options = {"optimizer": OptimizerOptions(lr=0.0), "dtype": dtype, "max_tokens_per_pack": max_tokens}
     policy = _policy(name)(model, HFCheckpoint(), **options)
     for row, logprobs in zip(rows, policy.log_probs(rows), strict=True):
@@ -93,10 +93,10 @@ def _hugging_face(model_dir: Path, dtype: str) -> tuple[Any, torch.optim.Optimiz
     return model.train(), torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
 
-def padded_step(model_dir: Path, rows: list[Row], dtype: str, micro_batch: int, attention: str) -> Step:
+def padded_step(model_dir: Path, rows: list[TrainingSample], dtype: str, micro_batch: int, attention: str) -> Step:
     model, optimizer = _hugging_face(model_dir, dtype)
 
-    def micro_step(rows: list[Row]) -> None:
+    def micro_step(rows: list[TrainingSample]) -> None:
         width = max(len(row.tokens) for row in rows)
         ids = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows])
         mask = torch.tensor([[1] * len(row.tokens) + [0] * (width - len(row.tokens)) for row in rows])
@@ -129,7 +129,7 @@ def cpu_seconds(step: Step) -> float:
     return time.process_time() - start
 
 
-def sides(options: argparse.Namespace, rows: list[Row], dtype: str) -> dict[str, Callable[[], Step]]:
+def sides(options: argparse.Namespace, rows: list[TrainingSample], dtype: str) -> dict[str, Callable[[], Step]]:
     """How to build each side's step."""
     made: dict[str, Callable[[], Step]] = {
         name: partial(own_step, name, options.model, rows, dtype, options.max_tokens) for name in options.policy

@@ -11,10 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from slimectl.data.buffer import SamplingState
+from typing import Any
 
 Chat = list[dict[str, Any]]
 Metrics = dict[str, float]
@@ -188,7 +185,7 @@ _LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_pro
 
 
 @dataclass(slots=True)
-class Row:
+class TrainingSample:
     """One training sequence: P prompt tokens, then R response tokens.
 
     All lists but `tokens` have length R. `weights` are the whole reduction: the loss of a step is the sum over its
@@ -213,8 +210,33 @@ class Row:
         return len(self.tokens) - self.response_length
 
 
+@dataclass
+class SamplerState:
+    """Position, buffer and data source of the sampling side between two rounds; part of every checkpoint."""
+
+    position: int = 0
+    """The next prompt occurrence."""
+
+    rounds: int = 0
+    """Number of completed rounds."""
+
+    buffer: list[list[Sample]] = field(default_factory=list)
+    """Groups buffered for a later round, oldest first: finished groups with rewards, and interrupted ones."""
+
+    source: Any = None
+    """State of the user's data source, as JSON; handed back to it on resume."""
+
+    long_prompts_until: int = 0
+    """Overlong prompts at occurrences below this one have been counted already."""
+
+    def snapshot(self) -> SamplerState:
+        """A copy that does not change as this state advances (the samples in the buffer are shared, not copied)."""
+        buffer = [list(group) for group in self.buffer]
+        return SamplerState(self.position, self.rounds, buffer, self.source, self.long_prompts_until)
+
+
 @dataclass(slots=True)
-class Round:
+class RolloutBatch:
     """One round of rollouts: scored samples, siblings together, and the seconds to generate and score them."""
 
     samples: list[Sample]
@@ -222,7 +244,7 @@ class Round:
     metrics: Metrics = field(default_factory=dict)
     """Metrics of dropped groups and prompts, by reason."""
 
-    state: SamplingState | None = None
+    state: SamplerState | None = None
     """State of sampling after the round."""
 
 
@@ -243,7 +265,7 @@ class StepReport:
     ends_round: bool = True
     """True for the last step of a round: new samples are drawn from its weights."""
 
-    sampling: SamplingState | None = field(default=None, repr=False)
+    sampling: SamplerState | None = field(default=None, repr=False)
     """State of sampling after the round, for the checkpoint; not part of the JSON form."""
 
     def to_json(self) -> dict[str, Any]:

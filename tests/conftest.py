@@ -15,8 +15,8 @@ import pytest
 from hypothesis import settings
 from workshop import Workshop, set_up
 
+from slimectl.builders import convert
 from slimectl.checkpoints.create import create_model
-from slimectl.wiring import convert
 
 # A time limit for each example fails on a machine that is busy with something else; the same examples every time, so
 # that a failure is of the change at hand.

@@ -12,12 +12,12 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.keys import Keys
-from slimectl.engines.sglang.client import SglangEngine
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.recipes import serve_server, sglang_server
-from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.supervisor.server_process import ServerProcess
 
 CONTEXT = 256
 KEYS = Keys(admin_api_key="admin-key-of-the-tests")

@@ -11,12 +11,12 @@ from shutil import copytree
 
 import pytest
 
+from slimectl.builders import model_folder
 from slimectl.checkpoints.hf import shards
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, open_file, read_json
-from slimectl.policies.state import copy_companions
-from slimectl.wiring import model_folder
+from slimectl.policies.checkpoint import copy_companions
 
 ModelDir = Callable[[str], Path]
 NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -17,10 +17,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.corrections import importance_weights, kept_in_bounds, mismatch
-from slimectl.algorithms.divergences import kl_estimate, movement, unbiased_kl_estimate
-from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, sequence_logprobs
-from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, outside, ppo_clip, soft_gate
+from slimectl.algorithms.importance_sampling import engine_mismatch_metrics, importance_weights, rejection_mask
+from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
+from slimectl.algorithms.surrogates import (
+    cispo_loss,
+    clip_fraction,
+    gmpo_loss,
+    gspo_logprobs,
+    opsm_mask,
+    ppo_clip,
+    ratio_bound_metrics,
+    sapo_loss,
+)
 from slimectl.errors import SettingsError
 
 PARTS = ("pg_loss", "kl_loss", "entropy_loss")
@@ -138,13 +146,13 @@ class PolicyLoss:
         old_T = _old_logprobs(pack)
         logprobs_T, advantages_T, mask_T = pack.logprobs_T, pack.advantages_T, pack.weights_T != 0
         if self.surrogate == "gspo":
-            logprobs_T = sequence_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
+            logprobs_T = gspo_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
         loss_T, clipped_T = self._surrogate_loss(pack, logprobs_T, old_T, advantages_T)
-        values_T = {"pg_clipfrac": clipped_T} | movement(logprobs_T, old_T)
+        values_T = {"pg_clipfrac": clipped_T} | approx_kl_metrics(logprobs_T, old_T)
         if self.surrogate != "sapo":
-            values_T |= outside(values_T["ois"], **self._ratio_bounds)
+            values_T |= ratio_bound_metrics(values_T["ois"], **self._ratio_bounds)
         if pack.rollout_logprobs_T is not None:
-            values_T |= mismatch(old_T, pack.rollout_logprobs_T)
+            values_T |= engine_mismatch_metrics(old_T, pack.rollout_logprobs_T)
             correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
             loss_T = loss_T * correction_T
             values_T["tis_masked"] = (correction_T == 0).to(loss_T.dtype)
@@ -152,7 +160,7 @@ class PolicyLoss:
             name = "use_tis" if self.use_tis else "use_rs"
             raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
-            kept_T = off_policy_kept(
+            kept_T = opsm_mask(
                 pack.logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, delta=self.opsm_delta
             )
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
@@ -171,7 +179,7 @@ class PolicyLoss:
         )
         factor_T = weights_T * self.tis_scale if self.use_tis else torch.ones_like(weights_T)
         if self.use_rs:
-            kept_T = kept_in_bounds(*inputs, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
+            kept_T = rejection_mask(*inputs, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
             factor_T = factor_T * kept_T
         return factor_T, changed_T
 
@@ -193,12 +201,12 @@ class PolicyLoss:
         """Return the surrogate of each token before any correction, and where it was clipped."""
         mask_T, bounds = pack.weights_T != 0, self._bounds
         if self.surrogate == "cispo":
-            return clipped_weight(logprobs_T, old_T, advantages_T, **bounds)
+            return cispo_loss(logprobs_T, old_T, advantages_T, **bounds)
         if self.surrogate == "sapo":
-            loss_T = soft_gate(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+            loss_T = sapo_loss(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
             return loss_T, torch.zeros_like(loss_T)
         if self.surrogate == "gmpo":
-            return geometric_mean(logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, **bounds)
+            return gmpo_loss(logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, **bounds)
         if self.surrogate not in ("ppo_clip", "gspo"):
             raise ValueError(f"no surrogate {self.surrogate!r}; there are ppo_clip, gspo, cispo, sapo, gmpo")
         loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)

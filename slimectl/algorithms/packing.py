@@ -1,25 +1,75 @@
-"""Packs rows into forward passes and assigns packs to ranks; rows of one prompt may share its tokens.
-
-Plain lists, no tensors. Everything is deterministic: equal rows give equal packs on every rank.
-P prompt tokens · R response tokens · a bundle is one prompt with its answers · a pack is one forward pass.
-"""
+"""Balances loads over ranks, so that none waits for another: round robin, or Karmarkar-Karp differencing."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slimectl.algorithms.balancing import karmarkar_karp, round_robin
 from slimectl.errors import RecordError
-from slimectl.types import Row
+from slimectl.types import TrainingSample
+
+
+def round_robin(count: int, shares: int) -> list[list[int]]:
+    """Assign positions 0, 1, … to shares in turn.
+
+    >>> round_robin(5, 2)
+    [[0, 2, 4], [1, 3]]
+    """
+    return [list(range(i, count, shares)) for i in range(shares)]
+
+
+def karmarkar_karp(costs: Sequence[float], shares: int) -> list[list[int]]:
+    """Partition the positions of `costs` into shares of equal number and nearly equal sum, the heaviest share first.
+
+    >>> karmarkar_karp([8, 7, 6, 5], 2)
+    [[0, 3], [1, 2]]
+
+    Karmarkar & Karp 1982, "The differencing method of set partitioning", UC Berkeley report CSD-82-113, in the form
+    that keeps numbers equal: every `shares` neighbours by size start as one partial division, and the two most uneven
+    are joined, heaviest part with lightest, until one remains. Its heaviest share is never heavier than that of
+    `round_robin`, which is returned if it is better. Deterministic: ties are broken by position.
+
+    Raises ValueError if `shares` does not divide the number of costs.
+    """
+    if len(costs) % shares:
+        raise ValueError(f"{len(costs)} loads for {shares} shares of equal number")
+    by_size = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    divisions = [
+        _sort_by_cost([[i] for i in by_size[start : start + shares]], costs) for start in range(0, len(costs), shares)
+    ]
+    # The most uneven first; the running number breaks ties, so that the lists are never compared.
+    heap = [(-_cost_range(parts, costs), number, parts) for number, parts in enumerate(divisions)]
+    heapq.heapify(heap)
+    for number in range(len(divisions), 2 * len(divisions) - 1):
+        (_, _, heavier), (_, _, lighter) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = _sort_by_cost([heavy + light for heavy, light in zip(heavier, reversed(lighter), strict=True)], costs)
+        heapq.heappush(heap, (-_cost_range(joined, costs), number, joined))
+    partition = heap[0][2] if heap else [[] for _ in range(shares)]
+    turns = _sort_by_cost(round_robin(len(costs), shares), costs)
+    return turns if _cost(turns[0], costs) < _cost(partition[0], costs) else partition
+
+
+def _sort_by_cost(parts: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
+    """Sort the parts, the heaviest first."""
+    return sorted(parts, key=lambda part: (-_cost(part, costs), part))
+
+
+def _cost_range(parts: list[list[int]], costs: Sequence[float]) -> float:
+    return _cost(parts[0], costs) - _cost(parts[-1], costs)
+
+
+def _cost(part: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[i] for i in part)
+
 
 LONG_ANSWER = 4
 """Answers longer than this multiple of their prompt do not share it: sharing would save less than its masks cost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class PromptGroup:
     """Rows, by their position in the batch, that share one copy of their prompt.
 
     >>> Bundle(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
@@ -42,18 +92,18 @@ class Bundle:
         P, answers = self.prompt_length, [max(length - 1, 0) for length in self.response_lengths]
         return P * (P + 1) // 2 + sum(P * R + R * (R + 1) // 2 for R in answers)
 
-    def part(self, members: Sequence[int]) -> Bundle:
+    def part(self, members: Sequence[int]) -> PromptGroup:
         """Return the bundle of some of the rows, by their position in `rows`."""
-        return Bundle(
+        return PromptGroup(
             tuple(self.rows[i] for i in members), self.prompt_length, tuple(self.response_lengths[i] for i in members)
         )
 
 
-Pack = list[Bundle]
+Pack = list[PromptGroup]
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
+class BatchingOptions:
     """Options of packing rows and balancing packs over ranks."""
 
     micro_batch_size: int | None = None
@@ -71,7 +121,7 @@ class Batching:
         return tokens_of(pack) + pairs
 
 
-DYNAMIC = Batching()
+DYNAMIC = BatchingOptions()
 
 
 def tokens_of(pack: Pack) -> int:
@@ -79,7 +129,7 @@ def tokens_of(pack: Pack) -> int:
     return sum(bundle.tokens for bundle in pack)
 
 
-def bundled(rows: Sequence[Row], *, max_tokens: int, share: bool = True) -> list[Bundle]:
+def group_by_prompt(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> list[PromptGroup]:
     """Bundle rows of one group with equal prompts, as far as `max_tokens` allows; each row is in one bundle.
 
     Raises RecordError for a row without a prompt token: nothing predicts its first response token.
@@ -95,12 +145,14 @@ def bundled(rows: Sequence[Row], *, max_tokens: int, share: bool = True) -> list
         siblings.setdefault(key, []).append(i)
     bundles = []
     for members in siblings.values():
-        family = Bundle(tuple(members), rows[members[0]].prompt_length, tuple(rows[i].response_length for i in members))
+        family = PromptGroup(
+            tuple(members), rows[members[0]].prompt_length, tuple(rows[i].response_length for i in members)
+        )
         bundles += _split_to_fit(family, max_tokens)
     return bundles
 
 
-def _split_to_fit(family: Bundle, max_tokens: int) -> list[Bundle]:
+def _split_to_fit(family: PromptGroup, max_tokens: int) -> list[PromptGroup]:
     """First-fit the answers into bundles of at most `max_tokens`, each with its copy of the prompt."""
     if sum(family.response_lengths) > LONG_ANSWER * family.prompt_length * len(family.rows):
         return [family.part([i]) for i in range(len(family.rows))]
@@ -125,7 +177,7 @@ def _first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
     return bins
 
 
-def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
+def pack(bundles: Sequence[PromptGroup], *, max_tokens: int) -> list[Pack]:
     """Pack bundles first-fit by decreasing size; a bundle larger than `max_tokens` gets its own pack.
 
     At most 11/9 times the minimum number of packs, plus 4: Johnson et al. 1974, doi:10.1137/0203025.
@@ -134,7 +186,7 @@ def packed(bundles: Sequence[Bundle], *, max_tokens: int) -> list[Pack]:
     return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
 
 
-def dealt(packs: Sequence[Pack], *, ranks: int, batching: Batching = DYNAMIC) -> list[list[Pack]]:
+def assign_to_ranks(packs: Sequence[Pack], *, ranks: int, batching: BatchingOptions = DYNAMIC) -> list[list[Pack]]:
     """Assign the same number of packs to every rank, heaviest first, with costs balanced over ranks.
 
     The heaviest pack is split until the number is a multiple of `ranks`; if nothing can be split any more, empty packs
@@ -173,8 +225,13 @@ def _split_evenly(costs: Sequence[int]) -> list[list[int]]:
     return [sorted(half) for half in halves]
 
 
-def planned(
-    rows: Sequence[Row], *, max_tokens: int, ranks: int = 1, share: bool = True, batching: Batching = DYNAMIC
+def plan_batches(
+    rows: Sequence[TrainingSample],
+    *,
+    max_tokens: int,
+    ranks: int = 1,
+    share: bool = True,
+    batching: BatchingOptions = DYNAMIC,
 ) -> list[list[Pack]]:
     """Return the packs of every rank; each row is in exactly one pack. Raises RecordError.
 
@@ -182,8 +239,8 @@ def planned(
     """
     size = batching.micro_batch_size
     if size is None:
-        packs = packed(bundled(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
+        packs = pack(group_by_prompt(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
     else:
-        alone = bundled(rows, max_tokens=max_tokens, share=False)
+        alone = group_by_prompt(rows, max_tokens=max_tokens, share=False)
         packs = [alone[start : start + size] for start in range(0, len(alone), size)]
-    return dealt(packs, ranks=ranks, batching=batching)
+    return assign_to_ranks(packs, ranks=ranks, batching=batching)

@@ -62,7 +62,7 @@ def dpo_rewards(logprob_sums_P: Tensor, ref_sums_P: Tensor, *, beta: float) -> T
 
 
 @dataclass(frozen=True)
-class SlopeLoss:
+class LinearizedLoss:
     """Linearized loss -sum(weight advantage value), with the gradient of any loss whose negative slopes are advantages.
 
     It has no metrics: the value to report is the loss from which the slopes come.

@@ -60,7 +60,7 @@ def clip_fraction(
         return (clipped_T > unclipped_T).to(logprobs_T.dtype)
 
 
-def outside(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
+def ratio_bound_metrics(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
     """Return 1.0 for tokens whose ratio is above 1 + high, or below 1 - low, by metric name; each [T], no gradient.
 
     For any advantage: `clip_fraction` counts only tokens whose gradient the bound stops (arXiv:1707.06347).
@@ -72,7 +72,7 @@ def outside(ratio_T: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
     }
 
 
-def clipped_weight(
+def cispo_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """Return -stopgrad(clip(ratio, 1 - low, 1 + high)) A logp, to minimise, and 1.0 where clipped; each [T].
@@ -86,7 +86,7 @@ def clipped_weight(
     return -weight_T * advantages_T * logprobs_T, clipped_T
 
 
-def soft_gate(
+def sapo_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, tau_pos: float, tau_neg: float
 ) -> Tensor:
     """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, to minimise; [T].
@@ -107,3 +107,52 @@ def _branches(
         raise ValueError(f"high is {high}, must be positive")
     ratio_T = ratio(logprobs_T, old_logprobs_T.detach())
     return -ratio_T * advantages_T, -ratio_T.clamp(1 - low, 1 + high) * advantages_T
+
+
+def row_means(values_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+    """Return the mean of each row over its unmasked tokens, at every token of the row; [T]; 0 for a masked row."""
+    sums = values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
+    counts = values_T.new_zeros(rows).index_add(0, row_T, mask_T.to(values_T.dtype))
+    return (sums / counts.clamp(min=1))[row_T]
+
+
+def gspo_logprobs(logprobs_T: Tensor, old_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+    """Return log-probabilities whose ratio to `old_T` is the sequence-level ratio at each token, for `ppo_clip`; [T].
+
+    GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: s = exp(mean(logp - old)), the length-normalised ratio.
+    """
+    old_T = old_T.detach()
+    return old_T + row_means(logprobs_T - old_T, mask_T, row_T, rows)
+
+
+def gmpo_loss(
+    logprobs_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    row_T: Tensor,
+    rows: int,
+    *,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """Return -A times the geometric mean of the clipped ratios, to minimise, and 1.0 where clipped; each [T].
+
+    GMPO, Zhao et al. 2025, arXiv:2507.20673: bounds are on the log-ratio, [-low, high], and apply on the side
+    to which the advantage pushes. Advantages must be equal within a row.
+    """
+    log_ratio_T = logprobs_T - old_T.detach()
+    bounded_T = torch.where(advantages_T < 0, log_ratio_T.clamp(min=-low), log_ratio_T.clamp(max=high))
+    clipped_T = ((bounded_T != log_ratio_T) & (advantages_T != 0)).to(logprobs_T.dtype)
+    return -advantages_T * torch.exp(row_means(bounded_T, mask_T, row_T, rows)), clipped_T
+
+
+def opsm_mask(
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, delta: float
+) -> Tensor:
+    """Return 0.0 for tokens of off-policy bad sequences (A < 0, mean(old - logp) > delta), else 1.0; [T].
+
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556. Constant.
+    """
+    distance_T = row_means((old_T - logprobs_T).detach(), mask_T, row_T, rows)
+    return 1.0 - ((advantages_T < 0) & (distance_T > delta)).to(logprobs_T.dtype)

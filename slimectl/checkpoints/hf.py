@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slimectl.checkpoints.accounts import Apart
-from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahead, write_parts
-from slimectl.checkpoints.safetensors_file import Form, SafetensorsFile, nbytes, write_safetensors
+from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
+from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorSpec, nbytes, write_safetensors
+from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, copy_file, plain_name, read_json
-from slimectl.ports import NamedTensors, Weights
+from slimectl.protocols import NamedTensors, Weights
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """Tensors that stay in float32: a router's bias is small beside its scores, and every implementation keeps it so."""
@@ -48,8 +48,8 @@ class HFWeights:
                 files[name] = file
         return files
 
-    def forms(self) -> Mapping[str, Form]:
-        forms: dict[str, Form] = {}
+    def forms(self) -> Mapping[str, TensorSpec]:
+        forms: dict[str, TensorSpec] = {}
         for file in dict.fromkeys(self._files.values()):
             forms |= file.forms()
         return forms
@@ -58,27 +58,27 @@ class HFWeights:
         return self._files[name].get(name)
 
 
-class HeldWeights:
+class InMemoryWeights:
     """Weights in memory."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = dict(tensors)
 
-    def forms(self) -> Mapping[str, Form]:
+    def forms(self) -> Mapping[str, TensorSpec]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
     def get(self, name: str) -> Tensor:
         return self._tensors[name]
 
 
-class Cast:
+class CastWeights:
     """Casts floating tensors, except fp8 (meaningless without its scales) and those in EXACT."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights = weights
         self._dtype = dtype
 
-    def forms(self) -> Mapping[str, Form]:
+    def forms(self) -> Mapping[str, TensorSpec]:
         return {
             name: (shape, self._target_dtype(name, dtype)) for name, (shape, dtype) in self._weights.forms().items()
         }
@@ -116,14 +116,14 @@ class HFCheckpoint:
 
     def open(self, path: Path) -> Weights:
         """Open the directory for lazy reading, with a tensor for each expert. Raises CheckpointError."""
-        return Apart(HFWeights(path))
+        return UnfusedExperts(HFWeights(path))
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write the stream to the existing directory `path`, with one shard in memory; the index is written last."""
         names_by_shard: list[list[str]] = []
         total = 0
         for shard in _collect_shards(tensors, self.max_shard_bytes or STREAMED_BYTES):
-            weights = Cast(shard, self.dtype) if self.dtype else shard
+            weights = CastWeights(shard, self.dtype) if self.dtype else shard
             forms = weights.forms()
             with (path / f".part-{len(names_by_shard)}").open("wb") as file:
                 write_safetensors(file, forms, map(weights.get, forms))
@@ -136,7 +136,7 @@ class HFCheckpoint:
         _write_index(path, names, names_by_shard, total)
 
 
-def _collect_shards(tensors: NamedTensors, max_bytes: int) -> Iterator[HeldWeights]:
+def _collect_shards(tensors: NamedTensors, max_bytes: int) -> Iterator[InMemoryWeights]:
     """Collect the stream in shards of about `max_bytes`, at least one; shards are copies of the stream's tensors."""
     tensors_of_shard: dict[str, Tensor] = {}
     size, count = 0, 0
@@ -145,10 +145,10 @@ def _collect_shards(tensors: NamedTensors, max_bytes: int) -> Iterator[HeldWeigh
         tensors_of_shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensors_of_shard[name].nbytes
         if size >= max_bytes:
-            yield HeldWeights(tensors_of_shard.items())
+            yield InMemoryWeights(tensors_of_shard.items())
             tensors_of_shard, size, count = {}, 0, count + 1
     if tensors_of_shard or not count:
-        yield HeldWeights(tensors_of_shard.items())
+        yield InMemoryWeights(tensors_of_shard.items())
 
 
 def _shard_names(count: int) -> list[str]:

@@ -47,13 +47,13 @@ def convert(
     """
     if to not in LAYOUTS:
         raise SettingsError(f"--to {to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
-    from slimectl import wiring
-    from slimectl.cli.records import say
+    from slimectl import builders
+    from slimectl.cli.output import say
 
     if dry_run:
-        say(f"{wiring.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
+        say(f"{builders.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
         return
-    summary = wiring.convert(
+    summary = builders.convert(
         source, target, to=to, dtype=dtype, quantize=quantize, block=block, group=group, config=config, card=card,
         force=force, verify=verify, logits=logits,
     )  # fmt: skip

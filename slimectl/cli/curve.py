@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slimectl.cli.records import say
+from slimectl.cli.output import say
 from slimectl.recipes import Recipe
 
 if TYPE_CHECKING:
-    from slimectl.job import Job
+    from slimectl.runtime.run import TrainingRun
 
 
-def closing_words(job: Job, recipe: Recipe) -> None:
+def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     """Print the reward curve, accuracies before and after, and next commands."""
     journal = job.journal
     if job.settings.track.plot and len(journal.scores) > 1:

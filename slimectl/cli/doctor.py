@@ -42,9 +42,9 @@ def doctor(
 
         slimectl doctor --engine --model models/smollm2 -s engine.kind=embedded
     """
-    from slimectl.doctor import Finding, machine, self_test
+    from slimectl.runtime.self_test import CheckResult, machine, self_test
 
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     checks = machine()
     if engine:
         flags = {"model.path": model, "train.policy": policy} | cluster_flags(executor, ray_address)
@@ -56,7 +56,7 @@ def doctor(
             "run": settings.run.model_copy(update={"rollout_batch_size": 4, "num_rollout": steps, "num_epoch": None}),
         }
         if not settings.rollout.data:
-            source = {"data": ["slimectl.doctor:questions"]}
+            source = {"data": ["slimectl.runtime.self_test:questions"]}
             tested["rollout"] = settings.rollout.model_copy(update=source)
         checks = self_test(settings.model_copy(update=tested), steps=steps)
     for finding in checks:

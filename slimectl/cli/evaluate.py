@@ -81,7 +81,7 @@ def evaluate(
         return
     import json
 
-    from slimectl.cli.records import say
+    from slimectl.cli.output import say
 
     metrics = _measure(settings, out)
     for name in settings.eval.data:
@@ -91,20 +91,20 @@ def evaluate(
 
 def _measure(settings: Settings, out: str | None) -> Metrics:
     """Evaluate every dataset and return its metrics; graded samples are written to `out`, if any."""
-    from slimectl import wiring
-    from slimectl.cli.records import told, up_to_date, write_out
+    from slimectl import builders
+    from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
-    from slimectl.stages.evaluate import answer_of, settings_for, summarized
+    from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
     from slimectl.stages.evaluate import evaluate as stage
 
     parts = {}
     for name, source in settings.eval.sources.items():
-        dataset_settings = settings_for(settings, name)
+        dataset_settings = resolve_dataset_settings(settings, name)
         check_hooks(dataset_settings, "rollout.", "score.")
-        prompts = wiring.prompts(dataset_settings, [source], shuffle=False)
-        parts[name] = dataset_settings, prompts, wiring.reward(dataset_settings), wiring.agent(dataset_settings)
-    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
-    tokenizer = wiring.tokenizer(folder)
+        prompts = builders.prompts(dataset_settings, [source], shuffle=False)
+        parts[name] = dataset_settings, prompts, builders.reward(dataset_settings), builders.agent(dataset_settings)
+    folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
+    tokenizer = builders.tokenizer(folder)
     metrics: Metrics = {}
 
     def graded_samples(sampling: Any, graders: Any) -> Iterator[Sample]:
@@ -120,9 +120,11 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
                 agent=agent,
                 left_out=too_long.append,
             )
-            yield from summarized(name, samples, metrics, dataset_settings, answer=answer_of(reward), too_long=too_long)
+            yield from with_summary(
+                name, samples, metrics, dataset_settings, answer=answer_extractor(reward), too_long=too_long
+            )
 
-    with closing(wiring.graders()) as graders, wiring.engines(settings, folder, tokenizer) as sampling:
+    with closing(builders.graders()) as graders, builders.engines(settings, folder, tokenizer) as sampling:
         if out is None:
             for _ in graded_samples(sampling, graders):
                 pass
@@ -130,7 +132,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
             inputs = [*settings.eval.sources.values(), str(folder)]
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
-            told(write_out(graded_samples(sampling, graders), out, manifest, inputs), {})
+            print_summary(write_out(graded_samples(sampling, graders), out, manifest, inputs), {})
     return metrics
 
 

@@ -34,16 +34,16 @@ def inspect(
     if not path.exists():
         raise SettingsError(f"{path}: no such file or folder")
     if mask:
-        from slimectl.cli.masks import at_masks
+        from slimectl.cli.inspect_views import show_masks
 
-        at_masks(path, rows, resolved(config, assign, {"model.path": model}).settings)
+        show_masks(path, rows, resolved(config, assign, {"model.path": model}).settings)
         return
-    from slimectl.cli import looking
+    from slimectl.cli import inspect_views
 
     if (path / "run.toml").exists():
-        looking.at_run(path)
+        inspect_views.show_run(path)
     elif path.is_dir():
-        looking.at_folder(path)
+        inspect_views.show_folder(path)
     else:
-        looking.at_samples(path, rows)
-    looking.at_manifest(path)
+        inspect_views.show_samples(path, rows)
+    inspect_views.show_manifest(path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from slimectl.metrics import Metric
+    from slimectl.data.metrics_catalogue import Metric
 
 
 def metrics(
@@ -21,8 +21,8 @@ def metrics(
 
         slimectl metrics rollout/ --naming slime
     """
+    from slimectl.data.metrics_catalogue import CATALOGUE
     from slimectl.errors import SettingsError
-    from slimectl.metrics import CATALOGUE
 
     if naming not in (None, "slime", "roll"):
         raise SettingsError(f"--naming {naming}: give slime or roll")

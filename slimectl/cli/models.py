@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from slimectl import cards
+from slimectl.architectures import cards
 from slimectl.errors import SettingsError
-from slimectl.estimates.figures import parameters
+from slimectl.planner.workload import parameters
 
 USAGE = "models: write `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
 COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
@@ -58,14 +58,14 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 def check(name: str, folder: Path) -> None:
     """Print the differences between a checkpoint and a card, with exit code 1 if there are any."""
-    from slimectl import wiring
-    from slimectl.cli.records import say
-    from slimectl.weights.complete import read_config
+    from slimectl import builders
+    from slimectl.architectures.config import read_config
+    from slimectl.cli.output import say
 
     card: dict[str, Any] = cards.load(name)
-    differences = cards.differences(card, read_config(wiring.model_folder(str(folder), setting="models check")))
+    differences = cards.differences(card, read_config(builders.model_folder(str(folder), setting="models check")))
     for difference in differences:
-        print(cards.told(difference))
+        print(cards.describe_difference(difference))
     if differences:
         raise typer.Exit(1)
     say(f"{folder}: agrees with the card {name}")
@@ -75,9 +75,9 @@ def create(name: str, target: Path | None, seed: int) -> None:
     card = cards.load(name)
     if target is None or target.exists():
         raise SettingsError(f"models create: give a directory that does not exist yet, not {target}")
-    from slimectl import wiring
-    from slimectl.cli.records import say
-    from slimectl.data.rundir import write_folder
+    from slimectl import builders
+    from slimectl.cli.output import say
+    from slimectl.data.run_dir import write_folder
 
-    write_folder(target, lambda staged: wiring.new_model(name, staged, seed=seed))
+    write_folder(target, lambda staged: builders.create_model(name, staged, seed=seed))
     say(f"{target}: a new {card['family']} of random weights, seed {seed}")

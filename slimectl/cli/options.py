@@ -72,8 +72,7 @@ def resolved(
 ) -> Resolved:
     """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored."""
     from slimectl.settings import Layer, resolve
-    from slimectl.settings.eval_config import from_eval_config
-    from slimectl.settings.layers import from_assignments, from_environment, from_file
+    from slimectl.settings.loading import from_assignments, from_environment, from_eval_config, from_file
 
     layers = [recipe] if recipe else []
     layers += [from_file(path) for path in config or []]
@@ -114,7 +113,7 @@ def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its value, secrets masked."""
     from pydantic import SecretStr
 
-    from slimectl.settings.layers import flat
+    from slimectl.settings.loading import flat
 
     for name, value in flat(resolution.settings):
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from slimectl import cards
+from slimectl.architectures import cards
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import Assign, Config, resolved
 from slimectl.errors import SettingsError
-from slimectl.layouts import ParallelLayout
+from slimectl.planner.placement import Placement, divisibility_warnings
+from slimectl.settings import Settings
 
 if TYPE_CHECKING:
-    from slimectl.estimates.plan import Plan
+    from slimectl.planner.plan import Plan
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
@@ -86,15 +89,13 @@ def plan(
         slimectl plan --card qwen3-4B --gpus 1 --policy fsdp --lora-rank 32 --reference
     """
     if placement:
-        from slimectl.cli.placement import show_placement
-
         show_placement(resolved(config, assign, {}).settings, on_gpu=device == "cuda", as_json=as_json)
         return
     if config or assign:
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
-    from slimectl.cli.records import say
-    from slimectl.estimates import plan as estimates
-    from slimectl.estimates.run import Run
+    from slimectl.cli.output import say
+    from slimectl.planner import plan as estimates
+    from slimectl.planner.workload import Run
     from slimectl.settings.train import TrainSettings
 
     if lora_target and lora_rank is None:
@@ -115,27 +116,27 @@ def plan(
             shape, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
         )  # fmt: skip
     estimates.check(shape, run)
-    result = estimates.planned(
+    result = estimates.plan_run(
         shape, run, batch=batch, memory_gib=gpu_memory, tflops=tflops, mfu=mfu, engine_tensor=engine_tp,
         engine_share=mem_fraction, concurrency=concurrency,
     )  # fmt: skip
     print_plan(result, as_json)
     verdict = "fits" if result.fits else "does not fit"
-    say(f"{estimates.told(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
+    say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
 
 
 def configuration(card: str | None, model: str | None) -> dict[str, Any]:
     """The complete configuration of a card or directory. Raises SettingsError if both are passed and disagree."""
-    from slimectl import wiring
-    from slimectl.weights.complete import completed, read_config
+    from slimectl import builders
+    from slimectl.architectures.config import read_config, with_defaults
 
     if card is None and model is None:
         raise SettingsError("plan: which model? add --card NAME or --model DIR")
     if model is None:
-        return cards.language_model(completed(cards.load(card or "")["config"]))
-    config = read_config(wiring.model_folder(str(Path(model))))
+        return cards.language_model(with_defaults(cards.load(card or "")["config"]))
+    config = read_config(builders.model_folder(str(Path(model))))
     if card is not None:
         cards.check(card, config, location=model)
     return cards.language_model(config)
@@ -147,7 +148,7 @@ def _teacher(name: str) -> dict[str, Any]:
 
 def print_plan(result: Plan, as_json: bool) -> None:
     """Print a table with a formula on every line, or JSON."""
-    from slimectl.estimates.plan import told
+    from slimectl.planner.plan import describe
 
     if as_json:
         sections = {name: [asdict(figure) for figure in figures] for name, figures in result.sections.items()}
@@ -155,8 +156,76 @@ def print_plan(result: Plan, as_json: bool) -> None:
         return
     every = [figure for section in result.sections.values() for figure in section]
     name_width, value_width = max(len(figure.name) for figure in every), max(len(figure.text) for figure in every)
-    print(f"layout  {told(result.run)}")
+    print(f"layout  {describe(result.run)}")
     for section, figures in result.sections.items():
         print(f"\n{section}")
         for figure in figures:
             print(f"  {figure.name:<{name_width}}  {figure.text:>{value_width}}  {figure.formula}")
+
+
+def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
+    """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
+    from slimectl import builders
+    from slimectl.cli.output import say
+
+    placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
+    problems = [*placement.problems(), *_layout_problems(settings)]
+    notes = list(divisibility_warnings(settings.rollouts_per_round, settings.rollouts_per_step, _copies(settings)))
+    if as_json:
+        places = [asdict(bundle) | {"share": bundle.share} for bundle in placement.bundles]
+        print(json.dumps({"places": places, "problems": problems, "notes": notes}, indent=2))
+    else:
+        for line in table(placement):
+            print(line)
+    for line in [*problems, *notes]:
+        say(line)
+    say(placement_lines(placement))
+    if problems:
+        raise typer.Exit(1)
+
+
+def table(placement: Placement) -> Iterator[str]:
+    """Table with one line per GPU or process."""
+    place = "gpu" if placement.on_gpu else "process"
+    yield f"machine  {place:<7}  trains    samples"
+    for bundle in placement.bundles:
+        trains = "-" if bundle.rank is None else f"rank {bundle.rank}"
+        samples = "-" if bundle.engine is None else f"engine {bundle.engine}"
+        yield f"{bundle.node:<7}  {bundle.gpu:<7}  {trains:<8}  {samples}"
+
+
+def placement_lines(placement: Placement) -> str:
+    """Summary of the placement in one line."""
+    machines, ranks = _count(placement.nodes, "machine"), _count(placement.ranks, "rank")
+    engines = _count(placement.engines, "engine")
+    if not placement.on_gpu:
+        return f"{machines}: {ranks}; {engines} beside, where there is room"
+    node, engine = _count(placement.gpus_per_node, "GPU"), _count(placement.gpus_per_engine, "GPU")
+    return f"{machines} of {node}: {ranks} and {engines} of {engine}, {'sharing' if placement.colocate else 'apart'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _copies(settings: Settings) -> int:
+    """The data-parallel size."""
+    from slimectl import builders
+
+    ranks = settings.cluster.ranks
+    return builders.layout(settings).data(ranks) if settings.train.policy == "megatron" else ranks
+
+
+def _layout_problems(settings: Settings) -> Iterator[str]:
+    """Problems of the parallel layout with the model, if one is configured."""
+    from slimectl import builders
+    from slimectl.architectures.parallel import problems
+    from slimectl.architectures.registry import family_of
+
+    model = settings.model
+    if settings.train.policy != "megatron" or (model.path is None and model.card is None):
+        return
+    config = configuration(None if model.path else model.card, model.path)
+    yield from problems(
+        builders.layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
+    )

@@ -60,28 +60,28 @@ def rollout(
         print_settings(resolution)
         return
     needs_destination(out)
-    from slimectl import wiring
-    from slimectl.cli.records import told, up_to_date, write_out
+    from slimectl import builders
+    from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
 
     settings = resolution.settings
     check_hooks(settings, "rollout.")
-    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
-    source = wiring.data_source(settings)
+    folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
+    source = builders.data_source(settings)
     prompts = (
         iter(())
         if source is not None
-        else wiring.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
+        else builders.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
     )
     inputs = [*settings.rollout.data, str(folder)]
     manifest = up_to_date("rollout", settings, inputs, out, force)
     if manifest is None:
         return
-    tokenizer = wiring.tokenizer(folder)
-    with wiring.engines(settings, folder, tokenizer) as sampling:
+    tokenizer = builders.tokenizer(folder)
+    with builders.engines(settings, folder, tokenizer) as sampling:
         too_long: list[int] = []
-        samples = wiring.rolled_out(
+        samples = builders.rollout_samples(
             settings, prompts, sampling, tokenizer, source=source, left_out=lambda p: too_long.append(p.index)
         )
         counts = write_out(samples, out, manifest, inputs)
-        told(counts, {"prompts too long": len(too_long)} if too_long else {})
+        print_summary(counts, {"prompts too long": len(too_long)} if too_long else {})

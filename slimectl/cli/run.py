@@ -82,13 +82,13 @@ def run(
             print_settings(result)
             return
         from slimectl.cli.curve import closing_words
-        from slimectl.job import Job
+        from slimectl.runtime.run import TrainingRun
+        from slimectl.settings.loading import settings_toml
         from slimectl.settings.secret import check_complete
-        from slimectl.settings.written import settings_toml
 
         check_complete(result.settings.model_dump(by_alias=True))
         stop = Interrupt()
-        job = Job(result.settings, interrupted=stop.asked)
+        job = TrainingRun(result.settings, interrupted=stop.asked)
         with stop:
             text = settings_toml(result.settings)
             finished = job.execute(text, resume=resume is not None, force=force, lock=lock)
@@ -100,8 +100,8 @@ def run(
 
 def locked(run: Path) -> Lock:
     """Lock the folder of a run before reading any of its files. Raises SettingsError."""
-    from slimectl.cli.records import say
-    from slimectl.data.rundir import RunDir
+    from slimectl.cli.output import say
+    from slimectl.data.run_dir import RunDir
 
     return RunDir(run).lock(warn=say)
 
@@ -124,7 +124,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, *_: object) -> None:
-        from slimectl.cli.records import say
+        from slimectl.cli.output import say
 
         self._count += 1
         if self._count > 1:

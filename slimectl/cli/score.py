@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,12 +26,13 @@ from slimectl.cli.options import (
     print_settings,
     resolved,
 )
+from slimectl.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from slimectl.data.manifest import Manifest
-    from slimectl.data.skipped import SkippedLines
+    from slimectl.data.skip_counts import SkippedLines
     from slimectl.settings import Settings
     from slimectl.types import Sample
 
@@ -75,10 +77,10 @@ def score(
     lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
-    from slimectl import wiring
-    from slimectl.cli.records import say, up_to_date
+    from slimectl import builders
+    from slimectl.cli.output import say, up_to_date
     from slimectl.data.jsonl import name_of, read_samples
-    from slimectl.data.skipped import SkippedLines
+    from slimectl.data.skip_counts import SkippedLines
 
     skipped = SkippedLines(name_of(samples), say)
     read = read_samples(
@@ -93,7 +95,7 @@ def score(
         skipped.report()
         return
     inputs = [samples] if samples != "-" else []
-    wiring.reward(settings)
+    builders.reward(settings)
     manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
     if manifest is None:
         return
@@ -123,20 +125,19 @@ def _grade_samples(
     from collections import Counter
     from statistics import fmean
 
-    from slimectl import wiring
-    from slimectl.cli.reasons import Reasons
-    from slimectl.cli.records import say, told, write_on, write_out
-    from slimectl.data.bytestreams import is_pipe
-    from slimectl.data.partial import can_be_partial
-    from slimectl.data.skipped import locate
+    from slimectl import builders
+    from slimectl.cli.output import print_summary, say, write_out, write_resumable
+    from slimectl.data.io import is_pipe
+    from slimectl.data.resumable import can_be_resumable
+    from slimectl.data.skip_counts import locate
+    from slimectl.data.streams import tee
     from slimectl.errors import RecordError
     from slimectl.stages.score import reward_number
     from slimectl.stages.score import score as stage
-    from slimectl.streams import tee
 
-    reward = wiring.reward(settings)
-    frozen = wiring.frozen(settings, wiring.model_folder(reference, setting="--reference")) if reference else None
-    graders = wiring.executor(settings, trains=False)
+    reward = builders.reward(settings)
+    frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
+    graders = builders.executor(settings, trains=False)
     rewards: list[float] = []
     reasons = Reasons()
     late = Counter[str]()
@@ -159,9 +160,9 @@ def _grade_samples(
             _print_reasons(tee(graded(read), count), rewards)
             return
         # A reference model is not part of the settings that identify an interrupted output.
-        if inputs and reference is None and can_be_partial(out) and not any(map(is_pipe, inputs)):
+        if inputs and reference is None and can_be_resumable(out) and not any(map(is_pipe, inputs)):
             groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
-            counts = write_on(
+            counts = write_resumable(
                 graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
             )
         else:
@@ -171,12 +172,11 @@ def _grade_samples(
     if settings.score.explain:
         for line in reasons.lines():
             say(line)
-    told(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
+    print_summary(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
 
 
 def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
     """Print one line per sample to a terminal."""
-    from slimectl.cli.reasons import reason
 
     for sample in samples:
         stdio.emit(f"sample {sample.index}: reward {rewards[-1]:.4g}: {reason(sample)}")
@@ -184,14 +184,14 @@ def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
     """Check the reward, with one line per check on stdout. Raises SlimectlError if a check failed."""
-    from slimectl import wiring
+    from slimectl import builders
     from slimectl.errors import RecordError, SlimectlError
     from slimectl.stages.check_reward import check_reward
 
     sample_list = list(samples)
     if not sample_list:
         raise RecordError("no samples came; --check grades real ones")
-    reward, graders = wiring.reward(settings), wiring.executor(settings, trains=False)
+    reward, graders = builders.reward(settings), builders.executor(settings, trains=False)
     findings = []
     try:
         for finding in check_reward(sample_list, reward, settings.score, executor=graders, bounds=reward.bounds):
@@ -203,3 +203,39 @@ def _check(samples: Iterable[Sample], settings: Settings) -> None:
         raise SlimectlError(
             f"{len(failed)} of {len(findings)} checks failed ({', '.join(failed)}); mend the reward first"
         )
+
+
+MAX_GROUPS = 10
+
+
+def reason(sample: Sample) -> str:
+    """One-line explanation of a reward: source, extracted answer and reason."""
+    explanation = sample.metadata.get("explanation")
+    if explanation is None:
+        return str(sample.metadata.get("reward_error", f"not graded: {sample.status}"))
+    if explanation["extracted"] is None:
+        return f"{explanation['from']}: {explanation['why']}"
+    text = " ".join(explanation["extracted"].split())
+    text = text if len(text) <= 60 else f"{text[:30]}…{text[-30:]}"
+    return f"{explanation['from']}: '{text}' {explanation['why']}"
+
+
+class Reasons:
+    """Counts samples by reward and source of the answer, with one example each."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, str, bool], tuple[int, Sample]] = {}
+
+    def add(self, sample: Sample, reward: float) -> None:
+        explanation = sample.metadata.get("explanation") or {}
+        key = (f"{reward:.3g}", explanation.get("from", ""), explanation.get("extracted") is None)
+        count, example = self._groups.get(key, (0, sample))
+        self._groups[key] = (count + 1, example)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line per group, largest first."""
+        groups = sorted(self._groups.items(), key=lambda group: -group[1][0])
+        for (reward, _, _), (count, example) in groups[:MAX_GROUPS]:
+            yield f"reward {reward}: {count} samples, e.g. sample {example.index}: {reason(example)}"
+        if remaining := sum(count for _, (count, _) in groups[MAX_GROUPS:]):
+            yield f"{remaining} samples in {len(groups) - MAX_GROUPS} more groups"

@@ -60,11 +60,11 @@ def serve(
     if dry_run:
         print_settings(resolution)
         return
-    from slimectl import wiring
-    from slimectl.cli.records import say
-    from slimectl.wiring import serving
+    from slimectl import builders
+    from slimectl.builders import serving
+    from slimectl.cli.output import say
 
-    folder = wiring.model_folder(resolution.settings.model.path, verify=resolution.settings.model.verify)
+    folder = builders.model_folder(resolution.settings.model.path, verify=resolution.settings.model.verify)
     key, drawn = serving.admin_key(resolution.settings)
     with ExitStack() as ending:
         at = ending.enter_context(serving.listening(host, port))

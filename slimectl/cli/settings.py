@@ -61,8 +61,8 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
 
         slimectl settings explain rollout.temperature
     """
-    from slimectl.hooks import POINTS
-    from slimectl.settings.manual import entries
+    from slimectl.hooks import HOOKS
+    from slimectl.settings.reference import entries
 
     matches = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
     if not matches:
@@ -71,7 +71,7 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
         raise SettingsError(f"{key}: unknown setting; {hint}")
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
-        if point := POINTS.get(entry.key):
+        if point := HOOKS.get(entry.key):
             print(f"    {point.shape()} (docs/hooks.md)")
 
 

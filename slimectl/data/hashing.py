@@ -13,6 +13,7 @@ from slimectl.model_files import leads_out
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 WEIGHTS = (".safetensors", ".distcp", ".bin", ".pt", ".pth")
 BRIEF_BYTES = 256 * 1024**2
 MAX_HEADER_BYTES = 100_000_000
@@ -80,3 +81,13 @@ def tensor_checksum(tensor: Tensor) -> str:
     # A scalar has no bytes to view; every tensor is read flat.
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def sample_seed(run_seed: int, prompt: str, sample_index: int) -> int:
+    """Return a seed in [0, 2^63) for one sample; the same in every process and on every machine.
+
+    It uses blake2b and not `hash()`, which Python salts anew in each process. Fields are joined by a byte that numbers
+    cannot contain, the prompt last, so no two triples give the same bytes.
+    """
+    key = b"\0".join([str(run_seed).encode(), str(sample_index).encode(), prompt.encode("utf-8", "surrogatepass")])
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

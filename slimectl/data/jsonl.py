@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from slimectl.data.bytestreams import Sink, byte_lines
+from slimectl.data.io import AtomicWriter, byte_lines
 from slimectl.data.records import refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
 from slimectl.types import Sample
@@ -147,7 +147,7 @@ class JsonlWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self.count = 0
-        self._sink = Sink(self.path)
+        self._sink = AtomicWriter(self.path)
 
     def __enter__(self) -> JsonlWriter:
         self._sink.open()

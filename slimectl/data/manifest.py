@@ -12,7 +12,7 @@ from typing import Any
 
 from slimectl import __version__
 from slimectl.data.ownership import MANIFEST
-from slimectl.data.rundir import write_text
+from slimectl.data.run_dir import write_text
 from slimectl.redaction import mask_addresses, redact, without_secrets
 
 

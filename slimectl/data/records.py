@@ -26,7 +26,7 @@ from slimectl.data.checks import (
     warn_near_miss,
 )
 from slimectl.errors import RecordError
-from slimectl.types import Sample, Status
+from slimectl.types import Sample, SamplerState, Status
 
 # In the order of docs/records.md, which is also the order of keys in written lines.
 CHECKS: dict[str, Check] = {
@@ -132,3 +132,21 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     for key, value in sample.extra.items():
         obj.setdefault(key, value)
     return obj
+
+
+def sampler_state_to_json(state: SamplerState) -> dict[str, Any]:
+    """Return the state of the sampling side as a checkpoint stores it."""
+    return {
+        "position": state.position,
+        "rounds": state.rounds,
+        "buffer": [[sample_to_json(sample) for sample in group] for group in state.buffer],
+        "source": state.source,
+        "long_prompts_until": state.long_prompts_until,
+    }
+
+
+def sampler_state_from_json(state: Mapping[str, Any]) -> SamplerState:
+    """Read what `sampler_state_to_json` wrote, or an older version of it. Raises RecordError."""
+    buffer = [[sample_from_json(sample) for sample in group] for group in state["buffer"]]
+    long_prompts_until = state.get("long_prompts_until", 0)
+    return SamplerState(state["position"], state["rounds"], buffer, state.get("source"), long_prompts_until)

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.bytestreams import byte_lines, readable, spool
 from slimectl.data.generators import generated
+from slimectl.data.io import byte_lines, readable, spool
 from slimectl.data.jsonl import decode_json, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import MissingExtraError, RecordError, SettingsError

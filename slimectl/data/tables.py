@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from slimectl.data.bytestreams import byte_lines
+from slimectl.data.io import byte_lines
 from slimectl.data.jsonl import parse_line
 from slimectl.errors import SettingsError
 from slimectl.types import Prompt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slimectl.executors.hosting import close_hosted
-from slimectl.executors.rank import Serve
-from slimectl.executors.ranks import LocalRanks
-from slimectl.streams import prefetch
+from slimectl.data.streams import prefetch
+from slimectl.executors.rank_group import LocalRanks
+from slimectl.executors.rank_process import Serve
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -127,3 +128,14 @@ def _outcome(future: Any, timeout_s: float | None) -> Any:
         return ChildProcessError(f"the worker process that graded it {ending}")
     except Exception as error:
         return error
+
+
+def close_hosted(hosted: Any) -> None:
+    """Call the object's `close`, if it has one; a coroutine is awaited."""
+    close = getattr(hosted, "close", None)
+    if close is not None and inspect.isawaitable(awaitable := close()):
+        asyncio.run(_await(awaitable))
+
+
+async def _await(awaitable: Any) -> None:
+    await awaitable

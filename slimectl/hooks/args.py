@@ -7,7 +7,7 @@ from typing import Any
 from slimectl.settings import Settings
 
 
-class Args:
+class FlatSettings:
     """The resolved settings as flat attributes, by the names that slime's scripts use.
 
     >>> Args(Settings()).rollout_temperature, Args(Settings()).lr

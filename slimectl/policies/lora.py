@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slimectl.architectures.lora import is_adapter
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
-from slimectl.policies.state import read_tensors, write_float32
-from slimectl.weights.adapters import is_adapter
+from slimectl.policies.checkpoint import read_tensors, write_float32
 
 FOLDER = "adapter"
 """Beside the merged weights: transformers would take an adapter in the same folder for the model."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.settings.layers import Layer, from_file
+from slimectl.settings.loading import Layer, from_file
 
 DEFAULT = Path("slimectl.toml")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import text_of, trimmed
-from slimectl.rewards.verdict import Found, Verdict, Verifier, nothing, shown
 from slimectl.sandbox.runner import Limits, Outcome, run_program
 from slimectl.types import Sample
 
@@ -59,17 +59,17 @@ class Code(Verifier):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         tests = _parse_tests(sample)
         fence = find_program(sample.response)
         if fence is None:
-            return nothing(SOURCE, "no fenced block that is closed")
+            return no_answer(SOURCE, "no fenced block that is closed")
         language, program = fence
         if language not in PYTHON:
-            return Verdict(0.0, SOURCE, f"is {language}; only Python is run", program.text, program.span)
+            return Grade(0.0, SOURCE, f"is {language}; only Python is run", program.text, program.span)
         if len(program.text) > MAX_PROGRAM:
             reason = f"{len(program.text)} characters, over the limit of {MAX_PROGRAM}"
-            return Verdict(0.0, SOURCE, reason, program.text, program.span)
+            return Grade(0.0, SOURCE, reason, program.text, program.span)
         limits = Limits(self.timeout_s, self.test_timeout_s, self.memory_mib, self.processes)
         cases = [case for case, _ in tests]
         outcomes = run_program(
@@ -79,14 +79,14 @@ class Code(Verifier):
         passed = faults.count("")
         first = next((f"; test {at}: {fault}" for at, fault in enumerate(faults) if fault), "")
         reason = f"{passed} of {len(tests)} tests passed{first}"
-        return Verdict(passed / len(tests), SOURCE, reason, program.text, program.span)
+        return Grade(passed / len(tests), SOURCE, reason, program.text, program.span)
 
     def extract(self, sample: Sample) -> str | None:
         fence = find_program(sample.response)
         return text_of(fence[1]) if fence else None
 
 
-def find_program(response: str) -> tuple[str, Found] | None:
+def find_program(response: str) -> tuple[str, Span] | None:
     """Language ("" if not named) and text of the last fenced block that is closed; None if there is none."""
     opening, last = None, None
     for fence in _FENCE.finditer(response):
@@ -109,14 +109,14 @@ def _failure_reason(expected: Any, outcome: Outcome) -> str:
     if isinstance(expected, _Lines):
         if expected.lines == _Lines.of(outcome.stdout).lines:
             return ""
-        return f"printed {shown(outcome.stdout.strip())}, expected {shown(expected.text.strip())}"
+        return f"printed {quote(outcome.stdout.strip())}, expected {quote(expected.text.strip())}"
     report = outcome.report if isinstance(outcome.report, dict) else {}
     if not report.get("passed") and "value" not in report:
         return "ended before the test had run"
     if expected is None:
         return ""
     actual, target = report.get("value"), expected.value
-    return "" if _equal(actual, target) else f"gave {shown(_as_json(actual))}, expected {shown(json.dumps(target))}"
+    return "" if _equal(actual, target) else f"gave {quote(_as_json(actual))}, expected {quote(json.dumps(target))}"
 
 
 def _as_json(value: Any) -> str:

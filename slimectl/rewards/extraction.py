@@ -7,7 +7,7 @@ from collections import deque
 from typing import Literal
 
 from slimectl.errors import RecordError
-from slimectl.rewards.verdict import Found
+from slimectl.rewards.base import Span
 from slimectl.types import Sample
 
 Source = Literal["response", "last_line", "boxed", "answer_tag"]
@@ -23,13 +23,13 @@ SOURCE_WORDS: dict[Source, str] = {
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-def trimmed(text: str, start: int = 0, end: int | None = None) -> Found:
+def trimmed(text: str, start: int = 0, end: int | None = None) -> Span:
     """`text[start:end]` without surrounding white space."""
     part = text[start:end]
-    return Found(part.strip(), start + len(part) - len(part.lstrip()))
+    return Span(part.strip(), start + len(part) - len(part.lstrip()))
 
 
-def find_boxed(text: str) -> Found | None:
+def find_boxed(text: str) -> Span | None:
     r"""Content of the last \boxed{} or \fbox{}, nested braces included; None if there is none or it never closes.
 
     >>> find_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
@@ -55,20 +55,20 @@ def find_boxed(text: str) -> Found | None:
     return None
 
 
-def find_last_line(text: str) -> Found | None:
+def find_last_line(text: str) -> Span | None:
     """The last line that is not blank, stripped; None if there is none."""
     stripped = text.rstrip()
     return trimmed(stripped, stripped.rfind("\n") + 1) if stripped else None
 
 
-def find_tagged(text: str, tag: str = "answer") -> Found | None:
+def find_tagged(text: str, tag: str = "answer") -> Span | None:
     """Text between the last closed <tag> and its </tag>, stripped; None if there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else trimmed(text, start + len(tag) + 2, end)
 
 
-def find(sample: Sample, source: Source) -> Found | None:
+def find(sample: Sample, source: Source) -> Span | None:
     """The part of the response that `source` names; None if it is absent."""
     if source == "response":
         return trimmed(sample.response)
@@ -82,7 +82,7 @@ def last_boxed(text: str) -> str | None:
     return text_of(find_boxed(text))
 
 
-def text_of(span: Found | None) -> str | None:
+def text_of(span: Span | None) -> str | None:
     return None if span is None else span.text
 
 

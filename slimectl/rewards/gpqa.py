@@ -9,9 +9,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from slimectl.errors import RecordError
-from slimectl.rewards.deepscaler import after_thinking
+from slimectl.rewards.base import Grade, Span, Verifier, no_answer
 from slimectl.rewards.extraction import find_boxed, label_text
-from slimectl.rewards.verdict import Found, Verdict, Verifier, nothing
+from slimectl.rewards.math.verifier import after_thinking
 from slimectl.types import Sample
 
 DEFAULT_LETTERS = "ABCDEFGHIJ"
@@ -47,25 +47,25 @@ class Gpqa(Verifier):
     A to J. A label is a letter, the text of a choice, or an index from 0. Raises RecordError for any other.
     """
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         choices = _choices(sample)
         expected = _label(sample, choices)
         match = _find(sample.response, choices)
         if match is None:
-            return nothing("whole response", f"no choice among {''.join(choices)} is named")
+            return no_answer("whole response", f"no choice among {''.join(choices)} is named")
         letter, place, source = match
         right = letter == expected
         reason = f"the choice {letter} {'is' if right else 'is not'} the label's, {expected}"
-        return Verdict(float(right), source, reason, place.text, place.span)
+        return Grade(float(right), source, reason, place.text, place.span)
 
     def extract(self, sample: Sample) -> str | None:
         match = _find(sample.response, _choices(sample))
         return match[1].text if match else None
 
 
-def _find(response: str, choices: dict[str, str]) -> tuple[str, Found, str] | None:
+def _find(response: str, choices: dict[str, str]) -> tuple[str, Span, str] | None:
     """(letter, its span in the response, name of the pattern that matched)."""
-    answer = after_thinking(response, ("</think>",)) or Found(response, 0)
+    answer = after_thinking(response, ("</think>",)) or Span(response, 0)
     start = max(answer.start, len(response) - MAX_SEARCHED)
     text = response[start:]
     places = [
@@ -79,26 +79,26 @@ def _find(response: str, choices: dict[str, str]) -> tuple[str, Found, str] | No
         valid = [(place.start, letter, place) for letter, place in candidates if letter in choices]
         if valid:
             _, letter, place = max(valid)
-            return letter, Found(place.text, start + place.start), source
+            return letter, Span(place.text, start + place.start), source
     return None
 
 
-def _letters(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, Found]]:
+def _letters(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, Span]]:
     for match in pattern.finditer(text):
         group = match.lastindex or 0
-        yield match[group].upper(), Found(match[group], match.start(group))
+        yield match[group].upper(), Span(match[group], match.start(group))
 
 
-def _boxed_letter(text: str) -> Iterator[tuple[str, Found]]:
+def _boxed_letter(text: str) -> Iterator[tuple[str, Span]]:
     boxed = find_boxed(text)
     match = _IN_BOX.match(boxed.text) if boxed else None
     if boxed and match:
-        yield match[1].upper(), Found(match[1], boxed.start + match.start(1))
+        yield match[1].upper(), Span(match[1], boxed.start + match.start(1))
 
 
-def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Found]]:
+def _choice_texts(text: str, choices: dict[str, str]) -> list[tuple[str, Span]]:
     """Statements that end in the text of a choice, and a box that contains one."""
-    stated = [Found(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
+    stated = [Span(match[1], match.start(1)) for match in _STATED_TEXT.finditer(text)]
     boxed = find_boxed(text)
     letters = {_folded(choice_text): letter for letter, choice_text in choices.items() if choice_text}
     candidates = [(letters.get(_folded(place.text)), place) for place in [*stated, *([boxed] if boxed else [])]]

@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from slimectl.errors import MissingExtraError, RecordError
+from slimectl.rewards.base import Grade, Span, Verifier, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, find_tagged, trimmed
-from slimectl.rewards.verdict import Found, Verdict, Verifier, shown
 from slimectl.types import Sample
 
 MAX_ANSWER = 20_000
@@ -46,7 +46,7 @@ class ReasoningGym(Verifier):
     else scores 0.0. Raises RecordError for metadata that names no task.
     """
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         task = _task(sample)
         scorer = _scorer(task)
         answer, source = _find(sample)
@@ -57,7 +57,7 @@ class ReasoningGym(Verifier):
             reason = "not a finite number, which compares with nothing"
         elif (scorer.counts or scorer.evaluates) and _EXPONENT.search(answer.text):
             reason = f"an exponent of more than three digits, which the scorer of {task} would write out"
-        elif scorer.evaluates and not is_inert(answer.text):
+        elif scorer.evaluates and not is_safe_to_eval(answer.text):
             reason = f"neither a literal nor small arithmetic, and the scorer of {task} evaluates what it is given"
         else:
             try:
@@ -65,23 +65,23 @@ class ReasoningGym(Verifier):
                     warnings.simplefilter("ignore")
                     score = float(scorer.score(answer.text, _entry(sample)))
                 reward = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-                reason = f"the scorer of {task} gives {score:g}; the label is {shown(str(sample.label))}"
+                reason = f"the scorer of {task} gives {score:g}; the label is {quote(str(sample.label))}"
             except Exception as error:  # an answer that makes a scorer raise counts as rejected
                 reason = f"the scorer of {task} does not accept it: {type(error).__name__}"
-        return Verdict(reward, source, reason, answer.text, answer.span)
+        return Grade(reward, source, reason, answer.text, answer.span)
 
     def extract(self, sample: Sample) -> str | None:
         return _find(sample)[0].text
 
 
-def _find(sample: Sample) -> tuple[Found, str]:
+def _find(sample: Sample) -> tuple[Span, str]:
     tagged = find_tagged(sample.response)
     if tagged is None:
         return trimmed(sample.response), SOURCE_WORDS["response"]
     return tagged, SOURCE_WORDS["answer_tag"]
 
 
-def is_inert(text: str) -> bool:
+def is_safe_to_eval(text: str) -> bool:
     """Whether the text is safe to evaluate: it can only do small arithmetic or build a literal.
 
     >>> is_inert("(3 + 4)*x**2"), is_inert("[['Q', '_']]"), is_inert("open('x', 'w')"), is_inert("9**9**9")

@@ -1,40 +1,92 @@
-"""Registry of verifiers by `rm_type`."""
+"""Weighted sum of several verifiers."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from slimectl.errors import SettingsError
+from slimectl.errors import HookError, SettingsError
+from slimectl.rewards.base import Grade, Verifier, is_number, no_answer
 from slimectl.rewards.code import Code
-from slimectl.rewards.contains import Contains
-from slimectl.rewards.dapo import Dapo
-from slimectl.rewards.deepscaler import Deepscaler
-from slimectl.rewards.exact import Exact
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
-from slimectl.rewards.f1 import F1
 from slimectl.rewards.gpqa import Gpqa
-from slimectl.rewards.ifbench import IfBench
-from slimectl.rewards.ifeval import IfEval
+from slimectl.rewards.instruction_following.ifbench import IfBench
+from slimectl.rewards.instruction_following.ifeval import IfEval
 from slimectl.rewards.judge import Judge
-from slimectl.rewards.length import LengthPenalty, Overlong
-from slimectl.rewards.math import Math
-from slimectl.rewards.numeric import Numeric
-from slimectl.rewards.random import Random
+from slimectl.rewards.math.dapo import Dapo
+from slimectl.rewards.math.verifier import Deepscaler, Math
 from slimectl.rewards.reasoning_gym import ReasoningGym
-from slimectl.rewards.regex import Regex
-from slimectl.rewards.remote_rm import RemoteRm
-from slimectl.rewards.repetition import Repetition
+from slimectl.rewards.remote import RemoteRm
 from slimectl.rewards.reward_model import RewardModel
-from slimectl.rewards.verdict import Verdict, Verifier, is_number, nothing
-from slimectl.rewards.weighted import Part, WeightedSum
+from slimectl.rewards.shaping import LengthPenalty, Overlong, Random, Repetition
+from slimectl.rewards.text import F1, Contains, Exact, Numeric, Regex
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.rewards.asking import Asker
+    from slimectl.rewards.http import HttpClient
+
+
+@dataclass(frozen=True)
+class Part:
+    """One verifier of a sum; `key` selects the number from a dict reward."""
+
+    name: str
+    weight: float
+    verifier: Verifier
+    key: str = "score"
+
+    def number(self, reward: float | dict[str, Any]) -> float:
+        """The part's reward as a number. Raises HookError for a dict without `key`, as a server may send."""
+        number = reward.get(self.key) if isinstance(reward, dict) else reward
+        if not is_number(number):
+            raise HookError(f"score.rm: {self.name}: no number under {self.key!r} in {str(reward)[:60]}")
+        return float(number)
+
+
+@dataclass(frozen=True)
+class WeightedSum(Verifier):
+    """{score: sum of weight times part, NAME: each part, unweighted}; extracts the first part's answer."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        ends = [sorted(part.weight * end for end in part.verifier.bounds) for part in self.parts]
+        return sum(low for low, _ in ends), sum(high for _, high in ends)
+
+    @property
+    def waits(self) -> bool:
+        return any(part.verifier.waits for part in self.parts)
+
+    @property
+    def patience_s(self) -> float:
+        return sum(part.verifier.patience_s for part in self.parts)
+
+    def explain(self, sample: Sample) -> Grade:
+        return self._combine([part.verifier.explain(sample) for part in self.parts])
+
+    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+        by_part = await asyncio.gather(*(part.verifier.asked(samples, asker) for part in self.parts))
+        return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
+
+    def _combine(self, verdicts: Sequence[Grade]) -> Grade:
+        numbers = [part.number(verdict.reward) for part, verdict in zip(self.parts, verdicts, strict=True)]
+        total = sum(part.weight * number for part, number in zip(self.parts, numbers, strict=True))
+        names = [part.name for part in self.parts]
+        reasons = [
+            f"{part.weight:g} x {part.name} {number:g} ({verdict.why})"
+            for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
+        ]
+        reward = {"score": total, **dict(zip(names, numbers, strict=True))}
+        return Grade(reward, verdicts[0].source, "; ".join(reasons), verdicts[0].extracted, verdicts[0].span)
+
+    def extract(self, sample: Sample) -> str | None:
+        return self.parts[0].verifier.extract(sample)
+
 
 BOXED = "boxed_"
 READ_BOXES = ("math", "deepscaler", "dapo")
@@ -60,26 +112,26 @@ class Boxed(Verifier):
     def patience_s(self) -> float:
         return self.inner.patience_s
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         boxed = find_boxed(sample.response)
         if boxed is None:
             return self._grade_without_box(sample)
         return self.inner.explain(replace(sample, response=boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
 
-    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
+    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return [await self._grade_sample(sample, asker) for sample in samples]
 
-    async def _grade_sample(self, sample: Sample, asker: Asker) -> Verdict:
+    async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
         boxed = find_boxed(sample.response)
         if boxed is None:
             return self._grade_without_box(sample)
         (inner,) = await self.inner.asked([replace(sample, response=boxed.text)], asker)
         return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
 
-    def _grade_without_box(self, sample: Sample) -> Verdict:
+    def _grade_without_box(self, sample: Sample) -> Grade:
         """Grade of a response without a box: 0.0, or for a verifier that returns dicts, that of an empty response."""
         empty = 0.0 if self.inner.waits else self.inner.explain(replace(sample, response="")).reward
-        return nothing(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
+        return no_answer(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
 
     def extract(self, sample: Sample) -> str | None:
         boxed = last_boxed(sample.response)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
-from slimectl.rewards.verdict import Verdict, Verifier
+from slimectl.rewards.base import Grade, Verifier
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.rewards.asking import Asker
+    from slimectl.rewards.http import HttpClient
 
 WHERE = "score.rm_options"
 LOADING_S = 120.0
@@ -61,20 +61,20 @@ class RewardModel(Verifier):
     def patience_s(self) -> float:
         return LOADING_S
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         return self._verdicts([sample])[0]
 
-    async def asked(self, samples: Sequence[Sample], asker: Asker) -> list[Verdict]:
+    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return self._verdicts(samples)
 
     def extract(self, sample: Sample) -> str | None:
         return sample.response
 
-    def _verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def _verdicts(self, samples: Sequence[Sample]) -> list[Grade]:
         model = _load_model(self.path, self.device)
         rewards = model.rewards([self._tokens(sample, model) for sample in samples])
         return [
-            Verdict(reward, "prompt and response", f"{self.path} gives {reward:.4g}", sample.response,
+            Grade(reward, "prompt and response", f"{self.path} gives {reward:.4g}", sample.response,
                     (0, len(sample.response)))
             for reward, sample in zip(rewards, samples, strict=True)
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Settings: one section per stage, layered with provenance."""
 
-from slimectl.settings.layers import Layer, Resolved, resolve
+from slimectl.settings.loading import Layer, Resolved, resolve
 from slimectl.settings.root import Settings
 
 __all__ = ["Layer", "Resolved", "Settings", "resolve"]

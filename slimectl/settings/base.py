@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slimectl.redaction import redact
 
+PositiveInt = Annotated[int, Field(ge=1)]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
 """A list of strings; a single string means a list of one, an empty string an empty list: `-s warmup.data=`."""
 

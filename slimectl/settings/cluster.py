@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimectl.settings.base import Section
-
-PositiveInt = Annotated[int, Field(ge=1)]
+from slimectl.settings.base import PositiveInt, Section
 
 
 class ClusterSettings(Section):
@@ -41,3 +39,44 @@ class ClusterSettings(Section):
     @property
     def ranks(self) -> int:
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+
+class SyncSettings(Section):
+    """Weight updates from the policy to the engines, after the last step of a round."""
+
+    transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
+    """in_process for an engine in the trainer's process; to servers: disk (a checkpoint they read), tensor (shared
+    memory or CUDA IPC, same machine), distributed (broadcast by gloo or nccl), delta (changed bytes over disk). auto:
+    in_process; tensor on one machine, except to SGLang on a CPU, which takes tensors as text; else distributed."""
+
+    update_weights_interval: PositiveInt = 1
+    """Rounds between two pushes; above 1 answers are staler."""
+
+    update_weight_buffer_size: PositiveInt = 512
+    """MiB of weights in one message."""
+
+    update_weight_disk_dir: str | None = None
+    """Folder for the disk and delta transports, seen by every engine; the run's own where not given."""
+
+    update_weight_disk_keep_files: bool = False
+    """Keep the files of every push."""
+
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
+    """What a delta holds of a changed block: the xor with the old bytes (compresses better), or the new bytes."""
+
+    update_weight_delta_checksum: Literal["blake2b", "adler32"] = "blake2b"
+    """Checksum of every tensor that a delta changes."""
+
+    custom_post_write_path: str | None = None
+    """Function of (args, version_dir, rollout_engines), by path, when disk or delta have written a push, before engines
+    read it."""
+
+    check_weight_update_equal: bool = False
+    """After every push compare checksums of every tensor on both sides."""
+
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to answers in flight while weights change: their keys and values are computed anew (retract), they
+    go on with those they have (in_place; SGLang then may give old ones to new answers too), or end (abort)."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+    """How long a push may take."""

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from slimectl.settings.base import Section, Texts
+from slimectl.settings.base import PositiveInt, Section, Texts
 from slimectl.settings.secret import Key
 
-PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -92,3 +91,16 @@ class SglangSettings(Section):
     groups: list[dict[str, Any]] = []
     """Engines in groups, in place of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}];
     a group of another model (a judge, a teacher) is started and gets no weights."""
+
+
+class ModelSettings(Section):
+    """The model that is trained and sampled."""
+
+    path: str | None = None
+    """Hugging Face directory, .gguf file, or package:NAME for a GGUF inside an installed Python package."""
+
+    verify: bool = False
+    """Hash every file that the model's manifest.json names; else those above 32 MiB only where all have up to 1 GiB."""
+
+    card: str | None = None
+    """Model card to build a new model of random weights from, where no path is given (see `slimectl models`)."""

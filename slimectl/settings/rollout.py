@@ -6,9 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from slimectl.settings.base import Section, Texts
-
-PositiveInt = Annotated[int, Field(ge=1)]
+from slimectl.settings.base import PositiveInt, Section, Texts
 
 
 class RolloutSettings(Section):

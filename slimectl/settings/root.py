@@ -9,19 +9,15 @@ from pydantic import Field
 
 from slimectl.redaction import remember, secrets_in
 from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
-from slimectl.settings.algorithms.contradictions import algorithm_contradictions
 from slimectl.settings.base import Section
-from slimectl.settings.cluster import ClusterSettings
-from slimectl.settings.engine import EngineSettings, SglangSettings
+from slimectl.settings.checks import algorithm_conflicts, hook_conflicts
+from slimectl.settings.cluster import ClusterSettings, SyncSettings
+from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings
 from slimectl.settings.evaluate import EvalSettings
-from slimectl.settings.megatron import MegatronSettings, megatron_contradictions
-from slimectl.settings.model import ModelSettings
-from slimectl.settings.of_hooks import hook_contradictions
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.run import RunSettings, TrackSettings, WarmupSettings
 from slimectl.settings.score import ScoreSettings
-from slimectl.settings.sync import SyncSettings
-from slimectl.settings.train import TrainSettings
+from slimectl.settings.train import MegatronSettings, TrainSettings, megatron_conflicts
 
 
 class Settings(Section):
@@ -84,7 +80,7 @@ class Settings(Section):
         return -(-self.rollouts_per_round // self.rollouts_per_step)
 
 
-def contradictions(settings: Settings) -> Iterator[str]:
+def conflicts(settings: Settings) -> Iterator[str]:
     """Conflicts between sections, each as a line that names both keys and the remedy."""
     run, train, rollout, algorithm = settings.run, settings.train, settings.rollout, settings.algorithm
     steps = train.num_steps_per_rollout
@@ -126,10 +122,17 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from _adapter_contradictions(train)
     yield from _placement_contradictions(settings)
-    yield from megatron_contradictions(settings.megatron, train.policy, settings.cluster.ranks)
-    yield from hook_contradictions(settings)
+    yield from megatron_conflicts(settings.megatron, train.policy, settings.cluster.ranks)
+    yield from hook_conflicts(
+        algorithm=settings.algorithm,
+        rollout=settings.rollout,
+        score=settings.score,
+        train=settings.train,
+        sync=settings.sync,
+        run=settings.run,
+    )
     if isinstance(algorithm, PolicyGradient):
-        yield from algorithm_contradictions(algorithm, temperature=rollout.temperature)
+        yield from algorithm_conflicts(algorithm, temperature=rollout.temperature)
 
 
 def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:

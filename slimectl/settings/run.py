@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from slimectl.settings.base import Section, Texts
+from slimectl.settings.base import PositiveInt, Section, Texts
 
-PositiveInt = Annotated[int, Field(ge=1)]
 TrackerName = Literal["stdout", "jsonl", "tensorboard", "wandb", "swanlab"]
 SECRETS = ("key", "token", "password", "secret")
 """Last words of an argument's name that mark it as a secret."""

@@ -1,7 +1,4 @@
-"""Computes the advantages of a round's rows from rewards, with the estimator of the algorithm.
-
-T tokens
-"""
+"""The critic's part of a training step: values, optimizer step, explained variance."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.advantages import group_advantages
-from slimectl.algorithms.divergences import kl_estimate
-from slimectl.algorithms.returns import reinforce_returns, sequence_rewards, whitened
-from slimectl.algorithms.values import generalized_advantages
+from slimectl.algorithms.advantages import group_advantages, reinforce_returns, sequence_rewards, whitened
+from slimectl.algorithms.kl import kl_estimate
+from slimectl.algorithms.value_loss import ValueLoss, explained_variance, generalized_advantages
+from slimectl.protocols import Critic
 from slimectl.settings.algorithm import (
     GroupNormalized,
     Opd,
@@ -22,11 +19,37 @@ from slimectl.settings.algorithm import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from slimectl.types import Metrics, Row, Sample
+from slimectl.stages.finite_check import FiniteCheck
+from slimectl.types import Metrics, Sample, TrainingSample
+
+
+def set_values(rows: Sequence[TrainingSample], critic: Critic) -> None:
+    """Write `Row.values`: the critic's predictions before the updates of the round."""
+    if rows:
+        for row, values in zip(rows, critic.values(rows), strict=True):
+            row.values = values
+
+
+def critic_step(rows: Sequence[TrainingSample], critic: Critic, algorithm: Ppo, finite: FiniteCheck) -> Metrics:
+    """Make one optimizer step over rows with loss weights, values and returns; return the metrics train/critic-…
+
+    Raises DivergedError, before the update, if loss or gradient are not finite.
+    """
+    summed = finite.update(critic, ValueLoss(algorithm.value_clip), of="the critic's", outputs=critic.values)
+    metrics = {f"train/critic-{name}": value for name, value in summed.items()}
+    return metrics | explained(rows)
+
+
+def explained(rows: Sequence[TrainingSample]) -> Metrics:
+    """Return the explained variance of the returns by the values from before the round."""
+    values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
+    returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]
+    masks = [torch.tensor(row.weights) for row in rows]
+    return {"train/critic-explained_variance": explained_variance(values, returns, masks)}
 
 
 def set_advantages(
-    rows: list[Row],
+    rows: list[TrainingSample],
     samples: list[Sample],
     rewards: list[float],
     algorithm: PolicyGradient,
@@ -55,7 +78,7 @@ def set_advantages(
 
 
 def _estimate_advantages(
-    rows: list[Row],
+    rows: list[TrainingSample],
     samples: list[Sample],
     rewards: list[float],
     masks: list[Tensor],
@@ -90,7 +113,9 @@ def _estimate_advantages(
     return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(advantages, masks, strict=True)]
 
 
-def _critic_advantages(row: Row, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo) -> Tensor:
+def _critic_advantages(
+    row: TrainingSample, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo
+) -> Tensor:
     """Return the GAE advantages of one answer and write `Row.returns`."""
     assert row.values is not None
     values_T = _tensor(row.values)
@@ -114,7 +139,7 @@ def _compare_with_siblings(samples: list[Sample], rewards: list[float], algorith
     )
 
 
-def _reference_kl(row: Row, algorithm: PolicyGradient) -> Tensor | None:
+def _reference_kl(row: TrainingSample, algorithm: PolicyGradient) -> Tensor | None:
     """Return the k1 estimate of KL(policy || reference) at every token if it is a reward penalty, else None."""
     if not algorithm.kl_coef:
         return None
@@ -123,7 +148,7 @@ def _reference_kl(row: Row, algorithm: PolicyGradient) -> Tensor | None:
     return kl_estimate(_tensor(row.old_log_probs), _tensor(row.ref_log_probs), "k1")
 
 
-def _teacher_kl(row: Row, sample: Sample) -> Tensor:
+def _teacher_kl(row: TrainingSample, sample: Sample) -> Tensor:
     """Return the k1 estimate of KL(policy || teacher) at every token."""
     assert row.old_log_probs is not None
     assert sample.teacher_log_probs is not None

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.errors import HookError
-from slimectl.ports import Executor
-from slimectl.rewards import Verdict
+from slimectl.protocols import Executor
+from slimectl.rewards import Grade
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import Calls, as_calls
+from slimectl.stages.grader import BatchedReward, as_batched
 from slimectl.stages.score import reward_number
 from slimectl.types import Sample
 
@@ -22,7 +22,7 @@ Bounds = Callable[[Sample], "tuple[float, float] | None"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RewardCheck:
     """One line of the report; a training run should not start with one that is not `fine`."""
 
     fine: bool
@@ -34,7 +34,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """Results of calling the reward twice on one sample; only the second call is timed, so imports do not count."""
 
     sample: Sample
@@ -47,10 +47,10 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Twice:
+class RunTwice:
     """Calls a reward twice; pickled to worker processes."""
 
-    reward: Calls
+    reward: BatchedReward
 
     def __call__(self, samples: list[Sample]) -> list[tuple[Any, Any, float]]:
         """Return (first reward, second reward, seconds per sample) for every sample of one call."""
@@ -71,15 +71,15 @@ def check_reward(
     *,
     executor: Executor,
     bounds: Bounds = lambda sample: None,
-) -> Iterator[Finding]:
+) -> Iterator[RewardCheck]:
     """Yield one finding per check: errors, type, range, determinism, time, variance.
 
     Samples are graded in at least one worker process, so that the time limit also stops functions that hang.
     """
     workers, limit = max(1, settings.processes), settings.timeout_s
-    grader = as_calls(reward)
+    grader = as_batched(reward)
     calls = list(grader.calls(samples))
-    results = executor.map(Twice(grader), calls, workers=workers, timeout_s=2 * (limit + grader.patience_s))
+    results = executor.map(RunTwice(grader), calls, workers=workers, timeout_s=2 * (limit + grader.patience_s))
     pairs = [pair for call, result in zip(calls, results, strict=True) for pair in _pair_results(call, result)]
     late = [sample for sample, result in pairs if isinstance(result, TimeoutError)]
     trials = [_make_trial(*pair, settings) for pair in pairs if not isinstance(pair[1], TimeoutError)]
@@ -108,64 +108,66 @@ def _pair_results(call: list[Sample], result: Any) -> list[tuple[Sample, Any]]:
     ]
 
 
-def _make_trial(sample: Sample, result: Any, settings: ScoreSettings) -> Tried:
+def _make_trial(sample: Sample, result: Any, settings: ScoreSettings) -> Trial:
     if isinstance(result, BaseException):
-        return Tried(sample, error=f"{type(result).__name__}: {result}")
+        return Trial(sample, error=f"{type(result).__name__}: {result}")
     first, second, seconds = result
     try:
         number = reward_number(replace(sample, reward=first), settings.reward_key)
     except HookError as error:
-        return Tried(sample, (first, second), seconds, fault=str(error))
-    return Tried(sample, (first, second), seconds, number=number)
+        return Trial(sample, (first, second), seconds, fault=str(error))
+    return Trial(sample, (first, second), seconds, number=number)
 
 
 def _reward_of(result: Any) -> Any:
-    return result.reward if isinstance(result, Verdict) else result
+    return result.reward if isinstance(result, Grade) else result
 
 
-def _check_faults(check: str, faults: list[tuple[Sample, str]], success_text: str) -> Finding:
+def _check_faults(check: str, faults: list[tuple[Sample, str]], success_text: str) -> RewardCheck:
     if not faults:
-        return Finding(True, check, success_text)
+        return RewardCheck(True, check, success_text)
     sample, text = faults[0]
-    return Finding(False, check, f"{len(faults)} samples, the first is sample {sample.index}: {text}")
+    return RewardCheck(False, check, f"{len(faults)} samples, the first is sample {sample.index}: {text}")
 
 
-def _check_range(trials: list[Tried], bounds: Bounds) -> Finding:
+def _check_range(trials: list[Trial], bounds: Bounds) -> RewardCheck:
     numbers = [trial.number for trial in trials if trial.number is not None]
     if not numbers:
-        return Finding(False, "range", "there is no number")
+        return RewardCheck(False, "range", "there is no number")
     for trial in trials:
         allowed = bounds(trial.sample)
         if allowed and trial.number is not None and not allowed[0] - 1e-9 <= trial.number <= allowed[1] + 1e-9:
             message = f"sample {trial.sample.index}: {trial.number:g} is not from {allowed[0]:g} to {allowed[1]:g}"
-            return Finding(False, "range", message)
-    return Finding(True, "range", f"{min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
+            return RewardCheck(False, "range", message)
+    return RewardCheck(True, "range", f"{min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
 
 
-def _check_time(trials: list[Tried], late: list[Sample], limit: float, workers: int) -> Finding:
+def _check_time(trials: list[Trial], late: list[Sample], limit: float, workers: int) -> RewardCheck:
     if late:
         message = f"{len(late)} samples took longer than {limit:g} s, the first is sample {late[0].index}"
-        return Finding(False, "time", message)
+        return RewardCheck(False, "time", message)
     if not trials:
-        return Finding(False, "time", "nothing ran to its end")
+        return RewardCheck(False, "time", "nothing ran to its end")
     seconds = [trial.seconds for trial in trials]
     slowest = max(trials, key=lambda trial: trial.seconds)
     message = (
         f"{statistics.fmean(seconds) * 1e3:.3g} ms a sample, at most {slowest.seconds * 1e3:.3g} ms "
         f"(sample {slowest.sample.index}; limit {limit:g} s), {workers} worker{'s' if workers > 1 else ''}"
     )
-    return Finding(True, "time", message)
+    return RewardCheck(True, "time", message)
 
 
-def _check_variance(trials: list[Tried]) -> Finding:
+def _check_variance(trials: list[Trial]) -> RewardCheck:
     groups: defaultdict[int, list[float]] = defaultdict(list)
     for trial in trials:
         if trial.number is not None:
             groups[trial.sample.group_index].append(trial.number)
     several = [numbers for numbers in groups.values() if len(numbers) > 1]
     if not several:
-        return Finding(True, "variance", "no group has two samples; nothing to compare")
+        return RewardCheck(True, "variance", "no group has two samples; nothing to compare")
     uneven = [numbers for numbers in several if max(numbers) > min(numbers)]
     spread = statistics.fmean(statistics.pstdev(numbers) for numbers in several)
     message = f"{len(uneven)} of {len(several)} groups have different rewards (mean deviation {spread:.3g})"
-    return Finding(bool(uneven), "variance", message if uneven else f"{message}; group-relative advantages are all 0")
+    return RewardCheck(
+        bool(uneven), "variance", message if uneven else f"{message}; group-relative advantages are all 0"
+    )

@@ -8,21 +8,21 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.data.replacing import refuse_existing
-from slimectl.data.rundir import write_folder
+from slimectl.data.atomic_replace import refuse_existing
+from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from slimectl.ports import Weights
+    from slimectl.protocols import Weights
 
 Hashes = Mapping[str, str]
 """File name to SHA-256."""
 
 
-class Witness:
+class HashingWeights:
     """Wraps weights and records the SHA-256 of every tensor that is read from them."""
 
     def __init__(self, weights: Weights, *, hashing: bool, progress: Callable[[str], None] | None = None) -> None:
@@ -72,7 +72,7 @@ def convert(
     CheckpointError if the written tensors differ, StorageError if writing fails.
     """
     refuse_existing(target, force=force)
-    witness = Witness(source, hashing=reread is not None, progress=progress)
+    witness = HashingWeights(source, hashing=reread is not None, progress=progress)
     forms = source.forms()
     counts = {
         "tensors": len(forms),
@@ -95,7 +95,7 @@ def convert(
     return counts
 
 
-def compare(expected: Witness, actual: Weights) -> None:
+def compare(expected: HashingWeights, actual: Weights) -> None:
     """Raises CheckpointError unless `actual` has exactly the expected tensors, equal to the last bit."""
     expected_forms, actual_forms = expected.forms(), actual.forms()
     if actual_forms.keys() != expected_forms.keys():

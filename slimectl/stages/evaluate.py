@@ -9,21 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from slimectl.algorithms.pass_rates import majority_at_n
-from slimectl.algorithms.statistics import count_failures
+from slimectl.algorithms.metrics import count_failures, majority_at_n
+from slimectl.data.streams import tee
 from slimectl.errors import RecordError
 from slimectl.hooks import hook
-from slimectl.ports import Agent, Engine, Executor, RewardFn
+from slimectl.protocols import Agent, Engine, Executor, RewardFn
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.attempt import Attempts, single_turn
-from slimectl.stages.own_rollout import FUNCTION, own_evaluation
+from slimectl.stages.generation import GroupGenerator, single_turn
+from slimectl.stages.metrics import optional_metrics, pass_rates
 from slimectl.stages.rollout import rollout, sampling_params
-from slimectl.stages.round_metrics import asked_for, pass_rates
-from slimectl.stages.sample_hooks import on_sample
 from slimectl.stages.score import Grader, reward_number, score
-from slimectl.streams import tee
+from slimectl.stages.user_rollout import FUNCTION, build_sample_hook, user_evaluation
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
@@ -32,7 +30,7 @@ OF_EVAL = ("n_samples_per_prompt", "temperature", "top_p", "top_k", "max_respons
 """Settings of a dataset, by the section whose key they override."""
 
 
-def settings_for(settings: Settings, name: str) -> Settings:
+def resolve_dataset_settings(settings: Settings, name: str) -> Settings:
     """Return the settings of dataset `name`: its own override [eval]'s, which override those of other sections.
 
     A name without a dataset in [eval] gets the settings of [eval].
@@ -89,12 +87,12 @@ def evaluate(
     overrides = {name: value for name, value in overrides.items() if value is not None}
     params = dataclasses.replace(sampling_params(settings.rollout), **overrides)
     rollout_settings = settings.rollout.model_copy(update={"n_samples_per_prompt": eval_settings.n_samples_per_prompt})
-    sample_hook = on_sample(settings)
+    sample_hook = build_sample_hook(settings)
     if function := hook(settings, FUNCTION):
-        attempts = Attempts(
+        attempts = GroupGenerator(
             engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=sample_hook
         )
-        samples = own_evaluation(function, prompts, attempts, settings, rollout_id, left_out)
+        samples = user_evaluation(function, prompts, attempts, settings, rollout_id, left_out)
     else:
         samples = rollout(
             prompts, engine, tokenizer, rollout_settings, agent=agent, params=params, evaluation=True,
@@ -103,7 +101,7 @@ def evaluate(
     return score(samples, reward, settings.score, executor=executor)
 
 
-def summarized(
+def with_summary(
     name: str,
     samples: Iterable[Sample],
     metrics: Metrics,
@@ -128,7 +126,7 @@ def summarized(
         metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
 
 
-def answer_of(reward: RewardFn) -> Callable[[Sample], str | None]:
+def answer_extractor(reward: RewardFn) -> Callable[[Sample], str | None]:
     """Return a function that extracts the answer compared in a majority vote.
 
     The answer is the text that the verifier graded, or "pred" of a reward that is a dict.
@@ -176,7 +174,7 @@ def summarize(
         f"eval/{name}/response_len/min": float(min(lengths)),
     }
     metrics |= count_failures(f"eval/{name}/", samples) | _group_metrics(name, samples, right, answer)
-    return metrics | asked_for(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
+    return metrics | optional_metrics(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
 
 
 def _group_metrics(

@@ -10,20 +10,20 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from slimectl.data.records import refused_path
+from slimectl.data.streams import batched
 from slimectl.errors import RecordError, SettingsError
-from slimectl.hooks import Args
-from slimectl.rewards import Verdict, Verifier, known_types, verifier, weighted
-from slimectl.rewards.asking import Asker, finished
+from slimectl.hooks import FlatSettings
+from slimectl.rewards import Grade, Verifier, known_types, verifier, weighted
+from slimectl.rewards.http import HttpClient, run_sync
 from slimectl.settings import Settings
 from slimectl.settings.secret import revealed_score
-from slimectl.stages.own_reward import Own
-from slimectl.streams import batched
+from slimectl.stages.user_reward import UserReward
 from slimectl.types import Sample, Status
 
 ASKS_SERVERS = ("judge", "remote_rm")
 
 
-class Calls(Protocol):
+class BatchedReward(Protocol):
     """A reward in batched form: samples are split into calls, each of which returns a reward per sample.
 
     Failed samples are not graded, unless siblings that did not fail are graded with them.
@@ -37,7 +37,7 @@ class Calls(Protocol):
         """Whether the call mostly waits for I/O; then `asked` may run concurrently with others."""
         ...
 
-    async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]: ...
+    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
 
     @property
     def patience_s(self) -> float:
@@ -45,7 +45,7 @@ class Calls(Protocol):
         ...
 
 
-class OneByOne:
+class PerSampleReward:
     """Adapts any callable to Calls: one sample per call, never asynchronous."""
 
     patience_s = 0.0
@@ -62,7 +62,7 @@ class OneByOne:
     def waits(self, samples: list[Sample]) -> bool:
         return False
 
-    async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]:
+    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         return self.many(samples)
 
 
@@ -75,8 +75,8 @@ def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
     return [0.0] * len(samples)
 
 
-def as_calls(reward: Callable[[Sample], Any]) -> Calls:
-    return reward if isinstance(reward, Grader) else OneByOne(reward)
+def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
+    return reward if isinstance(reward, Grader) else PerSampleReward(reward)
 
 
 class Grader:
@@ -89,8 +89,8 @@ class Grader:
     def __init__(self, settings: Settings) -> None:
         # With the secrets at hand: worker processes, and other machines, have another environment.
         self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
-        self._args = Args(settings)
-        self._user_rewards: dict[str, Own] = {}
+        self._args = FlatSettings(settings)
+        self._user_rewards: dict[str, UserReward] = {}
         self._verifiers: dict[str, Verifier] = {}
         score = settings.score
         if score.rm and score.rm_type:
@@ -112,7 +112,7 @@ class Grader:
     def __call__(self, sample: Sample) -> Any:
         return self.many([sample])[0]
 
-    def explain(self, sample: Sample) -> Verdict:
+    def explain(self, sample: Sample) -> Grade:
         """Return the reward with its explanation; for a user's function, only its return value."""
         if user_reward := self._user_reward_for(sample):
             return self._as_grades(user_reward, self._call_user_reward(user_reward, [sample]))[0]
@@ -147,7 +147,7 @@ class Grader:
             return list(self._as_grades(user_reward, rewards)) if explains else rewards
         grade = self.verifier_of(samples[0])
         if len(samples) > 1:
-            verdicts = finished(lambda asker: grade.asked(samples, asker))
+            verdicts = run_sync(lambda asker: grade.asked(samples, asker))
             return verdicts if explains else [verdict.reward for verdict in verdicts]
         return [grade.explain(samples[0]) if explains else grade(samples[0])]
 
@@ -160,7 +160,7 @@ class Grader:
         except RecordError:  # `many` raises it again
             return False
 
-    async def asked(self, samples: list[Sample], asker: Asker) -> list[Any]:
+    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         """Asynchronous form of `many`."""
         explains = self.settings.score.explain
         if user_reward := self._user_reward_for(samples[0]):
@@ -218,7 +218,7 @@ class Grader:
             return "", 1, None
         return name, batch_size, sample.group_index if takes_groups and self.settings.score.group_rm else None
 
-    def _user_reward_for(self, sample: Sample) -> Own | None:
+    def _user_reward_for(self, sample: Sample) -> UserReward | None:
         path = self._path_of(sample)
         return self._user_reward_at(path) if path else None
 
@@ -228,20 +228,20 @@ class Grader:
             raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
         return sample.custom_rm_path or self.settings.score.custom_rm_path
 
-    def _user_reward_at(self, path: str) -> Own:
+    def _user_reward_at(self, path: str) -> UserReward:
         if path not in self._user_rewards:
-            self._user_rewards[path] = Own(path, group_rm=self.settings.score.group_rm)
+            self._user_rewards[path] = UserReward(path, group_rm=self.settings.score.group_rm)
         return self._user_rewards[path]
 
-    def _call_user_reward(self, user_reward: Own, samples: Sequence[Sample]) -> list[Any]:
+    def _call_user_reward(self, user_reward: UserReward, samples: Sequence[Sample]) -> list[Any]:
         result = user_reward.called(samples, self._args)
         if inspect.isawaitable(result):
             awaitable = result
-            result = finished(lambda asker: awaitable)
+            result = run_sync(lambda asker: awaitable)
         return user_reward.rewards(result, samples)
 
-    def _as_grades(self, user_reward: Own, rewards: Iterable[Any]) -> list[Verdict]:
-        return [Verdict(reward, "whole sample", f"{user_reward.path} returned {reward!r}") for reward in rewards]
+    def _as_grades(self, user_reward: UserReward, rewards: Iterable[Any]) -> list[Grade]:
+        return [Grade(reward, "whole sample", f"{user_reward.path} returned {reward!r}") for reward in rewards]
 
     def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:

@@ -14,13 +14,13 @@ from torch import Tensor
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
 from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
-from slimectl.ports import Critic, Policy
+from slimectl.protocols import Critic, Policy
 from slimectl.settings.algorithm import Dpo, Pairwise, RewardModel
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.rollout import demonstration
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Prompt, Row, Sample
+from slimectl.types import Metrics, Prompt, Sample, TrainingSample
 
 PAIR_BITS = 32
 
@@ -56,9 +56,9 @@ def preferred(
         yield from samples
 
 
-def paired_rows(
+def build_preference_batch(
     samples: Sequence[Sample], algorithm: Pairwise, *, reward_key: str | None, metrics: Metrics
-) -> list[tuple[int, Row]]:
+) -> list[tuple[int, TrainingSample]]:
     """Return (pair, row) for both rows of every pair; groups without a pair are counted in `metrics`.
 
     Raises RecordError if a sample lacks a reward, or the reference's log-probabilities where they are needed.
@@ -70,7 +70,7 @@ def paired_rows(
         if isinstance(algorithm, Dpo) and sample.ref_log_probs is None:
             raise RecordError(f"sample {sample.index}: no ref_log_probs; add --reference DIR to `slimectl score`")
         groups.setdefault(sample.group_index, []).append(sample)
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, TrainingSample]] = []
     for group in groups.values():
         pairs = preference_pairs([reward_number(sample, reward_key) for sample in group], algorithm.pairs)
         if not pairs:
@@ -92,7 +92,9 @@ def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
     return [pair & low if i % 2 else pair >> PAIR_BITS for i, pair in enumerate(executions)]
 
 
-def set_slopes(rows: Sequence[Row], algorithm: Pairwise, policy: Policy, critic: Critic | None) -> Metrics:
+def set_preference_gradients(
+    rows: Sequence[TrainingSample], algorithm: Pairwise, policy: Policy, critic: Critic | None
+) -> Metrics:
     """Write `Row.advantages`: the negative gradient of each pair's loss with respect to the values of its tokens.
 
     Returns loss, pair_accuracy, reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
@@ -119,7 +121,7 @@ def set_slopes(rows: Sequence[Row], algorithm: Pairwise, policy: Policy, critic:
     }
 
 
-def _masked_sums(rows: Sequence[Row], values: Sequence[Sequence[float]]) -> Tensor:
+def _masked_sums(rows: Sequence[TrainingSample], values: Sequence[Sequence[float]]) -> Tensor:
     """Return the sum of each row's values over the tokens that are trained on."""
     return torch.tensor(
         [
@@ -130,14 +132,14 @@ def _masked_sums(rows: Sequence[Row], values: Sequence[Sequence[float]]) -> Tens
     )
 
 
-def _row(sample: Sample, algorithm: Pairwise) -> Row:
+def _row(sample: Sample, algorithm: Pairwise) -> TrainingSample:
     """Return the row of a compared answer: all its tokens count, or for a reward model the value after the last one."""
     if not isinstance(algorithm, RewardModel):
         weights = [float(bit) for bit in sample.mask()]
-        return Row(
+        return TrainingSample(
             sample.tokens, sample.response_length, weights, ref_log_probs=sample.ref_log_probs, group=sample.group_index
         )
     # A value belongs to the state before a token: one more token, never read, makes the value after the last available.
     tokens = [*sample.tokens, sample.tokens[-1]]
     weights = [0.0] * sample.response_length + [1.0]
-    return Row(tokens, sample.response_length + 1, weights, group=sample.group_index)
+    return TrainingSample(tokens, sample.response_length + 1, weights, group=sample.group_index)

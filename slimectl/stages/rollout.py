@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slimectl.data.buffer import SamplingState
-from slimectl.data.imitation import sft_sample
-from slimectl.ports import Agent, Engine, OnSample
+from slimectl.data.supervised import sft_sample
+from slimectl.protocols import Agent, Engine, SampleHook
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stages.attempt import Attempts, sampling_params, single_turn
-from slimectl.stages.groups import OwnGroups, PromptGroups
+from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
+from slimectl.stages.in_flight import InFlightGroups
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
-from slimectl.stages.underway import Underway
-from slimectl.types import Prompt, Sample, SamplingParams, Status
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource
+from slimectl.types import Prompt, Sample, SamplerState, SamplingParams, Status
 
 __all__ = ["demonstrations", "most_in_flight", "rollout", "sampling_params", "single_turn"]
 
@@ -31,7 +30,7 @@ def rollout(
     params: SamplingParams | None = None,
     evaluation: bool = False,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
-    on_sample: OnSample | None = None,
+    on_sample: SampleHook | None = None,
     agent_at: Callable[[str], Agent] | None = None,
     rollout_id: int | None = None,
     source: Any = None,
@@ -46,14 +45,14 @@ def rollout(
     for every model. `on_sample` is called with each sample and `rollout_id`; `agent_at` loads the agent that a sample
     names. A user's data source (`source`) replaces `prompts`, for `epochs` times its length.
     """
-    attempts = Attempts(engine, tokenizer, settings, agent or single_turn, params, evaluation)
+    attempts = GroupGenerator(engine, tokenizer, settings, agent or single_turn, params, evaluation)
     attempts.on_sample, attempts.agent_at, attempts.rollout_id = on_sample, agent_at, rollout_id
     prompts = attempts.drop_long_prompts(prompts, left_out)
-    groups: PromptGroups | OwnGroups = PromptGroups(iter(prompts), attempts, SamplingState())
+    groups: PromptSource | UserDataSource = PromptSource(iter(prompts), attempts, SamplerState())
     if source is not None:
-        groups = OwnGroups(source, attempts, SamplingState(), epochs=epochs, left_out=left_out)
+        groups = UserDataSource(source, attempts, SamplerState(), epochs=epochs, left_out=left_out)
     limit = most_in_flight(settings)
-    in_flight = Underway(attempts)
+    in_flight = InFlightGroups(attempts)
     try:
         while groups.begin(in_flight):
             if len(in_flight) >= limit:

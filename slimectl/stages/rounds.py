@@ -9,27 +9,25 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from slimectl.data.buffer import SamplingState
-from slimectl.data.plain import kind_of
+from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError, SlimectlError
 from slimectl.hooks import hook
-from slimectl.ports import Agent, Engine, Executor, FromBuffer, Keep, RewardFn
+from slimectl.protocols import Agent, BufferFilter, Engine, Executor, GroupFilter, RewardFn
 from slimectl.settings import Settings
-from slimectl.stages.attempt import UNFINISHED, Attempts, single_turn
-from slimectl.stages.groups import OwnGroups, PromptGroups
-from slimectl.stages.own_rollout import FUNCTION, OwnRollout, own_rounds
+from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
+from slimectl.stages.in_flight import Group, InFlightGroups
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource
 from slimectl.stages.rollout import most_in_flight
-from slimectl.stages.sample_hooks import agent_at, on_sample, process_all
 from slimectl.stages.score import score
-from slimectl.stages.underway import Group, Underway
-from slimectl.types import Metrics, Prompt, Round, Sample, Status
+from slimectl.stages.user_rollout import FUNCTION, UserRollout, agent_at, build_sample_hook, process_all, user_rounds
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
 Clock = Callable[[], float]
 
-HOPELESS = 64
+MAX_DROPPED_ROUNDS = 64
 """Dropped groups for one round, in multiples of its size, after which the filter counts as unsatisfiable."""
 
-LOOSEN = "loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
+FILTER_HINT = "loosen rollout.dynamic_sampling_filter_path, or give prompts that suit the model"
 
 
 def sampled_rounds(
@@ -41,13 +39,13 @@ def sampled_rounds(
     *,
     executor: Executor,
     agent: Agent | None = None,
-    keep: Keep | None = None,
-    from_buffer: FromBuffer | None = None,
+    keep: GroupFilter | None = None,
+    from_buffer: BufferFilter | None = None,
     source: Any = None,
     count: Callable[[], int] | None = None,
-    state: SamplingState | None = None,
+    state: SamplerState | None = None,
     clock: Clock = time.perf_counter,
-) -> Iterator[Round]:
+) -> Iterator[RolloutBatch]:
     """Yield rounds of scored samples lazily, until the prompts or `settings.run.num_rollout` end.
 
     A round is `settings.run.rollout_batch_size` groups that pass `keep`; each dropped group is replaced by another
@@ -63,14 +61,14 @@ def sampled_rounds(
     Each round carries the sampler state after it, from which the following rounds are reproduced; except for answers
     in flight or interrupted, whose progress depends on servers and other requests.
     """
-    state, max_rounds = state or SamplingState(), settings.run.num_rollout
-    user_hooks: dict[str, Any] = {"on_sample": on_sample(settings), "agent_at": agent_at(settings)}
-    attempts = Attempts(engine, tokenizer, settings.rollout, agent or single_turn, **user_hooks)
+    state, max_rounds = state or SamplerState(), settings.run.num_rollout
+    user_hooks: dict[str, Any] = {"on_sample": build_sample_hook(settings), "agent_at": agent_at(settings)}
+    attempts = GroupGenerator(engine, tokenizer, settings.rollout, agent or single_turn, **user_hooks)
     rounds = RoundScheduler(prompts, attempts, reward, settings, executor, keep, from_buffer, source, count, state)
     if function := hook(settings, FUNCTION):
         rounds.in_flight.close()
-        user_rollout = OwnRollout(function, attempts, settings)
-        yield from own_rounds(user_rollout, rounds.source, rounds.graded, settings, state, clock)
+        user_rollout = UserRollout(function, attempts, settings)
+        yield from user_rounds(user_rollout, rounds.source, rounds.graded, settings, state, clock)
         return
     try:
         while max_rounds is None or rounds.state.rounds < max_rounds:
@@ -79,7 +77,7 @@ def sampled_rounds(
             rounds.check(samples)
             if not samples:
                 return
-            yield Round(samples, clock() - started, rounds.metrics, rounds.state.snapshot())
+            yield RolloutBatch(samples, clock() - started, rounds.metrics, rounds.state.snapshot())
     finally:
         rounds.in_flight.close()
 
@@ -90,27 +88,27 @@ class RoundScheduler:
     def __init__(
         self,
         prompts: Iterable[Prompt],
-        attempts: Attempts,
+        attempts: GroupGenerator,
         reward: RewardFn,
         settings: Settings,
         executor: Executor,
-        keep: Keep | None,
-        from_buffer: FromBuffer | None,
+        keep: GroupFilter | None,
+        from_buffer: BufferFilter | None,
         source: Any,
         count: Callable[[], int] | None,
-        state: SamplingState,
+        state: SamplerState,
     ) -> None:
         self.state = state
         self.metrics: Metrics = {}
-        self.in_flight = Underway(attempts)
+        self.in_flight = InFlightGroups(attempts)
         self._too_long = self._resumed_samples = 0
         self._settings = settings
         self._sampled_groups: list[Group] = []
         epochs = None if settings.run.num_rollout else settings.run.num_epoch or 1
-        self.source: PromptGroups | OwnGroups = (
-            PromptGroups(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
+        self.source: PromptSource | UserDataSource = (
+            PromptSource(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
             if source is None
-            else OwnGroups(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
+            else UserDataSource(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
         )
         self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.ahead - 1)
         self._max_rounds = settings.run.num_rollout
@@ -210,13 +208,14 @@ class RoundScheduler:
 
     def _passes_filter(self, group: Group, collected: int) -> bool:
         self._sampled_groups.append(group)
-        keep, reason = (True, "") if self._keep is None else verdict(self._keep(group))
+        keep, reason = (True, "") if self._keep is None else reward_statistics(self._keep(group))
         if keep:
             return True
         self._drops[reason] += 1
-        if self._drops.total() >= HOPELESS * self._size:
+        if self._drops.total() >= MAX_DROPPED_ROUNDS * self._size:
             raise SlimectlError(
-                f"round {self.state.rounds + 1}: {self._describe_drops()}, {collected} of {self._size} kept; {LOOSEN}"
+                f"round {self.state.rounds + 1}: {self._describe_drops()}, {collected} of {self._size} kept; "
+                f"{FILTER_HINT}"
             )
         return False
 
@@ -228,7 +227,7 @@ class RoundScheduler:
         """Raises SlimectlError if there is nothing to train on: the prompts ended before the first group passed the
         filter, or every attempt of the round failed."""
         if not samples and not self.state.rounds and self._drops:
-            raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended; {LOOSEN}")
+            raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended; {FILTER_HINT}")
         if samples and all(sample.status is Status.FAILED for sample in samples):
             raise SlimectlError(
                 f"round {self.state.rounds}: all {len(samples)} attempts failed, the first with "
@@ -248,7 +247,7 @@ def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group
     return groups
 
 
-def verdict(answer: Any) -> tuple[bool, str]:
+def reward_statistics(answer: Any) -> tuple[bool, str]:
     """Return (keep, reason) of a filter's result. Raises HookError if the filter returned anything else."""
     keep, reason = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
     if not isinstance(keep, bool):

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from slimectl.data.buffer import SamplingState
-from slimectl.ports import Critic, Executor, LogProbs, Policy
+from slimectl.protocols import Critic, Executor, LogProbModel, Policy
 from slimectl.settings import Settings
 from slimectl.stages.rounds import Clock
-from slimectl.stages.teaching import with_log_probs
+from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState, train_rounds
-from slimectl.types import Metrics, Round, Sample, StepReport
+from slimectl.types import Metrics, RolloutBatch, Sample, SamplerState, StepReport
 
 
 class WeightSync(Protocol):
@@ -32,14 +31,14 @@ class WeightSync(Protocol):
 
 
 def run(
-    make_rounds: Callable[[], Iterator[Round]],
+    make_rounds: Callable[[], Iterator[RolloutBatch]],
     policy: Policy,
     sync: WeightSync,
     settings: Settings,
     *,
     executor: Executor,
     reference: Policy | None = None,
-    teacher: LogProbs | None = None,
+    teacher: LogProbModel | None = None,
     critic: Critic | None = None,
     state: TrainState | None = None,
     clock: Clock = time.perf_counter,
@@ -51,7 +50,7 @@ def run(
     """
     perf: dict[int, Metrics] = {}
     round_metrics: dict[int, Metrics] = {}
-    sampling_state: SamplingState | None = None
+    sampling_state: SamplerState | None = None
     colocated = settings.cluster.colocate
 
     def prepared_rounds() -> Iterator[list[Sample]]:
@@ -64,9 +63,9 @@ def run(
                 sync.sleep()
             samples = batch.samples
             if reference is not None:
-                samples = list(with_log_probs(samples, reference, "ref_log_probs", again=True))
+                samples = list(attach_log_probs(samples, reference, "ref_log_probs", again=True))
             if teacher is not None:
-                samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
+                samples = list(attach_log_probs(samples, teacher, "teacher_log_probs"))
             sampling_state = batch.state
             round_metrics[id(samples[0])] = batch.metrics
             perf[id(samples[0])] = {

@@ -1,4 +1,4 @@
-"""Grades samples: samples in, samples with rewards out."""
+"""Attaches log-probabilities of another model (reference, teacher) to samples."""
 
 from __future__ import annotations
 
@@ -6,19 +6,44 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
-from slimectl.data.plain import kind_of
+from slimectl.data.json_values import kind_of
+from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.hooks import in_one_line
-from slimectl.ports import Executor, Policy
-from slimectl.rewards import Verdict
-from slimectl.rewards.asking import Asker
-from slimectl.rewards.verdict import is_number
+from slimectl.protocols import Executor, LogProbModel, Policy
+from slimectl.rewards import Grade
+from slimectl.rewards.base import is_number
+from slimectl.rewards.http import HttpClient
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import Calls, Grader, as_calls
-from slimectl.stages.teaching import with_log_probs
-from slimectl.types import Sample, Status
+from slimectl.stages.grader import BatchedReward, Grader, as_batched
+from slimectl.types import Sample, Status, TrainingSample
+
+BATCH = 64
+"""Samples per forward pass of the model."""
+
+
+def attach_log_probs(
+    samples: Iterable[Sample],
+    model: LogProbModel,
+    field: Literal["ref_log_probs", "teacher_log_probs"],
+    *,
+    again: bool = False,
+) -> Iterator[Sample]:
+    """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
+
+    Existing values are kept, unless `again` recomputes them.
+    """
+    for batch in batched(samples, BATCH):
+        lacking = [sample for sample in batch if again or getattr(sample, field) is None]
+        rows = [
+            TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in lacking
+        ]
+        for sample, log_probs in zip(lacking, model.log_probs(rows) if rows else [], strict=True):
+            setattr(sample, field, log_probs)
+        yield from batch
+
 
 __all__ = ["Grader", "reward_number", "score"]
 
@@ -48,7 +73,7 @@ def score(
     not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
-    yield from graded if reference is None else with_log_probs(graded, reference, "ref_log_probs", again=True)
+    yield from graded if reference is None else attach_log_probs(graded, reference, "ref_log_probs", again=True)
 
 
 def _grade_samples(
@@ -58,7 +83,7 @@ def _grade_samples(
     executor: Executor,
     skip: Skip | None,
 ) -> Iterator[Sample]:
-    grader = as_calls(reward)
+    grader = as_batched(reward)
     waiting: deque[list[Sample]] = deque()
 
     def submitted_calls() -> Iterator[list[Sample]]:
@@ -88,16 +113,16 @@ def _grade_samples(
 
 
 def _grade_in_thread(
-    grader: Calls, calls: Iterable[list[Sample]], concurrency: int
+    grader: BatchedReward, calls: Iterable[list[Sample]], concurrency: int
 ) -> Iterator[list[Any] | BaseException]:
     """Yield the result of each call, in order: calls are graded in this thread on demand, or concurrently if they
     wait for servers."""
     window: deque[list[Sample] | Future[list[Any]]] = deque()
     with ExitStack() as closing:
-        asker: Asker | None = None
+        asker: HttpClient | None = None
         for call in calls:
             if grader.waits(call):
-                asker = asker or closing.enter_context(Asker())
+                asker = asker or closing.enter_context(HttpClient())
                 window.append(asker.submit(grader.asked(call, asker)))
             else:
                 window.append(call)
@@ -107,7 +132,7 @@ def _grade_in_thread(
             yield _call_result(grader, window.popleft())
 
 
-def _call_result(grader: Calls, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
+def _call_result(grader: BatchedReward, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
     try:
         return grader.many(call) if isinstance(call, list) else call.result()
     except Exception as error:
@@ -133,7 +158,7 @@ def _attach_rewards(
         elif isinstance(result, BaseException):
             raise HookError(f"reward of sample {sample.index}: {in_one_line(result)}") from result
         else:
-            if isinstance(reward, Verdict):
+            if isinstance(reward, Grade):
                 sample.metadata["explanation"] = reward.to_json()
                 reward = reward.reward
             sample.reward = reward

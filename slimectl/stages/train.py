@@ -10,22 +10,28 @@ from itertools import groupby
 from typing import cast
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.statistics import rollout_metrics
-from slimectl.algorithms.values import SharedLoss, ValueLoss
-from slimectl.ports import Critic, Policy, Stepped
+from slimectl.algorithms.metrics import rollout_metrics
+from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
+from slimectl.protocols import Critic, Policy, PreStepHook
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo, RewardModel, critic_is_shared
-from slimectl.stages import own_rows
-from slimectl.stages.critic import critic_step, explained
-from slimectl.stages.custom import CustomLoss, custom_advantages, own_policy_loss
-from slimectl.stages.finite import FiniteCheck
-from slimectl.stages.objective import loss_of, policy_rows, require_groups, sft_rows, weigh
-from slimectl.stages.preferences import paired_rows, sample_ids, set_slopes
-from slimectl.stages.round_metrics import round_metrics, row_metrics, sample_counts
+from slimectl.stages import user_batch
+from slimectl.stages.advantages import critic_step, explained
+from slimectl.stages.finite_check import FiniteCheck
+from slimectl.stages.metrics import round_metrics, row_metrics, sample_counts
+from slimectl.stages.preferences import build_preference_batch, sample_ids, set_preference_gradients
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Row, Sample, Status, StepReport
+from slimectl.stages.training_batch import (
+    build_policy_batch,
+    build_sft_batch,
+    loss_of,
+    require_groups,
+    set_loss_weights,
+)
+from slimectl.stages.user_loss import CustomLoss, custom_advantages, user_policy_loss
+from slimectl.types import Metrics, Sample, Status, StepReport, TrainingSample
 
-ALSO = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
+METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
 """Metrics that are reported under a second name."""
 
 
@@ -39,13 +45,13 @@ class TrainState:
     rollout_id: int = 0
     """Rounds started."""
 
-    pending: list[tuple[int, Row]] = field(default_factory=list)
+    pending: list[tuple[int, TrainingSample]] = field(default_factory=list)
     """(execution, row) of rollouts that did not fill a step of train.global_batch_size; the next step starts with them.
     """
 
 
 @dataclass(frozen=True)
-class Learners:
+class Models:
     """The models that a step updates: the policy, and the critic if there is one."""
 
     policy: Policy
@@ -85,7 +91,7 @@ def train_rounds(
 ) -> Iterator[StepReport]:
     """Train like `train`, on samples that are already grouped into rounds."""
     state = state or TrainState()
-    learners = Learners(policy, cast(Critic, policy) if critic_is_shared(settings.algorithm) else critic)
+    learners = Models(policy, cast(Critic, policy) if critic_is_shared(settings.algorithm) else critic)
     for samples in rounds:
         state.rollout_id += 1
         yield from _train_round(samples, learners, settings, state)
@@ -126,17 +132,17 @@ def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]
 
 
 def _train_round(
-    samples: list[Sample], learners: Learners, settings: Settings, state: TrainState
+    samples: list[Sample], learners: Models, settings: Settings, state: TrainState
 ) -> Iterator[StepReport]:
     started = time.perf_counter()
     metrics: Metrics = {}
-    training_samples, shaped = own_rows.reshaped(samples, settings)
+    training_samples, shaped = user_batch.apply_user_filters(samples, settings)
     rows = _build_rows(training_samples, learners, settings, metrics, state.rollout_id, rewards=shaped and shaped[1])
     logged = shaped is not None and len(training_samples) == len(samples)
     rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
     rewards = shaped[0] if shaped and logged else rewards
     metrics |= rollout_metrics(samples, rewards) | round_metrics(samples, rewards, settings)
-    metrics |= own_rows.reward_metrics(shaped[1]) if shaped else {}
+    metrics |= user_batch.reward_metrics(shaped[1]) if shaped else {}
     state.pending += rows
     waiting = [row for _, row in state.pending]
     steps = list(_take_steps(state, settings))
@@ -157,13 +163,13 @@ def _train_round(
 
 def _build_rows(
     samples: list[Sample],
-    learners: Learners,
+    learners: Models,
     settings: Settings,
     metrics: Metrics,
     rollout_id: int,
     *,
     rewards: Sequence[float] | None,
-) -> list[tuple[int, Row]]:
+) -> list[tuple[int, TrainingSample]]:
     """Return (execution, row) for the samples that are trained on; only the loss weights of the step are missing.
 
     `rewards` become advantages without further normalization.
@@ -171,12 +177,12 @@ def _build_rows(
     policy, algorithm, key = learners.policy, settings.algorithm, settings.score.reward_key
     retained = _drop_failed_and_stale(samples, int(policy.weight_version), settings.run.max_staleness, metrics)
     if isinstance(algorithm, Pairwise):
-        return paired_rows(retained, algorithm, reward_key=key, metrics=metrics)
-    rows = sft_rows(retained)
+        return build_preference_batch(retained, algorithm, reward_key=key, metrics=metrics)
+    rows = build_sft_batch(retained)
     if isinstance(algorithm, PolicyGradient):
         require_groups(samples, algorithm)
         has_custom_advantages = settings.train.custom_advantage_function_path is not None
-        retained, rows = policy_rows(
+        retained, rows = build_policy_batch(
             retained,
             algorithm,
             reward_key=key,
@@ -189,11 +195,11 @@ def _build_rows(
         if settings.rollout.data_postprocess_path is not None:
             _compute_old_log_probs(rows, policy, will_update=True)
             numbers = [reward_number(sample, key) for sample in retained]
-            own_rows.postprocess(rows, retained, numbers, settings, rollout_id)
+            user_batch.postprocess(rows, retained, numbers, settings, rollout_id)
     return list(zip((sample.execution for sample in retained), rows, strict=True))
 
 
-def _compute_old_log_probs(rows: list[Row], policy: Policy, *, will_update: bool) -> None:
+def _compute_old_log_probs(rows: list[TrainingSample], policy: Policy, *, will_update: bool) -> None:
     """Write `Row.old_log_probs`, the denominator of the ratio, if the policy `will_update` before all rows are used.
 
     If all rows are new and make one step, the policy has not changed since, and the loss uses its own detached values:
@@ -231,7 +237,7 @@ def _age(sample: Sample, version: int) -> int | None:
     return max(0, version - min(map(int, versions)))
 
 
-def _take_steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, Row]]]:
+def _take_steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
     """Take full steps of whole rollouts from the pending rows; without a batch size the whole round is one step."""
     whole_round = settings.train.global_batch_size is None and settings.train.num_steps_per_rollout is None
     while state.pending:
@@ -248,8 +254,8 @@ def _take_steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[in
 
 
 def _train_step(
-    step_rows: list[tuple[int, Row]],
-    learners: Learners,
+    step_rows: list[tuple[int, TrainingSample]],
+    learners: Models,
     settings: Settings,
     state: TrainState,
     metrics: Metrics,
@@ -263,9 +269,9 @@ def _train_step(
     rows = [row for _, row in step_rows]
     if rows:
         executions = [execution for execution, _ in step_rows]
-        weigh(rows, executions, settings.algorithm)
+        set_loss_weights(rows, executions, settings.algorithm)
         if settings.megatron.custom_before_train_step_hook_path is not None:
-            cast(Stepped, learners.policy).before_step(state.rollout_id, step_id)
+            cast(PreStepHook, learners.policy).before_step(state.rollout_id, step_id)
         metrics |= sample_counts(rows) | _optimizer_step(rows, executions, learners, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
@@ -280,7 +286,7 @@ def _train_step(
 
 
 def _optimizer_step(
-    rows: list[Row], executions: list[int], learners: Learners, settings: Settings, state: TrainState
+    rows: list[TrainingSample], executions: list[int], learners: Models, settings: Settings, state: TrainState
 ) -> Metrics:
     """Update policy and critic on rows with loss weights and return the metrics. Raises DivergedError."""
     policy, critic, algorithm = learners.policy, learners.critic, settings.algorithm
@@ -288,7 +294,7 @@ def _optimizer_step(
     outputs = critic.values if isinstance(algorithm, RewardModel) and critic is not None else policy.log_probs
     pair_metrics: Metrics = {}
     if isinstance(algorithm, Pairwise):
-        pair_metrics = set_slopes(rows, algorithm, policy, critic)
+        pair_metrics = set_preference_gradients(rows, algorithm, policy, critic)
         finite.check(pair_metrics, "train/loss", of="the pairs'", outputs=outputs)
     finite.check_rows()
     metrics: Metrics = {}
@@ -300,9 +306,9 @@ def _optimizer_step(
     has_custom_loss = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
     loss = CustomLoss(settings) if has_custom_loss else loss_of(algorithm, rows)
     if isinstance(loss, PolicyLoss):
-        loss = own_policy_loss(loss, rows, executions, settings)
+        loss = user_policy_loss(loss, rows, executions, settings)
     if isinstance(algorithm, Ppo) and critic_is_shared(algorithm):
-        loss = SharedLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
+        loss = PolicyAndValueLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
     summed = finite.update(policy, loss, of="the", outputs=outputs)
-    summed |= {alias: summed[name] for name, alias in ALSO.items() if name in summed}
+    summed |= {alias: summed[name] for name, alias in METRIC_ALIASES.items() if name in summed}
     return metrics | {f"train/{name}": value for name, value in summed.items()} | pair_metrics

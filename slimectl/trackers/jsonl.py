@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.rundir import explained_storage
+from slimectl.data.run_dir import storage_errors
 from slimectl.types import TableRow
 
 
@@ -16,7 +16,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with explained_storage(path):
+        with storage_errors(path):
             self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -27,7 +27,7 @@ class JsonlTracker:
         self._append({"step": step, "metrics": {}, "table": name, "rows": list(rows)})
 
     def _append(self, line: dict[str, Any]) -> None:
-        with explained_storage(self.path):
+        with storage_errors(self.path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slimectl.metrics import ROLL_NAMES
-from slimectl.ports import Tracker
+from slimectl.data.metrics_catalogue import ROLL_NAMES
+from slimectl.protocols import Tracker
 from slimectl.types import Metrics, TableRow
 
 EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_reward"}

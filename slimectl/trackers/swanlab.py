@@ -10,10 +10,9 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.metrics import axis_of
-from slimectl.trackers.guarded import starting
-from slimectl.trackers.identity import Identity
+from slimectl.trackers.base import Identity, starting
 from slimectl.types import TableRow
 
 WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'

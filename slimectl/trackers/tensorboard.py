@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.metrics import axis_of
-from slimectl.trackers.guarded import starting
+from slimectl.trackers.base import starting
 from slimectl.types import TableRow
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.metrics import axis_of
-from slimectl.trackers.guarded import starting
-from slimectl.trackers.identity import Identity
+from slimectl.trackers.base import Identity, starting
 from slimectl.types import TableRow
 
 WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'

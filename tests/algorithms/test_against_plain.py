@@ -13,15 +13,19 @@ from algorithms import plain
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.advantages import group_advantages
-from slimectl.algorithms.corrections import batch_mean, importance_weights, kept_in_bounds, mismatch
-from slimectl.algorithms.divergences import KINDS, kl_estimate, unbiased_kl_estimate
+from slimectl.algorithms.advantages import group_advantages, reinforce_returns, whitened
+from slimectl.algorithms.importance_sampling import (
+    engine_mismatch_metrics,
+    importance_weights,
+    rejection_mask,
+    self_normalization,
+)
+from slimectl.algorithms.kl import KINDS, kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import preference_loss
 from slimectl.algorithms.reductions import token_weights
-from slimectl.algorithms.returns import reinforce_returns, whitened
-from slimectl.algorithms.values import ValueLoss, explained_variance, generalized_advantages
-from slimectl.policies.tokens import ResponseTokens
+from slimectl.algorithms.value_loss import ValueLoss, explained_variance, generalized_advantages
+from slimectl.policies.token_batch import ResponseBatch
 
 SAME = {"rel": 1e-9, "abs": 1e-9}
 number = st.floats(-3, 3)
@@ -47,9 +51,9 @@ def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def pack(given_rows: list[plain.Row]) -> ResponseTokens:
+def pack(given_rows: list[plain.Row]) -> ResponseBatch:
     flat = [token for row in given_rows for token in row]
-    return ResponseTokens(
+    return ResponseBatch(
         logprobs_T=tensor([token.logp for token in flat]).requires_grad_(),
         entropy_T=tensor([token.entropy for token in flat]),
         row_T=torch.tensor([i for i, row in enumerate(given_rows) for _ in row]),
@@ -129,14 +133,14 @@ def test_importance_weights_rejection_and_their_mean(given_rows, how):
     assert changed_T.tolist() == [c for _, changed_R in pairs for c in changed_R]
     bounds = {name: how[name] for name in ("level", "low", "high")}
     kept = [float(how["low"] <= w <= how["high"]) for row in given_rows for w in plain.raw_weights(row, how["level"])]
-    assert kept_in_bounds(*where, **bounds).tolist() == kept
+    assert rejection_mask(*where, **bounds).tolist() == kept
     if how["level"] == "token":
         counted = [w for (ws, _), row in zip(pairs, given_rows, strict=True)
                    for w, token in zip(ws, row, strict=True) if token.kept]  # fmt: skip
     else:
         counted = [ws[0] for (ws, _), row in zip(pairs, given_rows, strict=True) if any(token.kept for token in row)]
     expected = fmean(counted) if counted else 0.0
-    found = batch_mean(weights_T, mask_T, made.row_T, made.rows, level=how["level"])
+    found = self_normalization(weights_T, mask_T, made.row_T, made.rows, level=how["level"])
     assert found == pytest.approx(expected or 1.0, **SAME)
 
 
@@ -144,7 +148,9 @@ def test_importance_weights_rejection_and_their_mean(given_rows, how):
 @given(number, number)
 def test_what_is_reported_of_the_mismatch(old, rollout):
     d = old - rollout
-    found = {name: value_T.item() for name, value_T in mismatch(tensor([old]), tensor([rollout])).items()}
+    found = {
+        name: value_T.item() for name, value_T in engine_mismatch_metrics(tensor([old]), tensor([rollout])).items()
+    }
     assert found == pytest.approx(
         {
             "train_rollout_logprob_abs_diff": abs(d),

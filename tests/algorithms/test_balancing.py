@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.balancing import karmarkar_karp, round_robin
+from slimectl.algorithms.packing import karmarkar_karp, round_robin
 
 loads = st.integers(1, 5).flatmap(
     lambda shares: st.tuples(

@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from slimectl.algorithms.corrections import batch_mean, importance_weights, kept_in_bounds, mismatch
+from slimectl.algorithms.importance_sampling import (
+    engine_mismatch_metrics,
+    importance_weights,
+    rejection_mask,
+    self_normalization,
+)
 
 OLD_T = torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64).log()  # weights 3, 1 and 1/4 against an engine at 0
 ROLLOUT_T = torch.zeros(3, dtype=torch.float64)
@@ -27,7 +32,7 @@ def test_truncated_fraction_marks_what_was_changed():
 
 
 def test_mismatch_reports_each_token():
-    values = mismatch(OLD_T, ROLLOUT_T)
+    values = engine_mismatch_metrics(OLD_T, ROLLOUT_T)
     assert values["train_rollout_logprob_abs_diff"].tolist() == pytest.approx([1.098612, 0.0, 1.386294], abs=1e-6)
     assert values["tis"].tolist() == pytest.approx([3.0, 1.0, 0.25])
     assert values["train_rollout_k1"].tolist() == pytest.approx([-1.098612, 0.0, 1.386294], abs=1e-6)
@@ -44,7 +49,7 @@ def test_log_weights_are_held_within_twenty():
 def test_weights_are_constants():
     old_T = OLD_T.clone().requires_grad_()
     assert not by_token(old_T, ROLLOUT_T)[0].requires_grad
-    assert not any(value_T.requires_grad for value_T in mismatch(old_T, ROLLOUT_T).values())
+    assert not any(value_T.requires_grad for value_T in engine_mismatch_metrics(old_T, ROLLOUT_T).values())
 
 
 def test_bounds_the_wrong_way_round_are_refused():
@@ -94,7 +99,7 @@ def test_an_unknown_level_or_mode_is_refused():
 def test_rejection_keeps_tokens_or_rows_within_bounds(given, kept):
     rollout_T = -torch.tensor([4.0, 0.5, 100.0, 1e-5, 1.0], dtype=torch.float64).log()
     mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    kept_T = kept_in_bounds(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
+    kept_T = rejection_mask(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
     assert kept_T[mask_T].tolist() == kept
     assert not kept_T.requires_grad
 
@@ -102,7 +107,7 @@ def test_rejection_keeps_tokens_or_rows_within_bounds(given, kept):
 def test_the_mean_weight_is_over_tokens_or_over_rows():
     weights_T = torch.tensor([4.0, 0.5, 9.0, 1.0, 0.5])
     mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    assert batch_mean(weights_T, mask_T, row_T, 2, level="token") == pytest.approx(6 / 4)
+    assert self_normalization(weights_T, mask_T, row_T, 2, level="token") == pytest.approx(6 / 4)
     by_row_T = torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0])
-    assert batch_mean(by_row_T, mask_T, row_T, 2, level="sequence") == pytest.approx(3 / 2)
-    assert batch_mean(torch.zeros(5), mask_T, row_T, 2, level="token") == 1.0
+    assert self_normalization(by_row_T, mask_T, row_T, 2, level="sequence") == pytest.approx(3 / 2)
+    assert self_normalization(torch.zeros(5), mask_T, row_T, 2, level="token") == 1.0

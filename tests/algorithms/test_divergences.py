@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.divergences import kl_estimate, movement, unbiased_kl_estimate
+from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
 
 
 def tensor(*values):
@@ -59,7 +59,7 @@ def test_unbiased_k3_has_the_gradient_of_the_divergence_itself():
 
 def test_movement_away_from_the_policy_that_sampled():
     logprobs_T = tensor(-1.0, -2.0).requires_grad_()
-    found = movement(logprobs_T, tensor(-1.5, -2.0))
+    found = approx_kl_metrics(logprobs_T, tensor(-1.5, -2.0))
     assert {name: value_T.tolist() for name, value_T in found.items()} == {
         "ppo_kl": [-0.5, 0.0],
         "approxkl": [0.125, 0.0],  # 0.5² / 2

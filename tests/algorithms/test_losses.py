@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.errors import SettingsError
-from slimectl.policies.tokens import combined
+from slimectl.policies.token_batch import merge_metrics
 
 
 def tensor(*values):
@@ -223,7 +223,7 @@ def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens
         total += part.item()
         parts.append(numbers(part_metrics))
     assert total == pytest.approx(value.item(), abs=1e-9)
-    assert combined(parts) == pytest.approx(numbers(metrics), abs=1e-9)
+    assert merge_metrics(parts) == pytest.approx(numbers(metrics), abs=1e-9)
     assert parted.logprobs_T.grad.tolist() == pytest.approx(whole.logprobs_T.grad.tolist(), abs=1e-9)
 
 

@@ -9,79 +9,93 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.packing import Batching, Bundle, bundled, dealt, packed, planned, tokens_of
+from slimectl.algorithms.packing import (
+    BatchingOptions,
+    PromptGroup,
+    assign_to_ranks,
+    group_by_prompt,
+    pack,
+    plan_batches,
+    tokens_of,
+)
 from slimectl.errors import RecordError
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
 
-def row(prompt: list[int], response_length: int, group: int = 0) -> Row:
-    return Row(tokens=prompt + [9] * response_length, response_length=response_length, weights=[], group=group)
+def row(prompt: list[int], response_length: int, group: int = 0) -> TrainingSample:
+    return TrainingSample(
+        tokens=prompt + [9] * response_length, response_length=response_length, weights=[], group=group
+    )
 
 
-def alone(tokens: int, i: int = 0) -> Bundle:
-    return Bundle((i,), tokens, (1,))
+def alone(tokens: int, i: int = 0) -> PromptGroup:
+    return PromptGroup((i,), tokens, (1,))
 
 
 def test_siblings_share_one_copy_of_the_prompt():
     rows = [row([1, 2, 3], 2), row([4, 5, 6], 2, group=1), row([1, 2, 3], 5)]
-    assert bundled(rows, max_tokens=100) == [Bundle((0, 2), 3, (2, 5)), Bundle((1,), 3, (2,))]
-    assert [bundle.tokens for bundle in bundled(rows, max_tokens=100)] == [3 + 1 + 4, 3 + 1]
+    assert group_by_prompt(rows, max_tokens=100) == [PromptGroup((0, 2), 3, (2, 5)), PromptGroup((1,), 3, (2,))]
+    assert [bundle.tokens for bundle in group_by_prompt(rows, max_tokens=100)] == [3 + 1 + 4, 3 + 1]
 
 
 def test_equal_prompts_of_different_groups_and_different_prompts_of_one_group_stay_apart():
-    assert len(bundled([row([1], 2, group=0), row([1], 2, group=1), row([2], 2, group=0)], max_tokens=100)) == 3
+    assert len(group_by_prompt([row([1], 2, group=0), row([1], 2, group=1), row([2], 2, group=0)], max_tokens=100)) == 3
 
 
 def test_sharing_can_be_refused():
-    assert [bundle.rows for bundle in bundled([row([1, 2], 2)] * 3, max_tokens=100, share=False)] == [(0,), (1,), (2,)]
+    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 2)] * 3, max_tokens=100, share=False)] == [
+        (0,),
+        (1,),
+        (2,),
+    ]
 
 
 def test_a_family_over_the_limit_is_cut_between_answers():
-    bundles = bundled([row([1] * 10, 11), row([1] * 10, 11), row([1] * 10, 11)], max_tokens=30)
+    bundles = group_by_prompt([row([1] * 10, 11), row([1] * 10, 11), row([1] * 10, 11)], max_tokens=30)
     assert [(bundle.rows, bundle.tokens) for bundle in bundles] == [((0, 1), 30), ((2,), 20)]
 
 
 def test_answers_much_longer_than_their_prompt_do_not_share_it():
-    assert [bundle.rows for bundle in bundled([row([1, 2], 9), row([1, 2], 9)], max_tokens=100)] == [(0,), (1,)]
-    assert [bundle.rows for bundle in bundled([row([1, 2], 8), row([1, 2], 8)], max_tokens=100)] == [(0, 1)]
+    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 9), row([1, 2], 9)], max_tokens=100)] == [(0,), (1,)]
+    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 8), row([1, 2], 8)], max_tokens=100)] == [(0, 1)]
 
 
 def test_first_fit_decreasing_by_hand():
-    packs = packed([alone(n) for n in (3, 7, 5, 5, 2, 20)], max_tokens=10)
+    packs = pack([alone(n) for n in (3, 7, 5, 5, 2, 20)], max_tokens=10)
     assert [[bundle.tokens for bundle in pack] for pack in packs] == [[20], [7, 3], [5, 5], [2]]
 
 
 def test_the_heaviest_pack_is_split_until_ranks_divide_the_number():
-    shares = dealt([[alone(8), alone(4), alone(4)], [alone(5)], [alone(6)]], ranks=2)
+    shares = assign_to_ranks([[alone(8), alone(4), alone(4)], [alone(5)], [alone(6)]], ranks=2)
     assert [[tokens_of(pack) for pack in share] for share in shares] == [[8, 6], [8, 5]]
 
 
 def test_a_lone_bundle_is_split_between_its_answers():
-    shares = dealt([[Bundle((0, 1, 2), 4, (5, 3, 3))]], ranks=2)
-    assert shares == [[[Bundle((0,), 4, (5,))]], [[Bundle((1, 2), 4, (3, 3))]]]
+    shares = assign_to_ranks([[PromptGroup((0, 1, 2), 4, (5, 3, 3))]], ranks=2)
+    assert shares == [[[PromptGroup((0,), 4, (5,))]], [[PromptGroup((1, 2), 4, (3, 3))]]]
 
 
 def test_a_single_row_leaves_the_other_rank_an_empty_pack():
-    assert dealt([[alone(4)]], ranks=2) == [[[alone(4)]], [[]]]
-    assert dealt([], ranks=2) == [[], []]
+    assert assign_to_ranks([[alone(4)]], ranks=2) == [[[alone(4)]], [[]]]
+    assert assign_to_ranks([], ranks=2) == [[], []]
 
 
 def test_a_row_without_a_prompt_is_refused():
     with pytest.raises(RecordError, match="row 1: 2 tokens with a response of 2"):
-        bundled([row([1], 1), row([], 2)], max_tokens=10)
+        group_by_prompt([row([1], 1), row([], 2)], max_tokens=10)
 
 
 def test_pairs_are_what_attention_looks_at():
     # A prompt of 3: 1 + 2 + 3; the answers' computed tokens, 1 and 2, see it and what is before: 4, and 4 + 5.
-    assert Bundle((0, 1), 3, (2, 3)).pairs == 6 + 4 + 9
+    assert PromptGroup((0, 1), 3, (2, 3)).pairs == 6 + 4 + 9
 
 
 def test_long_answers_weigh_more_by_flops_than_by_tokens():
     # Tokens 10, 5, 7 and 6; with a pair as dear as a token 10 + 55, 5 + 15, 7 + 7 and 6 + 6.
     packs = [[alone(10)], [alone(5)], [alone(1)] * 7, [alone(1)] * 6]
-    by_flops = Batching(balance="flops", pair_cost=1.0)
+    by_flops = BatchingOptions(balance="flops", pair_cost=1.0)
     assert [by_flops.cost(pack) for pack in packs] == [65, 20, 14, 12]
-    shares = {kind: dealt(packs, ranks=2, batching=replace(by_flops, balance=kind)) for kind in KINDS}
+    shares = {kind: assign_to_ranks(packs, ranks=2, batching=replace(by_flops, balance=kind)) for kind in KINDS}
     assert {kind: [list(map(tokens_of, share)) for share in dealt] for kind, dealt in shares.items()} == {
         "tokens": [[10, 5], [7, 6]],
         "flops": [[10, 6], [5, 7]],
@@ -91,9 +105,9 @@ def test_long_answers_weigh_more_by_flops_than_by_tokens():
 
 def test_micro_batches_of_a_fixed_number_of_rows_keep_the_order():
     rows = [row([1, 2], length) for length in (9, 1, 9, 1, 2)]
-    [packs] = planned(rows, max_tokens=4, batching=Batching(micro_batch_size=2))
+    [packs] = plan_batches(rows, max_tokens=4, batching=BatchingOptions(micro_batch_size=2))
     assert [[bundle.rows for bundle in pack] for pack in packs] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
-    first, second = planned(rows, max_tokens=4, ranks=2, batching=Batching(micro_batch_size=2))
+    first, second = plan_batches(rows, max_tokens=4, ranks=2, batching=BatchingOptions(micro_batch_size=2))
     assert [len(share) for share in (first, second)] == [2, 2]
 
 
@@ -101,27 +115,30 @@ KINDS = ("tokens", "flops", "none")
 batches = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 30)), max_size=25)
 """(group, prompt length, response length) of each row."""
 batchings = st.builds(
-    Batching, st.none() | st.integers(1, 4), st.sampled_from(KINDS), st.floats(0, 1).map(lambda cost: round(cost, 3))
+    BatchingOptions,
+    st.none() | st.integers(1, 4),
+    st.sampled_from(KINDS),
+    st.floats(0, 1).map(lambda cost: round(cost, 3)),
 )
 
 
 @given(batches, batchings, st.integers(1, 4), st.integers(5, 60), st.booleans())
 def test_every_row_is_in_one_pack_packs_keep_the_limit_and_ranks_get_as_many(
-    sizes: list[tuple[int, int, int]], batching: Batching, ranks: int, max_tokens: int, share: bool
+    sizes: list[tuple[int, int, int]], batching: BatchingOptions, ranks: int, max_tokens: int, share: bool
 ):
     rows = [row([group] * prompt, response, group) for group, prompt, response in sizes]
-    shares = planned(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
+    shares = plan_batches(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
     assert len(shares) == ranks
     assert len({len(packs) for packs in shares}) == 1
-    packs = [pack for packs in shares for pack in packs]
-    assert sorted(i for pack in packs for bundle in pack for i in bundle.rows) == list(range(len(rows)))
-    for pack in packs:
-        members = sum(len(bundle.rows) for bundle in pack)
+    packs = [members for packs in shares for members in packs]
+    assert sorted(i for bundles in packs for bundle in bundles for i in bundle.rows) == list(range(len(rows)))
+    for bundles in packs:
+        members = sum(len(bundle.rows) for bundle in bundles)
         if batching.micro_batch_size is not None:
             assert members <= batching.micro_batch_size
         else:  # an oversize row travels alone
-            assert tokens_of(pack) <= max_tokens or members == 1
-    assert shares == planned(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
+            assert tokens_of(bundles) <= max_tokens or members == 1
+    assert shares == plan_batches(rows, max_tokens=max_tokens, ranks=ranks, share=share, batching=batching)
 
 
 @given(batches, st.sampled_from(KINDS[:2]), st.integers(1, 4))
@@ -129,12 +146,15 @@ def test_balanced_shares_are_never_heavier_than_those_dealt_in_turns(
     sizes: list[tuple[int, int, int]], kind: Literal["tokens", "flops"], ranks: int
 ):
     rows = [row([group] * prompt, response, group) for group, prompt, response in sizes]
-    balanced, plain = Batching(balance=kind, pair_cost=0.25), replace(Batching(pair_cost=0.25), balance="none")
-    packs = packed(bundled(rows, max_tokens=40), max_tokens=40)
+    balanced, plain = (
+        BatchingOptions(balance=kind, pair_cost=0.25),
+        replace(BatchingOptions(pair_cost=0.25), balance="none"),
+    )
+    packs = pack(group_by_prompt(rows, max_tokens=40), max_tokens=40)
     while len(packs) % ranks:
         packs.append([])  # so that both deal the same packs
     heaviest = [
-        max(sum(map(balanced.cost, share)) for share in dealt(packs, ranks=ranks, batching=batching))
+        max(sum(map(balanced.cost, share)) for share in assign_to_ranks(packs, ranks=ranks, batching=batching))
         for batching in (balanced, plain)
     ]
     assert heaviest[0] <= heaviest[1] + 1e-9
@@ -142,7 +162,7 @@ def test_balanced_shares_are_never_heavier_than_those_dealt_in_turns(
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
 def test_first_fit_opens_a_pack_only_where_no_earlier_one_has_room(tokens: list[int], max_tokens: int):
-    packs = packed([alone(n, i) for i, n in enumerate(tokens)], max_tokens=max_tokens)
+    packs = pack([alone(n, i) for i, n in enumerate(tokens)], max_tokens=max_tokens)
     for later in range(1, len(packs)):
         first = packs[later][0].tokens
         assert all(tokens_of(earlier) + first > max_tokens for earlier in packs[:later])

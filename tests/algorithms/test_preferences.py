@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from slimectl.algorithms.preferences import SlopeLoss, dpo_rewards, preference_loss, preference_pairs
+from slimectl.algorithms.preferences import LinearizedLoss, dpo_rewards, preference_loss, preference_pairs
 from slimectl.errors import SettingsError
-from slimectl.policies.tokens import ResponseTokens
+from slimectl.policies.token_batch import ResponseBatch
 
 
 def tensor(*values):
@@ -43,11 +43,11 @@ def test_the_reward_that_a_policy_implies():
 def test_the_loss_of_slopes_has_them_as_its_gradient():
     logprobs_T, places_T = tensor(-1.0, -2.0, -3.0).requires_grad_(), torch.tensor([0, 0, 1])
     given = {"logprobs_T": logprobs_T, "entropy_T": None, "row_T": places_T, "rows": 2}
-    loss, metrics = SlopeLoss()(
-        ResponseTokens(**given, weights_T=tensor(0.5, 0.5, 0.5), advantages_T=tensor(0.25, 0.25, -0.25))
+    loss, metrics = LinearizedLoss()(
+        ResponseBatch(**given, weights_T=tensor(0.5, 0.5, 0.5), advantages_T=tensor(0.25, 0.25, -0.25))
     )
     loss.backward()
     assert (loss.item(), metrics) == (pytest.approx(-0.125 * (-1 - 2 + 3)), {})
     assert logprobs_T.grad.tolist() == [-0.125, -0.125, 0.125]
     with pytest.raises(SettingsError, match="needs its slopes"):
-        SlopeLoss()(ResponseTokens(**given, weights_T=tensor(0.5, 0.5, 0.5)))
+        LinearizedLoss()(ResponseBatch(**given, weights_T=tensor(0.5, 0.5, 0.5)))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slimectl.algorithms.returns import discounted, reinforce_returns, whitened
+from slimectl.algorithms.advantages import discounted, reinforce_returns, whitened
 
 
 def tensor(*values):

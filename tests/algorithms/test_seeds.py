@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms.seeds import sample_seed
+from slimectl.data.hashing import sample_seed
 
 
 def test_seed_is_the_same_in_every_process():

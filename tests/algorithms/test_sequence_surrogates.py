@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.sequence_surrogates import geometric_mean, off_policy_kept, row_means, sequence_logprobs
-from slimectl.algorithms.surrogates import soft_gate
-from slimectl.policies.tokens import ResponseTokens
+from slimectl.algorithms.surrogates import gmpo_loss, gspo_logprobs, opsm_mask, row_means, sapo_loss
+from slimectl.policies.token_batch import ResponseBatch
 
 LOG2 = math.log(2)
 
@@ -20,7 +19,7 @@ def tensor(*values):
 def pack(order=(0, 1, 2, 3, 4), rows=(0, 0, 0, 1, 1), count=2, log_ratios=(0.3, 0.1, 9.0, -0.5, 0.1)):
     """Log-ratios of mean 0.2 in the first row (A = 1) and -0.2 in the second (A = -2), against old ones of -1."""
     order_T = torch.tensor(order)
-    return ResponseTokens(
+    return ResponseBatch(
         logprobs_T=(tensor(*log_ratios) - 1)[order_T].requires_grad_(),
         entropy_T=None,
         row_T=torch.tensor(rows)[order_T],
@@ -41,7 +40,7 @@ MASK_T, ROW_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 
 
 
 def test_the_ratio_of_a_sequence_stands_at_each_of_its_tokens():
-    found_T = sequence_logprobs(tensor(0.3, 0.1, 9.0, -0.5, 0.1), tensor(-1, 0, 0, -1, 0), MASK_T, ROW_T, 2)
+    found_T = gspo_logprobs(tensor(0.3, 0.1, 9.0, -0.5, 0.1), tensor(-1, 0, 0, -1, 0), MASK_T, ROW_T, 2)
     # means of logp - old: (1.3 + 0.1) / 2 and (0.5 + 0.1) / 2
     assert found_T.tolist() == pytest.approx([-1 + 0.7, 0.7, 0.7, -1 + 0.3, 0.3])
 
@@ -49,7 +48,7 @@ def test_the_ratio_of_a_sequence_stands_at_each_of_its_tokens():
 def test_a_geometric_mean_of_ratios_that_are_bounded_where_the_advantage_pushes():
     logprobs_T = tensor(0.3, 0.1, 9.0, -0.5, 0.1)
     advantages_T = tensor(1.0, 1.0, 1.0, -2.0, -2.0)
-    loss_T, clipped_T = geometric_mean(
+    loss_T, clipped_T = gmpo_loss(
         logprobs_T, torch.zeros(5, dtype=torch.float64), advantages_T, MASK_T, ROW_T, 2, low=0.4, high=0.2
     )
     # (0.2 + 0.1) / 2 and (-0.4 + 0.1) / 2
@@ -61,7 +60,7 @@ def test_bad_sequences_that_the_policy_has_left_are_not_kept():
     logprobs_T, old_T = tensor(-1.5, -1.5, 9.0, -1.1, -1.1), torch.full((5,), -1.0, dtype=torch.float64)
     # mean(old - logp) is 0.5 in the first row, 0.1 in the second
     for advantages_T, kept in ((tensor(-1, -1, -1, -1, -1), [0, 0, 0, 1, 1]), (tensor(1, 1, 1, 1, 1), [1] * 5)):
-        assert off_policy_kept(logprobs_T, old_T, advantages_T, MASK_T, ROW_T, 2, delta=0.2).tolist() == kept
+        assert opsm_mask(logprobs_T, old_T, advantages_T, MASK_T, ROW_T, 2, delta=0.2).tolist() == kept
 
 
 def test_gspo_has_one_ratio_for_a_sequence_and_clips_whole_sequences():
@@ -92,7 +91,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 
 def test_the_soft_gate_has_slope_one_at_ratio_one_and_closes_faster_for_bad_tokens():
     logprobs_T = tensor(0.0, 0.0, LOG2, LOG2).requires_grad_()
-    loss_T = soft_gate(logprobs_T, torch.zeros(4), tensor(1.0, -1.0, 1.0, -1.0), tau_pos=1.0, tau_neg=2.0)
+    loss_T = sapo_loss(logprobs_T, torch.zeros(4), tensor(1.0, -1.0, 1.0, -1.0), tau_pos=1.0, tau_neg=2.0)
     # 4 / tau sigmoid(tau (ratio - 1)): sigmoid(0) = 1/2, sigmoid(1), sigmoid(2)
     one, two = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
     assert loss_T.tolist() == pytest.approx([-2.0, 1.0, -4 * one, 2 * two])

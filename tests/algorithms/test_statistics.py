@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimectl.algorithms.statistics import count_failures, count_groups, rollout_metrics
+from slimectl.algorithms.metrics import count_failures, rollout_metrics, zero_std_groups
 from slimectl.types import Sample, Status
 
 
@@ -58,4 +58,4 @@ def test_what_the_engine_told_is_summed_before_it_is_divided():
 
 def test_groups_that_agree_are_counted_by_their_reward():
     groups = [[1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.5]]
-    assert count_groups(groups) == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_1": 1.0}
+    assert zero_std_groups(groups) == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_1": 1.0}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.surrogates import clip_fraction, clipped_weight, outside, ppo_clip, ratio
+from slimectl.algorithms.surrogates import cispo_loss, clip_fraction, ppo_clip, ratio, ratio_bound_metrics
 
 
 def logs(*ratios):
@@ -40,7 +40,7 @@ def test_clip_fraction_marks_tokens_whose_clipped_branch_is_strictly_larger():
 
 
 def test_ratios_out_of_bounds_are_counted_on_either_side_whatever_the_advantage():
-    sides = outside(logs(1.5, 1.2, 0.5, 0.9).exp(), low=0.2, high=0.28)
+    sides = ratio_bound_metrics(logs(1.5, 1.2, 0.5, 0.9).exp(), low=0.2, high=0.28)
     assert {name: marks_T.tolist() for name, marks_T in sides.items()} == {
         "ratio_high_clipfrac": [1.0, 0.0, 0.0, 0.0],
         "ratio_low_clipfrac": [0.0, 0.0, 1.0, 0.0],
@@ -59,7 +59,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
 
 def test_a_clipped_weight_is_a_constant_before_the_log_probability():
     logprobs_T = logs(3.0, 0.5)
-    loss_T, clipped_T = clipped_weight(logprobs_T, zeros(2), torch.tensor([1.0, -2.0]).double(), low=1.0, high=1.0)
+    loss_T, clipped_T = cispo_loss(logprobs_T, zeros(2), torch.tensor([1.0, -2.0]).double(), low=1.0, high=1.0)
     # weights min(3, 2) and 1/2: -2 log 3 and 2 / 2 log 1/2
     assert loss_T.tolist() == pytest.approx([-2 * math.log(3), math.log(0.5)])
     assert clipped_T.tolist() == [1.0, 0.0]

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from slimectl.algorithms.advantages import discounted, sequence_rewards
 from slimectl.algorithms.losses import SftLoss
-from slimectl.algorithms.returns import discounted, sequence_rewards
-from slimectl.algorithms.values import (
-    SharedLoss,
+from slimectl.algorithms.value_loss import (
+    PolicyAndValueLoss,
     ValueLoss,
     clipped_value_loss,
     explained_variance,
@@ -86,7 +86,7 @@ class Both(Pack):
 def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     log_probs_T, predicted_T = tensor(-1.0, -2.0).requires_grad_(), tensor(0.1, 1.0).requires_grad_()
     pack = Both(log_probs_T, tensor(0.25, 0.75), tensor(0.0, 0.0), tensor(2.0, 2.0), predicted_T)
-    loss, metrics = SharedLoss(SftLoss(), ValueLoss(value_clip=0.2), 0.5)(pack)
+    loss, metrics = PolicyAndValueLoss(SftLoss(), ValueLoss(value_clip=0.2), 0.5)(pack)
     loss.backward()
     # policy: 0.25 * 1 + 0.75 * 2; values: 0.25 * 1.9² + 0.75 * 1.8², the second held at 0.2
     assert loss.item() == pytest.approx(1.75 + 0.5 * (0.9025 + 2.43))
@@ -94,4 +94,4 @@ def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     assert log_probs_T.grad.tolist() == [-0.25, -0.75]
     assert predicted_T.grad.tolist() == pytest.approx([0.5 * 0.25 * 2 * -1.9, 0.0])
     with pytest.raises(SettingsError, match=r'algorithm.critic: .* set it to "own"'):
-        SharedLoss(SftLoss(), ValueLoss(), 0.5)(Both(log_probs_T, tensor(0.25, 0.75)))
+        PolicyAndValueLoss(SftLoss(), ValueLoss(), 0.5)(Both(log_probs_T, tensor(0.25, 0.75)))

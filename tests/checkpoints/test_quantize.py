@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimectl.checkpoints.quantize_fp8 import Fp8Blocks
-from slimectl.checkpoints.quantize_int4 import Int4Groups
+from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 

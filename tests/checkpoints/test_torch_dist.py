@@ -9,9 +9,9 @@ from shutil import copytree
 
 import pytest
 import torch
+from architectures.hf_models import CONFIGS, saved
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights.hf_models import CONFIGS, saved
 
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader

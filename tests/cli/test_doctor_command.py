@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from workshop import Workshop
 
-from slimectl.job import Job
+from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
 from slimectl.types import StepReport
 
@@ -50,7 +50,7 @@ def test_answers_of_older_weights_are_no_disagreement(
     workshop: Workshop, capsys: pytest.CaptureFixture[str], staleness: float, words: int
 ):
     values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_abs_diff": 0.1}}
-    job = Job(Settings.model_validate(values))
+    job = TrainingRun(Settings.model_validate(values))
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
     job._check_logprob_mismatch(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
     assert capsys.readouterr().err.count("engine and trainer differ by 0.200") == words

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slimectl import cards
+from slimectl.architectures import cards
 from slimectl.cli.app import app
 
 

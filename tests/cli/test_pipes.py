@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from slimectl.data.bytestreams import byte_lines, is_pipe, spool
+from slimectl.data.io import byte_lines, is_pipe, spool
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import RecordError
 

@@ -9,7 +9,7 @@ import pytest
 from workshop import Workshop
 
 from slimectl.data.jsonl import decode_json, parse_line
-from slimectl.data.skipped import SkippedLines, locate
+from slimectl.data.skip_counts import SkippedLines, locate
 from slimectl.errors import RecordError
 
 SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2], "response": "b", "response_length": 1,

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from slimectl import wiring
-from slimectl.engines.keys import Keys
-from slimectl.engines.sglang.control import HttpWorkers
+from slimectl import builders
+from slimectl.builders import serving
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.errors import BackendError
 from slimectl.settings import Settings
-from slimectl.wiring import serving
 
 Start = Callable[..., subprocess.Popen[str]]
 KEY = "key-of-this-test"
@@ -131,7 +131,7 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
         HttpWorkers([f"http://127.0.0.1:{port}"]).wake()
     # As `--engine-url` does: a server of this user on this machine is opened without a word.
     settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})
-    wiring.workers(settings, [f"http://127.0.0.1:{port}"]).wake()
+    builders.workers(settings, [f"http://127.0.0.1:{port}"]).wake()
     process.terminate()
     assert process.communicate(timeout=30) == (None, "")
     assert not file.exists()

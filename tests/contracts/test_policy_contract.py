@@ -15,12 +15,12 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.group import GroupPolicy
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.policies.tokens import combined
-from slimectl.ports import Policy
-from slimectl.types import Row
+from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.policies.token_batch import merge_metrics
+from slimectl.protocols import Policy
+from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
 OPTIONS = OptimizerOptions(lr=4e-3, schedule="linear", warmup_steps=2, decay_steps=6, min_lr=0.0)
@@ -31,7 +31,7 @@ def alone(folder: Path) -> Policy:
 
 
 def over_two_ranks(folder: Path) -> Policy:
-    return GroupPolicy(LocalExecutor(), partial(alone, folder), ranks=2)
+    return DistributedPolicy(LocalExecutor(), partial(alone, folder), ranks=2)
 
 
 def megatron(folder: Path) -> Policy:
@@ -62,7 +62,7 @@ def policy(made: Policy, untrained: Path) -> Policy:
     return made
 
 
-def rows(*, seed: int = 0) -> list[Row]:
+def rows(*, seed: int = 0) -> list[TrainingSample]:
     """Three answers to each of four prompts, of 1 to 11 tokens, half of them bad."""
     draw = random.Random(seed)
     made = []
@@ -71,7 +71,7 @@ def rows(*, seed: int = 0) -> list[Row]:
         for sibling in range(3):
             length = draw.randint(1, 11)
             made.append(
-                Row(
+                TrainingSample(
                     tokens=prompt + [draw.randrange(256) for _ in range(length)],
                     response_length=length,
                     weights=[1 / (12 * length)] * length,
@@ -113,7 +113,7 @@ def test_two_halves_make_the_whole_in_metrics_and_in_gradient(policy: Policy, un
     halves = [policy.forward_backward(half, PolicyLoss()) for half in (rows()[:5], rows()[5:])]
     assert set(whole) >= {"loss", "pg_loss", "ois"}
     assert whole["ois"] == pytest.approx(1.0, rel=1e-5)  # the weights sum to one
-    assert combined(halves) == pytest.approx(whole, rel=1e-5, abs=1e-7)
+    assert merge_metrics(halves) == pytest.approx(whole, rel=1e-5, abs=1e-7)
     assert policy.optim_step() == pytest.approx(step, rel=1e-5)
 
 

@@ -16,28 +16,28 @@ import serving
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from slimectl import wiring
+from slimectl import builders
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.ports import NamedTensors, Policy
+from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.protocols import NamedTensors, Policy
 from slimectl.settings import Settings
-from slimectl.sync import broadcast, tensor
-from slimectl.sync.delta import DeltaSync
-from slimectl.sync.disk import DiskSync
-from slimectl.sync.distributed import DistributedSync
-from slimectl.sync.equality import CheckedSync
-from slimectl.sync.in_process import InProcessSync
-from slimectl.sync.pushing import ServerSync
-from slimectl.sync.tensor import TensorSync
-from slimectl.types import Completion, Row, SamplingParams
+from slimectl.types import Completion, SamplingParams, TrainingSample
+from slimectl.weight_sync import distributed, tensor
+from slimectl.weight_sync.base import WeightSyncBase
+from slimectl.weight_sync.delta import DeltaSync
+from slimectl.weight_sync.disk import DiskSync
+from slimectl.weight_sync.distributed import DistributedSync
+from slimectl.weight_sync.in_process import InProcessSync
+from slimectl.weight_sync.tensor import TensorSync
+from slimectl.weight_sync.verify import VerifiedSync
 
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -76,7 +76,7 @@ def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Poli
         yield build()
         return
     executor = LocalExecutor()
-    group = GroupPolicy(executor, build, ranks=2)
+    group = DistributedPolicy(executor, build, ranks=2)
     yield group
     group.close()
     executor.close()
@@ -87,7 +87,7 @@ def url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
-def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, folder: Path) -> ServerSync:
+def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, folder: Path) -> WeightSyncBase:
     write = partial(written, model)
     if kind == "disk":
         return DiskSync(policy, workers, folder=folder, write=write)
@@ -99,15 +99,15 @@ def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, fold
 
 
 KINDS = ["disk", "delta", "tensor", "distributed"]
-Make = Callable[..., ServerSync]
+Make = Callable[..., WeightSyncBase]
 
 
 @pytest.fixture
 def make(model_dir: ModelDir, tmp_path: Path) -> Iterator[Make]:
     """`make("disk", policy, urls)`; closed afterwards."""
-    made: list[ServerSync] = []
+    made: list[WeightSyncBase] = []
 
-    def one(kind: str, policy: Policy, urls: list[str], *, timeout_s: float = 60.0) -> ServerSync:
+    def one(kind: str, policy: Policy, urls: list[str], *, timeout_s: float = 60.0) -> WeightSyncBase:
         workers = HttpWorkers(urls, timeout_s=timeout_s, keys=serving.KEYS)
         made.append(transport(kind, policy, workers, model_dir(), tmp_path / f"weights-{len(made)}"))
         return made[-1]
@@ -141,7 +141,7 @@ def expected(policy: Policy, model: Path) -> list[int]:
 def trained(policy: Policy) -> None:
     """A step towards another answer, large enough to be heard in greedy ones."""
     tokens = [*PROMPT, *((int(policy.weight_version) * 7 + i) % 256 for i in range(8))]
-    policy.forward_backward([Row(tokens=tokens, response_length=8, weights=[1 / 8] * 8)], SftLoss())
+    policy.forward_backward([TrainingSample(tokens=tokens, response_length=8, weights=[1 / 8] * 8)], SftLoss())
     policy.optim_step()
 
 
@@ -176,7 +176,7 @@ def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
     given = {"transport": kind, "update_weight_disk_dir": f"{tmp_path}/pushed", "update_weight_disk_keep_files": True}
     sync = Settings.model_validate({"sync": {**given, "custom_post_write_path": f"{tmp_path}/own.py:wrote"}})
     policy, workers = alone(model_dir()), HttpWorkers([served], timeout_s=60, keys=serving.KEYS)
-    transport = wiring.to_servers(sync, policy, workers, model=model_dir(), folder=tmp_path)
+    transport = builders.to_servers(sync, policy, workers, model=model_dir(), folder=tmp_path)
     for _ in range(2):
         transport.push()
         trained(policy)
@@ -292,7 +292,7 @@ def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, ma
 def test_a_push_that_is_equal_on_both_sides_passes_the_check(
     kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir, tmp_path: Path
 ):
-    checked = CheckedSync(make(kind, policy, [url]), folder=tmp_path, write=partial(written, model_dir()))
+    checked = VerifiedSync(make(kind, policy, [url]), folder=tmp_path, write=partial(written, model_dir()))
     checked.push()
     assert answers([url], model_dir())[0].tokens == expected(policy, model_dir())
 
@@ -300,7 +300,7 @@ def test_a_push_that_is_equal_on_both_sides_passes_the_check(
 def test_the_check_finds_other_weights(url: str, make: Make, model_dir: ModelDir, tmp_path: Path):
     tensors = [(name, tensor.clone()) for name, tensor in HFCheckpoint().read(model_dir())]
     sync = make("tensor", Held(tensors, "41"), [url])
-    checked = CheckedSync(sync, folder=tmp_path, write=partial(written, model_dir()))
+    checked = VerifiedSync(sync, folder=tmp_path, write=partial(written, model_dir()))
     checked.push()
     dict(tensors)["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6  # one number, the last bits of it
     with pytest.raises(BackendError, match=r"model\.layers\.1\.mlp\.down_proj\.weight of \d+ tensors differ"):
@@ -397,14 +397,14 @@ def test_an_engine_that_dies_in_the_middle_of_a_broadcast_ends_it(
     policy = Held(HFCheckpoint().read(model_dir()), "61")
     sync = make("distributed", policy, [doomed], timeout_s=5)
     sync.push()
-    group = broadcast._GROUPS[sync._key]  # type: ignore[attr-defined]
+    group = distributed._GROUPS[sync._key]  # type: ignore[attr-defined]
     os.kill(spare.pid() or 0, signal.SIGSTOP)
     large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than sockets hold: it stays under way
-    work = broadcast._start_broadcast(group, large, 30.0)
+    work = distributed._start_broadcast(group, large, 30.0)
     time.sleep(0.3)
     assert not work.is_completed()
     os.kill(spare.pid() or 0, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(BackendError):
-        broadcast._finish(work, broadcast._in_background(lambda: None), 30.0)
+        distributed._finish(work, distributed._in_background(lambda: None), 30.0)
     assert time.monotonic() - started < 10

@@ -13,15 +13,15 @@ import serving
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from slimectl import wiring
+from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.sglang.scoring import ServedModel
+from slimectl.engines.http.log_prob_client import RemoteLogProbModel
 from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings import Settings
-from slimectl.stages.teaching import with_log_probs
+from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status, StepReport
+from slimectl.types import Sample, Status, StepReport, TrainingSample
 
 ModelDir = Callable[..., Path]
 
@@ -45,8 +45,8 @@ def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepRepo
     """What the teacher says of the answers, and the step that is made of it."""
     rounds = {"run": {"rollout_batch_size": 10}, "rollout": {"n_samples_per_prompt": 2}}
     settings = Settings.model_validate({"algorithm": {"name": "opd", **teacher}, **rounds})
-    with closing(wiring.learners(settings, folder, executor=LocalExecutor())) as by:
-        samples = list(with_log_probs(answers(), by.asked["teacher_log_probs"], "teacher_log_probs"))
+    with closing(builders.trainable_models(settings, folder, executor=LocalExecutor())) as by:
+        samples = list(attach_log_probs(answers(), by.asked["teacher_log_probs"], "teacher_log_probs"))
         (report,) = train(samples, by.policy, settings)
     return [sample.teacher_log_probs or [] for sample in samples], report
 
@@ -63,18 +63,18 @@ def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(url: str, model_dir: ModelDir):
-    tokenizer = wiring.tokenizer(model_dir())
+    tokenizer = builders.tokenizer(model_dir())
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     facts["model"]["vocab"] = {text: 255 - i for text, i in facts["model"]["vocab"].items()}
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(facts)))
-    teacher = ServedModel([url], setting="algorithm.opd_teacher_url", timeout_s=60)
+    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60)
     teacher.check_vocabulary(tokenizer, of="DIR")
     with pytest.raises(SettingsError, match=r"opd_teacher_url: the model at \S+ has another vocabulary than DIR"):
         teacher.check_vocabulary(other, of="DIR")
 
 
 def test_what_the_teacher_cannot_read_is_told_in_the_servers_words(url: str):
-    teacher = ServedModel([url], setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
-    too_long = Row([1] * 4000, 1, [1.0])
+    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
+    too_long = TrainingSample([1] * 4000, 1, [1.0])
     with pytest.raises(BackendError, match=rf"the teacher at {url}/generate: answered 400: .*\d\d\d.*"):
         teacher.log_probs([too_long])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tracked import Seen, swanlab_seen, wandb_rows
 
-from slimectl.ports import Tracker
-from slimectl.trackers.identity import Identity
+from slimectl.protocols import Tracker
+from slimectl.trackers.base import Identity
 from slimectl.trackers.jsonl import JsonlTracker
 from slimectl.trackers.stdout import StdoutTracker
 from slimectl.trackers.swanlab import SwanlabTracker

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from slimectl.checkpoints.create import CHATML, byte_tokenizer
-from slimectl.data.chat import following, render
-from slimectl.data.conversation import Conversation
+from slimectl.data.chat import Conversation, following, render
 from slimectl.errors import SettingsError
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 

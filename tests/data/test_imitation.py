@@ -8,7 +8,7 @@ import pytest
 
 from slimectl.checkpoints.create import CHATML, byte_tokenizer
 from slimectl.data.chat import render
-from slimectl.data.imitation import sft_sample
+from slimectl.data.supervised import sft_sample
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from slimectl.builders import model_folder
 from slimectl.conversions import convert_checkpoint
 from slimectl.data import integrity
 from slimectl.data.integrity import check_integrity, integrity_error
-from slimectl.data.rundir import write_folder
+from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
-from slimectl.wiring import model_folder
 
 ModelDir = Callable[[str], Path]
 

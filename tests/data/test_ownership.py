@@ -12,9 +12,9 @@ import pytest
 
 from slimectl.data.integrity import integrity_error
 from slimectl.data.ownership import own_run_files
-from slimectl.data.rundir import RunDir, write_folder
+from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.sync.disk import write_checkpoint
+from slimectl.weight_sync.disk import write_checkpoint
 
 RECORD = '{"step": 1, "metrics": {}}\n'
 

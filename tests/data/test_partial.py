@@ -9,7 +9,7 @@ import pytest
 
 from slimectl.data.jsonl import read_samples
 from slimectl.data.manifest import Manifest, manifest_path
-from slimectl.data.partial import Partial, can_be_partial
+from slimectl.data.resumable import ResumableOutput, can_be_resumable
 from slimectl.errors import RecordError, StorageError
 from slimectl.types import Sample
 
@@ -20,14 +20,14 @@ def manifest(setting: int = 1) -> Manifest:
 
 def begun(out: Path, groups: list[int], setting: int = 1) -> Path:
     """Samples of these groups, written without an end; where they are."""
-    with Partial(str(out), manifest(setting)) as partial:
+    with ResumableOutput(str(out), manifest(setting)) as partial:
         for index, group in enumerate(groups):
             partial.write(Sample(index=index, group_index=group, reward=float(index)))
     return partial.path
 
 
 def indices(out: Path, *, setting: int = 1, whole_groups: bool = False) -> list[int]:
-    with Partial(str(out), manifest(setting)) as partial:
+    with ResumableOutput(str(out), manifest(setting)) as partial:
         found = [sample.index for sample in partial.done(whole_groups=whole_groups)]
         assert partial.count == len(found)
         return found
@@ -41,7 +41,7 @@ def out(tmp_path: Path) -> Path:
 def test_what_was_written_is_there_until_it_is_committed(out: Path):
     path = begun(out, [0, 0, 1])
     assert (path.name, out.exists()) == ("scored.jsonl.partial", False)
-    with Partial(str(out), manifest()) as partial:
+    with ResumableOutput(str(out), manifest()) as partial:
         assert [sample.reward for sample in partial.done()] == [0.0, 1.0, 2.0]
         partial.write(Sample(index=3, reward=3.0))
         partial.commit()
@@ -81,7 +81,7 @@ def test_other_work_begins_anew(out: Path):
 
 def test_nothing_written_leaves_nothing(out: Path):
     refused = pytest.raises(RecordError, match=r"scored\.jsonl: record 1: reward cannot be written as JSON")
-    with refused, Partial(str(out), manifest()) as partial:
+    with refused, ResumableOutput(str(out), manifest()) as partial:
         partial.write(Sample(reward=float("nan")))
     assert list(out.parent.iterdir()) == []
 
@@ -90,7 +90,7 @@ def test_a_compressed_output_is_compressed_at_the_end(tmp_path: Path):
     out = tmp_path / "scored.jsonl.gz"
     path = begun(out, [0, 1])
     assert path.read_bytes().startswith(b"{")
-    with Partial(str(out), manifest()) as partial:
+    with ResumableOutput(str(out), manifest()) as partial:
         assert len(list(partial.done())) == 2
         partial.commit()
     assert len(gzip.decompress(out.read_bytes()).splitlines()) == 2
@@ -100,15 +100,15 @@ def test_a_compressed_output_is_compressed_at_the_end(tmp_path: Path):
 def test_a_link_is_written_through(tmp_path: Path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "there" / "real.jsonl")
-    with Partial(str(tmp_path / "link.jsonl"), manifest()) as partial:
+    with ResumableOutput(str(tmp_path / "link.jsonl"), manifest()) as partial:
         partial.write(Sample(index=1))
         partial.commit()
     assert [sample.index for sample in read_samples(tmp_path / "there" / "real.jsonl")] == [1]
 
 
 def test_where_nothing_can_be_kept(tmp_path: Path):
-    assert [can_be_partial(out) for out in ("-", "/dev/null", f"{tmp_path}/no/x", str(tmp_path))] == [False] * 4
-    assert can_be_partial(f"{tmp_path}/x")
+    assert [can_be_resumable(out) for out in ("-", "/dev/null", f"{tmp_path}/no/x", str(tmp_path))] == [False] * 4
+    assert can_be_resumable(f"{tmp_path}/x")
     refused = pytest.raises(StorageError, match=r"x\.partial: cannot be written: No such file or directory")
-    with refused, Partial(f"{tmp_path}/no/x", manifest()) as partial:
+    with refused, ResumableOutput(f"{tmp_path}/no/x", manifest()) as partial:
         partial.write(Sample())

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from slimectl.data.plain import kind_of, plain_reward
+from slimectl.data.json_values import kind_of, plain_reward
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader
 from slimectl.types import Sample, detached_copy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.data.integrity import integrity_error
-from slimectl.data.rundir import RunDir, write_folder
+from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError, StorageError
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from slimectl.checkpoints.create import byte_tokenizer
-from slimectl.engines.embedded.batch import Batch
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
-from slimectl.engines.embedded.sampler import sampled
-from slimectl.engines.embedded.sequence import Sequence
+from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
 from slimectl.types import SamplingParams
 
 PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]
@@ -20,7 +19,7 @@ PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]
 
 def batch_of(*params: SamplingParams, vocabulary: int = 5, ends: frozenset[int] = frozenset()) -> Batch:
     loop = asyncio.new_event_loop()
-    sequences = [Sequence((0,), each, each.seed or 0, 10, ends, loop.create_future()) for each in params]
+    sequences = [RunningSequence((0,), each, each.seed or 0, 10, ends, loop.create_future()) for each in params]
     loop.close()
     return Batch(sequences, device=torch.device("cpu"), vocabulary=vocabulary)
 
@@ -29,14 +28,14 @@ def draws(count: int, probs: list[float] = PROBS, **filters: Any) -> torch.Tenso
     """How often each token is drawn in `count` rows of different seeds, as fractions."""
     params = [SamplingParams(seed=seed, **filters) for seed in range(count)]
     logits = torch.tensor(probs).log().repeat(count, 1)
-    tokens, _ = sampled(logits, batch_of(*params, vocabulary=len(probs)))
+    tokens, _ = sample_tokens(logits, batch_of(*params, vocabulary=len(probs)))
     return tokens.bincount(minlength=len(probs)) / count
 
 
 def test_the_draw_inverts_the_cumulative_distribution() -> None:
     batch = batch_of(*(SamplingParams(seed=seed) for seed in range(50)))
     uniforms = batch.uniforms_B1().squeeze(1)
-    tokens, log_probs = sampled(torch.tensor(PROBS).log().repeat(50, 1), batch)
+    tokens, log_probs = sample_tokens(torch.tensor(PROBS).log().repeat(50, 1), batch)
     edges = [0.05, 0.45, 0.55, 0.80]  # by hand: the running sum of PROBS
     assert tokens.tolist() == [sum(u >= edge for edge in edges) for u in uniforms.tolist()]
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])
@@ -89,9 +88,9 @@ def test_filters_of_one_row_do_not_touch_another_and_log_probs_stay_whole() -> N
         SamplingParams(seed=1, top_k=3),
         SamplingParams(seed=1, temperature=0.0),
     ]
-    tokens, log_probs = sampled(logits, batch_of(*rows, vocabulary=5000))
+    tokens, log_probs = sample_tokens(logits, batch_of(*rows, vocabulary=5000))
     for row, params in enumerate(rows):
-        alone, alone_log_prob = sampled(logits[:1], batch_of(params, vocabulary=5000))
+        alone, alone_log_prob = sample_tokens(logits[:1], batch_of(params, vocabulary=5000))
         assert alone.item() == tokens[row]
         assert alone_log_prob.item() == log_probs[row]
     torch.testing.assert_close(log_probs, logits[0].log_softmax(-1)[tokens])
@@ -100,7 +99,7 @@ def test_filters_of_one_row_do_not_touch_another_and_log_probs_stay_whole() -> N
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.001}, {"top_k": 3000, "top_p": 0.5}])
 def test_filters_beyond_the_window_match_a_full_sort(filters: dict[str, Any]) -> None:
-    from slimectl.engines.embedded.sampler import _filter
+    from slimectl.engines.embedded.token_sampler import _filter
 
     probs = torch.randn(2, 4000, generator=torch.Generator().manual_seed(1)).softmax(-1)
     kept = _filter(probs, batch_of(*[SamplingParams(**filters)] * 2, vocabulary=4000)) > 0
@@ -118,7 +117,7 @@ def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
     params = [SamplingParams(seed=seed, min_tokens=1) for seed in range(500)]
     batch = batch_of(*params, ends=frozenset({1, 3}))
     logits = torch.tensor(PROBS).log().repeat(500, 1)
-    tokens, log_probs = sampled(logits, batch)
+    tokens, log_probs = sample_tokens(logits, batch)
     assert set(tokens.tolist()) == {0, 2, 4}
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])  # of the whole distribution
 
@@ -127,7 +126,7 @@ def test_banned_end_tokens_that_hold_all_the_mass_leave_something_to_draw() -> N
     logits = torch.tensor([[500.0, 1.0, 0.0]])
     for temperature, expected in ((1.0, -499.0), (0.0, -499.0)):
         params = SamplingParams(temperature=temperature, top_p=0.5, min_tokens=1)
-        tokens, log_probs = sampled(logits, batch_of(params, vocabulary=3, ends=frozenset({0})))
+        tokens, log_probs = sample_tokens(logits, batch_of(params, vocabulary=3, ends=frozenset({0})))
         assert tokens.tolist() == [1]
         assert expected < log_probs.item() < -80  # underflowed, and finite
 

@@ -14,10 +14,10 @@ import pytest
 import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.fleet import Fleet
-from slimectl.engines.sglang.client import SglangEngine
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
 
@@ -33,7 +33,7 @@ class Scene:
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
         self.engine: SglangEngine = serving.client([], folder)
-        self.fleet = Fleet(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
+        self.fleet = ServerPool(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
         self.fleet.failed = self.engine.fail
         self.engine.troubled = self.fleet.look
         self.fleet.start()
@@ -163,6 +163,6 @@ def test_a_fleet_of_which_one_cannot_start_leaves_none_running(tmp_path: Path, m
     good = serving.serve(model_dir(), tmp_path / "good")
     bad = serving.serve(tmp_path / "no such model", tmp_path / "bad")
     with pytest.raises(BackendError, match=r"serve died while starting .*no such model"):
-        Fleet([good, bad].__getitem__, 2).start()
+        ServerPool([good, bad].__getitem__, 2).start()
     assert not good.alive()
     assert not bad.alive()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimectl.executors.ray.surroundings import Whereabouts
+from slimectl.executors.ray.cluster import ActorLocation
 
 
 def tell_where(build: Any, pipe: Any) -> None:
@@ -20,7 +20,7 @@ def tell_where(build: Any, pipe: Any) -> None:
 
     build()
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (Whereabouts.here().node, Whereabouts.here().gpus, os.environ["LOCAL_RANK"]))
+    dist.all_gather_object(found, (ActorLocation.here().node, ActorLocation.here().gpus, os.environ["LOCAL_RANK"]))
     pipe.done(found)
     while True:
         (request,) = pickle.loads(pipe.recv_bytes())
@@ -50,7 +50,7 @@ class Engine:
     """Knows where it is."""
 
     def where(self) -> tuple[str, tuple[str, ...], str]:
-        here = Whereabouts.here()
+        here = ActorLocation.here()
         return here.node, here.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 

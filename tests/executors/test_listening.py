@@ -11,8 +11,8 @@ from typing import Any
 from executors.listeners import listen_addresses
 
 from slimectl.executors.local import LocalExecutor
-from slimectl.executors.rank import RankPipe, host_store
-from slimectl.sync.broadcast import _host_store
+from slimectl.executors.rank_process import RankPipe, host_store
+from slimectl.weight_sync.distributed import _host_store
 
 
 def _serve(build: Callable[[], Any], pipe: RankPipe) -> None:

@@ -20,8 +20,8 @@ import pytest
 from slimectl.algorithms.losses import SftLoss
 from slimectl.errors import BackendError, DiedError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.group import GroupPolicy
-from slimectl.types import Row
+from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.types import TrainingSample
 
 ray = pytest.importorskip("ray")
 
@@ -60,8 +60,8 @@ def test_a_policy_over_ranks_is_the_same_here_and_there(executor: RayExecutor, m
     build = partial(policy_over_ranks, model_dir("qwen3"))
     found = []
     for where in (executor, LocalExecutor()):
-        policy = GroupPolicy(where, build, ranks=2)
-        rows = [Row([5, 6, 7, 8, 9, i], 3, [1.0] * 3, group=i) for i in range(4)]
+        policy = DistributedPolicy(where, build, ranks=2)
+        rows = [TrainingSample([5, 6, 7, 8, 9, i], 3, [1.0] * 3, group=i) for i in range(4)]
         steps = [policy.forward_backward(rows, SftLoss()) | policy.optim_step() for _ in range(2)]
         found.append((policy.log_probs(rows), steps, policy.hand_weights(sums)))
         policy.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slimectl.errors import BackendError, DiedError
-from slimectl.placement import Placement
+from slimectl.planner.placement import Placement
 
 pytest.importorskip("ray")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from workshop import set_up
 
-from slimectl.hooks import POINTS
-from slimectl.job import Job
-from slimectl.settings.layers import from_assignments, from_file, resolve
+from slimectl.hooks import HOOKS
+from slimectl.runtime.run import TrainingRun
+from slimectl.settings.loading import from_assignments, from_file, resolve
 
 OWN = '''
 import json
@@ -207,7 +207,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]
         (folder / "own.py").write_text(OWN)
         monkeypatch.chdir(folder)
         layers = [from_file(Path("slimectl.toml")), from_assignments([*SMALL, *assignments])]
-        assert Job(resolve(layers).settings).execute("")
+        assert TrainingRun(resolve(layers).settings).execute("")
         return Ran(folder)
 
     return ran
@@ -411,4 +411,4 @@ def test_what_a_hook_changes_in_a_run(setting: str, run: Run, plain: Plain):
 
 
 def test_every_hook_has_an_example():
-    assert set(EXAMPLES) | ELSEWHERE == set(POINTS)
+    assert set(EXAMPLES) | ELSEWHERE == set(HOOKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.layers import from_assignments, resolve
+from slimectl.settings.loading import from_assignments, resolve
 
 WRONG = [
     (["rollout.function_path=a:b", "rollout.partial_rollout=true"],

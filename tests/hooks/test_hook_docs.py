@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from workshop import Workshop
 
 from slimectl.cli.app import app
-from slimectl.hooks import POINTS
+from slimectl.hooks import HOOKS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 
 
 def row(setting: str) -> str:
     """As the table has it; `settings` is `args` by another name."""
-    point = POINTS[setting]
+    point = HOOKS[setting]
     names = ", ".join(f"`{name}`" for name in point.offers if name != "settings")
     other = "; `samples` in place of `sample`" * (len(point.shapes) - 1)
     return f"| `{setting}` | {names}{other} | {point.returns} |"
@@ -26,7 +26,7 @@ def row(setting: str) -> str:
 
 def test_the_table_has_every_hook_with_its_shape():
     rows = [line for line in TEXT.splitlines() if line.startswith("| `")]
-    assert rows == [row(setting) for setting in POINTS]
+    assert rows == [row(setting) for setting in HOOKS]
 
 
 def called(*words: str) -> str:

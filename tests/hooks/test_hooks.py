@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import HookError
-from slimectl.hooks import Args, Hook
+from slimectl.hooks import FlatSettings, Hook
 from slimectl.settings import Settings
 
 OFFERS = ("args", "settings", "sample")
@@ -55,7 +55,7 @@ def test_what_a_hook_raises_comes_back_with_its_own_words(tmp_path: Path):
 
 
 def test_args_read_by_the_flat_names_that_people_know():
-    args = Args(Settings())
+    args = FlatSettings(Settings())
     assert args.rollout_temperature == 1.0
     assert args.lr == 1e-6
     assert args.train.lr == 1e-6

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from workshop import Workshop, set_up
 
-from slimectl.job import Job
-from slimectl.settings.layers import from_assignments, from_file, resolve
+from slimectl.runtime.run import TrainingRun
+from slimectl.settings.loading import from_assignments, from_file, resolve
 
 OWN = """
 import json, random
@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_where_its_data_source_was(workshop: Workshop):
     assert len(set(prompts)) > 1
 
 
-Here = Callable[..., Job]
+Here = Callable[..., TrainingRun]
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def here(tmp_path: Path, model_dir: Callable[..., Path], monkeypatch: Any) -> He
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
 
-    def job(name: str, *assignments: str, **how: Any) -> Job:
+    def job(name: str, *assignments: str, **how: Any) -> TrainingRun:
         short = ("eval.interval=none", "eval.skip_before_train=true", f"run.name={name}", *assignments)
-        return Job(resolve([from_file(Path("slimectl.toml")), from_assignments(short)]).settings, **how)
+        return TrainingRun(resolve([from_file(Path("slimectl.toml")), from_assignments(short)]).settings, **how)
 
     return job
 

@@ -11,10 +11,10 @@ import pytest
 from workshop import set_up
 
 from slimectl.errors import HookError
-from slimectl.hooks import POINTS
-from slimectl.job import Job
+from slimectl.hooks import HOOKS
+from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.layers import from_assignments, from_file, resolve
+from slimectl.settings.loading import from_assignments, from_file, resolve
 
 ModelDir = Callable[..., Path]
 
@@ -28,15 +28,15 @@ def named(setting: str, path: str) -> Settings:
     return Settings.model_validate(given)
 
 
-@pytest.mark.parametrize("setting", POINTS)
+@pytest.mark.parametrize("setting", HOOKS)
 def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str, tmp_path: Path):
     (tmp_path / "own.py").write_text("def own(args, engine_url): pass\n")
-    offered = re.escape(", ".join(POINTS[setting].offers))
+    offered = re.escape(", ".join(HOOKS[setting].offers))
     with pytest.raises(HookError, match=rf"{setting}: .*own.py:own wants engine_url; on offer are {offered}"):
-        Job(named(setting, f"{tmp_path}/own.py:own"))
+        TrainingRun(named(setting, f"{tmp_path}/own.py:own"))
 
 
-@pytest.mark.parametrize("setting", POINTS)
+@pytest.mark.parametrize("setting", HOOKS)
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -48,13 +48,13 @@ def test_a_wrong_signature_is_refused_before_a_model_is_looked_for(setting: str,
 )
 def test_what_is_not_there_is_refused(setting: str, path: str, said: str):
     with pytest.raises(HookError, match=rf"^{setting}: .*{said}"):
-        Job(named(setting, path))
+        TrainingRun(named(setting, path))
 
 
-@pytest.mark.parametrize("setting", POINTS)
+@pytest.mark.parametrize("setting", HOOKS)
 def test_both_shapes_of_older_scripts_fit(setting: str, tmp_path: Path):
     """`f(args, ...)` with all names, in any order, or `f(**everything)`; `settings` is `args` by another name."""
-    names = [name for name in POINTS[setting].offers if name != "args"]
+    names = [name for name in HOOKS[setting].offers if name != "args"]
     methods = ("get_samples", "add_samples", "save", "load", "__len__")
     body = "".join(f"    def {name}(self, *a): pass\n" for name in methods)
     for signature in (f"args, {', '.join(reversed(names))}", "**everything"):
@@ -63,14 +63,14 @@ def test_both_shapes_of_older_scripts_fit(setting: str, tmp_path: Path):
             text = f"class own:\n    def __init__(self, {signature}): pass\n{body}"
         file = tmp_path / f"own_{len(signature)}.py"
         file.write_text(text)
-        made = POINTS[setting].load(f"{file}:own").bare(dict.fromkeys(POINTS[setting].offers))
+        made = HOOKS[setting].load(f"{file}:own").bare(dict.fromkeys(HOOKS[setting].offers))
         assert (made is None) == (setting != "rollout.data_source_path")
 
 
 def test_a_data_source_without_its_methods_is_refused(tmp_path: Path):
     (tmp_path / "own.py").write_text("class Own:\n    def get_samples(self, n): return []\n")
     with pytest.raises(HookError, match="has no add_samples, save, load, __len__; a data source is a class with"):
-        Job(named("rollout.data_source_path", f"{tmp_path}/own.py:Own"))
+        TrainingRun(named("rollout.data_source_path", f"{tmp_path}/own.py:Own"))
 
 
 SOURCE = """
@@ -161,7 +161,7 @@ def test_what_cannot_be_used_is_said(
     assignments = [*SMALL, *UNLIMITED.get(setting, []), *more, f"{setting}={path}"]
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
     with pytest.raises(HookError, match=said) as raised:
-        Job(settings).execute("")
+        TrainingRun(settings).execute("")
     assert "\n" not in str(raised.value)
 
 
@@ -173,7 +173,7 @@ RETURN_NOTHING = {
 
 
 def test_every_result_that_is_used_is_looked_at():
-    assert {setting for setting, *_ in WRONG} | RETURN_NOTHING == set(POINTS)
+    assert {setting for setting, *_ in WRONG} | RETURN_NOTHING == set(HOOKS)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -187,4 +187,4 @@ def test_a_hook_that_raises_is_named_with_its_line(kind: str, tmp_path: Path, mo
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
     said = r"^rollout.sample_hook_path: own.py:own raised KeyError: 'gold' \(own.py:2\); mend it there$"
     with pytest.raises(HookError, match=said):
-        Job(settings).execute("")
+        TrainingRun(settings).execute("")

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.layouts import ParallelLayout
+from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
-from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.ports import Loss
+from slimectl.protocols import Loss
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
 from slimectl.stages.train import train
-from slimectl.types import Metrics, Row, Sample, Status
+from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 STILL = OptimizerOptions(lr=0.0, weight_decay=0.0)
 """Steps that report everything and move nothing: one policy serves all cases."""
@@ -68,13 +67,13 @@ class Learner:
 
 
 def fsdp(folder: Path) -> Learner:
-    kinds = (FsdpPolicy, FsdpCritic, FsdpPolicyWithValues)
+    kinds = (FsdpPolicy, FsdpCritic, FsdpActorCritic)
     return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL) for kind in kinds))
 
 
 def megatron(folder: Path, layout: ParallelLayout) -> Learner:
+    from slimectl.policies.megatron.critic import MegatronCritic
     from slimectl.policies.megatron.policy import MegatronPolicy
-    from slimectl.policies.megatron.value import MegatronCritic
 
     kinds = (MegatronPolicy, MegatronCritic)
     return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL, layout=layout) for kind in kinds))
@@ -88,13 +87,13 @@ class Member:
     def __init__(self, holder: Holder, who: str) -> None:
         self.holder, self.who = holder, who
 
-    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.holder.call(self.who, "log_probs", rows)
 
-    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.holder.call(self.who, "values", rows)
 
-    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         return self.holder.call(self.who, "forward_backward", rows, loss)
 
     def optim_step(self) -> Metrics:
@@ -122,7 +121,9 @@ def attempts(log_probs: Any, seed: int = 0) -> list[Sample]:
             )  # fmt: skip
     samples[5].rollout_id = samples[6].rollout_id = samples[5].index
     samples[9].remove_sample = True
-    rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in samples]
+    rows = [
+        TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in samples
+    ]
     for sample, own in zip(samples, log_probs(rows), strict=True):
         for name, width in (("rollout_log_probs", 0.4), ("ref_log_probs", 0.3), ("teacher_log_probs", 1.0)):
             setattr(sample, name, [value + draw.gauss(0, width) for value in own])

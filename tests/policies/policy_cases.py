@@ -17,7 +17,7 @@ from torch import Tensor
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
 FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3")
 
@@ -51,7 +51,7 @@ class Failing:
         raise ZeroDivisionError("a loss that fails")
 
 
-def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Row]:
+def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[TrainingSample]:
     """Answers of 1 to 12 tokens to prompts of 1 to 15, all tokens weighted 0.02, advantages ±1 a row."""
     draw = random.Random(seed)
     rows = []
@@ -60,7 +60,7 @@ def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Row
         for _ in range(answers):
             length = draw.randint(1, 12)
             rows.append(
-                Row(
+                TrainingSample(
                     tokens=prompt + [draw.randrange(256) for _ in range(length)],
                     response_length=length,
                     weights=[0.02] * length,
@@ -72,7 +72,7 @@ def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Row
     return rows
 
 
-def rows_with_returns() -> list[Row]:
+def rows_with_returns() -> list[TrainingSample]:
     """Every answer returns 1 or -1 from each of its tokens."""
     rows = random_rows()
     for row in rows:
@@ -91,7 +91,7 @@ def add_value_head(source: Path, folder: Path) -> Path:
     return folder
 
 
-def padded_log_probs(model: torch.nn.Module, rows: list[Row], temperature: float = 1.0) -> list[Tensor]:
+def padded_log_probs(model: torch.nn.Module, rows: list[TrainingSample], temperature: float = 1.0) -> list[Tensor]:
     """One padded batch, full logits, log_softmax; the R log-probabilities of each row."""
     width = max(len(row.tokens) for row in rows)
     ids = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows])

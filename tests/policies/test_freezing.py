@@ -12,25 +12,25 @@ from safetensors.torch import load_file
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import SettingsError
-from slimectl.policies.freezing import trained
+from slimectl.policies.optimizer import trainable_names
 
 ModelDir = Callable[..., Path]
 NAMES = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
 
 
 def test_freezing_and_training_only_are_taken_together():
-    assert trained(NAMES) == set(NAMES)
-    assert trained(NAMES, freeze=["embed", "norm"]) == {NAMES[1]}
-    assert trained(NAMES, freeze=["embed"], train_only=["model"]) == {NAMES[1], NAMES[2]}
+    assert trainable_names(NAMES) == set(NAMES)
+    assert trainable_names(NAMES, freeze=["embed", "norm"]) == {NAMES[1]}
+    assert trainable_names(NAMES, freeze=["embed"], train_only=["model"]) == {NAMES[1], NAMES[2]}
 
 
 def test_patterns_that_make_no_sense_are_refused():
     with pytest.raises(SettingsError, match=r"'lm_haed' matches no parameter; names look like model\.layers\.0"):
-        trained(NAMES, freeze=["lm_haed"])
+        trainable_names(NAMES, freeze=["lm_haed"])
     with pytest.raises(SettingsError, match=r"'\(' is not a regular expression"):
-        trained(NAMES, train_only=["("])
+        trainable_names(NAMES, train_only=["("])
     with pytest.raises(SettingsError, match="leave no parameter to train"):
-        trained(NAMES, freeze=["model"])
+        trainable_names(NAMES, freeze=["model"])
 
 
 def test_frozen_parameters_stay_and_have_no_optimizer_state(model_dir: ModelDir, tmp_path: Path):

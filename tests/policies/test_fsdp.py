@@ -15,7 +15,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
 ROUNDING = 5e-6
@@ -93,7 +93,11 @@ def test_rows_without_weight_change_nothing_but_the_version(model_dir: ModelDir)
 
 
 def test_a_response_of_no_tokens_and_of_one_token(model_dir: ModelDir):
-    rows = [Row([1, 2, 3], 0, []), Row([1, 2, 3, 4], 1, [1.0]), Row([5, 6], 1, [1.0], group=1)]
+    rows = [
+        TrainingSample([1, 2, 3], 0, []),
+        TrainingSample([1, 2, 3, 4], 1, [1.0]),
+        TrainingSample([5, 6], 1, [1.0], group=1),
+    ]
     policy = new_policy(model_dir())
     assert [len(values) for values in policy.log_probs(rows)] == [0, 1, 1]
     assert policy.forward_backward(rows, WeightedNegativeLogProb())["weight"] == 2.0

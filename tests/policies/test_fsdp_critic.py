@@ -14,12 +14,12 @@ from policies.policy_cases import add_value_head, random_rows, rows_with_returns
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slimectl.algorithms.values import ValueLoss
+from slimectl.algorithms.value_loss import ValueLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.value import FsdpCritic
-from slimectl.policies.group import GroupPolicy
+from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.rank_group import DistributedPolicy
 
 ModelDir = Callable[..., Path]
 
@@ -68,7 +68,7 @@ def test_a_critic_begins_at_zero_learns_and_goes_on_from_its_checkpoint(
 def test_two_ranks_equal_one(with_head: Path):
     rows = rows_with_returns()
     one = new_critic(with_head)
-    two: Any = GroupPolicy(LocalExecutor(), partial(new_critic, with_head), ranks=2)
+    two: Any = DistributedPolicy(LocalExecutor(), partial(new_critic, with_head), ranks=2)
     try:
         for _ in range(2):
             reports = [

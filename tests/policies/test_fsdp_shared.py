@@ -14,21 +14,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.values import SharedLoss, ValueLoss
+from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError
 from slimectl.executors.local import LocalExecutor
+from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
-from slimectl.policies.fsdp.value import FsdpCritic
-from slimectl.policies.group import GroupPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.rank_group import DistributedPolicy
 
 ModelDir = Callable[..., Path]
-LOSS = SharedLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
+LOSS = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
 
 
-def new(folder: Path, kind: Callable[..., Any] = FsdpPolicyWithValues, **options: Any) -> Any:
+def new(folder: Path, kind: Callable[..., Any] = FsdpActorCritic, **options: Any) -> Any:
     return kind(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=3e-3)} | options))
 
 
@@ -93,7 +92,7 @@ def test_it_goes_on_from_its_checkpoint_which_others_can_load(with_head: Path, t
 
 def test_two_ranks_equal_one(with_head: Path):
     rows, one = rows_with_returns(), new(with_head)
-    two: Any = GroupPolicy(LocalExecutor(), partial(new, with_head), ranks=2)
+    two: Any = DistributedPolicy(LocalExecutor(), partial(new, with_head), ranks=2)
     try:
         for _ in range(2):
             reports = [each.forward_backward(rows, LOSS) | each.optim_step() for each in (one, two)]

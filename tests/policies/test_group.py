@@ -18,21 +18,21 @@ from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, 
 
 from slimectl.errors import BackendError, CheckpointError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.group import GroupPolicy
-from slimectl.ports import NamedTensors
+from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.protocols import NamedTensors
 
 ModelDir = Callable[..., Path]
 ROUNDING = 1e-6
 
 
 @pytest.fixture(scope="module")
-def two(model_dir: ModelDir) -> Iterator[GroupPolicy]:
-    group = GroupPolicy(LocalExecutor(), partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
+def two(model_dir: ModelDir) -> Iterator[DistributedPolicy]:
+    group = DistributedPolicy(LocalExecutor(), partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
     yield group
     group.close()
 
 
-def test_two_ranks_equal_one(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+def test_two_ranks_equal_one(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
     one = new_policy(model_dir("qwen3"))
     for seed in range(2):
         rows = random_rows(groups=4, seed=seed)
@@ -51,7 +51,7 @@ def test_two_ranks_equal_one(two: GroupPolicy, model_dir: ModelDir, tmp_path: Pa
     assert one.optim_step() == pytest.approx(two.optim_step(), rel=1e-5)
 
 
-def test_what_one_rank_saved_two_load(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+def test_what_one_rank_saved_two_load(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
     one = new_policy(model_dir("qwen3"))
     one.forward_backward(random_rows(), Clipped())
     one.optim_step()
@@ -66,7 +66,7 @@ def test_what_one_rank_saved_two_load(two: GroupPolicy, model_dir: ModelDir, tmp
     assert two.optim_step() == pytest.approx(one.optim_step(), rel=ROUNDING)
 
 
-def test_a_rank_without_rows_takes_part(two: GroupPolicy, model_dir: ModelDir, tmp_path: Path):
+def test_a_rank_without_rows_takes_part(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
     two.save(tmp_path)
     one = new_policy(model_dir("qwen3"))
     one.load(tmp_path)
@@ -78,7 +78,7 @@ def test_a_rank_without_rows_takes_part(two: GroupPolicy, model_dir: ModelDir, t
     assert two.optim_step()["grad_norm"] == 0.0
 
 
-def test_leaving_the_weights_early_leaves_the_ranks_usable(two: GroupPolicy):
+def test_leaving_the_weights_early_leaves_the_ranks_usable(two: DistributedPolicy):
     stream = two.weights()
     next(stream)
     with pytest.raises(RuntimeError, match="weights are still being read"):
@@ -87,20 +87,20 @@ def test_leaving_the_weights_early_leaves_the_ranks_usable(two: GroupPolicy):
     assert len(two.log_probs(random_rows())) == 9
 
 
-def test_weights_are_handed_over_on_rank_0_and_what_is_made_of_them_comes_back(two: GroupPolicy):
+def test_weights_are_handed_over_on_rank_0_and_what_is_made_of_them_comes_back(two: DistributedPolicy):
     names = [name for name, _ in two.weights()]
     assert two.hand_weights(names_and_rank) == (names, 0)
     assert two.hand_weights(first_name) == names[0]
     assert len(two.log_probs(random_rows())) == 9
 
 
-def test_a_failure_to_take_the_weights_is_raised_here_and_the_ranks_go_on(two: GroupPolicy):
+def test_a_failure_to_take_the_weights_is_raised_here_and_the_ranks_go_on(two: DistributedPolicy):
     with pytest.raises(BackendError, match="cannot take"):
         two.hand_weights(refuse_second)
     assert len(two.log_probs(random_rows())) == 9
 
 
-def test_threads_take_turns(two: GroupPolicy):
+def test_threads_take_turns(two: DistributedPolicy):
     expected, stream = two.log_probs(random_rows()), two.weights()
     first = next(stream)
     with ThreadPoolExecutor(2) as pool:
@@ -110,7 +110,7 @@ def test_threads_take_turns(two: GroupPolicy):
     assert first[0] not in names
 
 
-def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: GroupPolicy):
+def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: DistributedPolicy):
     with pytest.raises(ZeroDivisionError, match="a loss that fails") as caught:
         two.forward_backward(random_rows(), Failing())
     assert "policy_cases.py" in caught.value.__notes__[0]
@@ -119,11 +119,11 @@ def test_a_rank_exception_comes_back_with_its_type_and_traceback(two: GroupPolic
 
 def test_a_policy_that_cannot_be_built_leaves_no_process(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        GroupPolicy(LocalExecutor(), partial(new_policy, tmp_path), ranks=2)
+        DistributedPolicy(LocalExecutor(), partial(new_policy, tmp_path), ranks=2)
 
 
 def test_a_killed_rank_is_reported_and_the_others_end(model_dir: ModelDir):
-    group = GroupPolicy(LocalExecutor(), partial(new_policy, model_dir()), ranks=2)
+    group = DistributedPolicy(LocalExecutor(), partial(new_policy, model_dir()), ranks=2)
     pids = [process.pid for process in group._ranks._processes]
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(BackendError, match=r"rank 1 of 2 died \(exit code -9; out of memory\?\)"):
@@ -141,8 +141,8 @@ from functools import partial
 from pathlib import Path
 from policy_cases import new_policy
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.group import GroupPolicy
-from slimectl.ports import NamedTensors
+from slimectl.policies.rank_group import GroupPolicy
+from slimectl.protocols import NamedTensors
 group = GroupPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)
 print(*[process.pid for process in group._ranks._processes], flush=True)
 time.sleep(60)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimectl.policies import head
-from slimectl.policies.head import linear_log_probs
+from slimectl.policies import lm_head
+from slimectl.policies.lm_head import linear_log_probs
 
 
 @pytest.mark.parametrize("kept_logits", [0, 40, 10**6])
@@ -14,8 +14,8 @@ from slimectl.policies.head import linear_log_probs
 def test_values_and_gradients_equal_the_plain_formulation(
     monkeypatch: pytest.MonkeyPatch, kept_logits: int, entropy: bool
 ):
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 40)
-    monkeypatch.setattr(head, "KEPT_LOGITS", kept_logits)
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 40)
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=draw, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(13, 5, generator=draw, dtype=torch.float64, requires_grad=True)

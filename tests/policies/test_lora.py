@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.value import FsdpCritic
-from slimectl.policies.group import GroupPolicy
+from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.rank_group import DistributedPolicy
 
 ModelDir = Callable[..., Path]
 LORA = LoraOptions(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -124,7 +124,7 @@ def test_a_target_that_is_no_layer_is_refused_with_those_that_are(model_dir: Mod
 
 def test_two_ranks_equal_one(model_dir: ModelDir):
     build = partial(new_policy, lora=LORA, optimizer=OptimizerOptions(lr=1e-3))
-    one, two = build(model_dir()), GroupPolicy(LocalExecutor(), partial(build, model_dir()), ranks=2)
+    one, two = build(model_dir()), DistributedPolicy(LocalExecutor(), partial(build, model_dir()), ranks=2)
     try:
         for alone, ranked in zip(stepped(one), stepped(two), strict=True):
             assert ranked == pytest.approx(alone, rel=1e-4)

@@ -8,9 +8,9 @@ import pytest
 from hostile import responses
 
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards import ifbench, ifeval, verifier
-from slimectl.rewards.languages import language_of
-from slimectl.rewards.texts import sentences, syllables
+from slimectl.rewards import verifier
+from slimectl.rewards.instruction_following import ifbench, ifeval
+from slimectl.rewards.instruction_following.text import language_of, sentences, syllables
 from slimectl.types import Sample
 
 AFRICA = """Zimbabwe Zambia Uganda Tunisia Togo Tanzania Sudan Somalia Seychelles Senegal Rwanda Nigeria Niger Namibia

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slimectl.errors import RecordError
 from slimectl.rewards import verifier
-from slimectl.rewards.math import equal
+from slimectl.rewards.math.verifier import equal
 from slimectl.types import Sample
 
 EQUAL = {

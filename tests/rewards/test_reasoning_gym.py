@@ -5,7 +5,7 @@ import pytest
 
 from slimectl.errors import MissingExtraError, RecordError
 from slimectl.rewards import verifier
-from slimectl.rewards.reasoning_gym import _scorer, is_inert
+from slimectl.rewards.reasoning_gym import _scorer, is_safe_to_eval
 from slimectl.types import Sample
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -92,7 +92,7 @@ def test_no_answer_is_executed(task, tmp_path):
     ],
 )
 def test_only_literals_and_small_arithmetic_are_inert(text, inert):
-    assert is_inert(text) is inert
+    assert is_safe_to_eval(text) is inert
 
 
 @pytest.mark.parametrize("number", ["1e999999999", "1E-999999999", "5.e99_999_999", "1e99,999,999", "-.1e999999999/3"])
@@ -137,7 +137,7 @@ def test_a_score_that_is_no_number_is_none(monkeypatch):
 
 def test_a_scorer_that_warns_writes_nothing(recwarn):
     assert verifier("reasoning_gym")(made("pool_matrix", answer="")) < 0.1
-    assert not is_inert("1or [x]()")
+    assert not is_safe_to_eval("1or [x]()")
     assert list(recwarn) == []
 
 

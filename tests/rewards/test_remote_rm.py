@@ -13,8 +13,8 @@ from graders import grading, says
 
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.rewards import asking, verifier, weighted
-from slimectl.rewards.asking import Asker
+from slimectl.rewards import http, registry, verifier
+from slimectl.rewards.http import HttpClient
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
 from slimectl.types import Sample, Status
@@ -83,7 +83,7 @@ def test_lists_go_out_and_come_back(given, sizes):
 def test_it_is_a_part_of_a_sum():
     with grading(lambda body: web.json_response({"help": 0.5})) as server:
         parts = [{"type": "exact"}, {"type": "remote_rm", "url": server.url, "key": "help", "weight": 2.0}]
-        assert weighted(parts)(SAMPLE) == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
+        assert registry(parts)(SAMPLE) == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
         settings = Settings.model_validate({"score": {"rm": parts}})
         (scored,) = score([SAMPLE], Grader(settings), settings.score, executor=LocalExecutor())
         assert scored.reward == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
@@ -92,13 +92,13 @@ def test_it_is_a_part_of_a_sum():
 @pytest.mark.parametrize("number", [10**400, float("nan"), "1", None])
 def test_a_part_that_is_no_number_stops_the_sum(number):
     with grading(lambda body: web.json_response({"help": number})) as server:
-        sum_ = weighted([{"type": "remote_rm", "url": server.url, "key": "help"}])
+        sum_ = registry([{"type": "remote_rm", "url": server.url, "key": "help"}])
         with pytest.raises(HookError, match=r"score\.rm: remote_rm: no number under 'help' in \{'help': "):
             sum_(SAMPLE)
 
 
 def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.02)
     answers = [web.Response(status=503, text="busy"), web.Response(status=429, headers={"Retry-After": "0"}),
                web.json_response(1.0)]  # fmt: skip
     with grading(lambda body: answers.pop(0)) as server:
@@ -122,7 +122,7 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
     ],
 )
 def test_what_is_no_reward_stops_the_work(monkeypatch: pytest.MonkeyPatch, answer, asked, message):
-    monkeypatch.setattr(asking, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.02)
 
     def fresh(body):
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
@@ -171,7 +171,7 @@ def test_what_is_under_way_ends_with_the_work():
 
 
 def test_turns_keep_the_rate():
-    with Asker() as asker:
+    with HttpClient() as asker:
 
         async def all_of_them() -> None:
             await asyncio.gather(*(asker.turn("u", 50.0) for _ in range(11)))

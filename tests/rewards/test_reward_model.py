@@ -14,13 +14,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.fsdp.value import FsdpCritic
+from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.rewards import verifier
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status
+from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[..., Path]
 ANSWERS = ["a", "bbbb", "", "a longer answer, with an end<|end|>", "\ud800 half a pair", "x" * 700]
@@ -63,7 +63,7 @@ def test_rewards_are_the_values_after_the_last_token_whatever_stands_beside(
 ):
     folder, critic = trained
     samples = [answer(i, text) for i, text in enumerate(ANSWERS[:5])]
-    rows = [Row([*s.tokens, 0], 1, [1.0]) for s in samples]
+    rows = [TrainingSample([*s.tokens, 0], 1, [1.0]) for s in samples]
     expected = [values[0] for values in critic.values(rows)]
     assert graded(folder, samples, batch_size=batch_size) == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.1

@@ -11,7 +11,7 @@ import pytest
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import known_types, verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
-from slimectl.rewards.numerals import exact_number, find_last_number, last_number
+from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
 from slimectl.rewards.registry import TYPES
 from slimectl.types import Sample
 

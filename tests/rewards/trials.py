@@ -17,9 +17,9 @@ from test_instructions import IFBENCH, IFEVAL
 
 from slimectl.errors import BackendError
 from slimectl.rewards import Verifier, known_types, verifier, weighted
-from slimectl.rewards.asking import finished
+from slimectl.rewards.http import run_sync
 from slimectl.rewards.judge import Judge
-from slimectl.rewards.remote_rm import RemoteRm
+from slimectl.rewards.remote import RemoteRm
 from slimectl.types import Sample
 
 TIMEOUT_S = 5.0
@@ -173,7 +173,7 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
                 some = samples[: 1 if name == "judge" or number % 2 else 3]
                 started = time.process_time()
                 try:
-                    for verdict in finished(lambda asker, asks=asks, some=some: asks.asked(some, asker)):
+                    for verdict in run_sync(lambda asker, asks=asks, some=some: asks.asked(some, asker)):
                         assert isinstance(verdict.reward, dict) or math.isfinite(verdict.reward)
                         assert "\n" not in verdict.why
                 except BackendError:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.eval_config import from_eval_config
-from slimectl.settings.layers import Layer, from_assignments, resolve
-from slimectl.settings.written import settings_toml
+from slimectl.settings.loading import Layer, from_assignments, from_eval_config, resolve, settings_toml
 
 YAML = """
 eval:

@@ -9,8 +9,16 @@ import pytest
 
 from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
-from slimectl.settings.layers import Layer, flat, from_assignments, from_environment, from_file, parse_value, resolve
-from slimectl.settings.written import settings_toml
+from slimectl.settings.loading import (
+    Layer,
+    flat,
+    from_assignments,
+    from_environment,
+    from_file,
+    parse_value,
+    resolve,
+    settings_toml,
+)
 
 
 def settle(*assignments: str):
@@ -153,7 +161,7 @@ def test_resolved_settings_written_down_resolve_to_themselves():
 
 
 def test_every_setting_has_words():
-    from slimectl.settings.manual import entries
+    from slimectl.settings.reference import entries
 
     wordless = [entry.key for entry in entries() if not entry.text]
     assert wordless == []

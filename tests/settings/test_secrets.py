@@ -14,18 +14,17 @@ from aiohttp import web
 from rewards.graders import grading
 from typer.testing import CliRunner
 
+from slimectl.builders.trackers import identity
+from slimectl.builders.weight_sync import keyed
 from slimectl.cli.app import app
 from slimectl.data.manifest import Manifest, settings_hash
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import MASK, is_secret_name, mask_addresses, redact, redact_text, remember
 from slimectl.settings import Settings
-from slimectl.settings.layers import Layer, from_assignments, resolve
+from slimectl.settings.loading import Layer, from_assignments, resolve, settings_toml
 from slimectl.settings.secret import check_complete, reveal
-from slimectl.settings.written import settings_toml
 from slimectl.stages.grader import Grader
 from slimectl.types import Sample
-from slimectl.wiring.trackers import identity
-from slimectl.wiring.transports import keyed
 
 WORD = "hunter2-correct-horse"
 PLACES = [

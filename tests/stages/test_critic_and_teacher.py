@@ -13,16 +13,15 @@ import torch
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
+from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
-from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
-from slimectl.stages.objective import loss_of, policy_rows, weigh
-from slimectl.stages.teaching import with_log_probs
+from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status
+from slimectl.stages.training_batch import build_policy_batch, loss_of, set_loss_weights
+from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[..., Path]
 OPTIONS = OptimizerOptions(lr=2e-3, weight_decay=0.0)
@@ -61,7 +60,7 @@ def new(kind: Callable[..., Any], folder: Path) -> Any:
 class Expecting:
     """A critic of one opinion."""
 
-    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return [[0.5] * row.response_length for row in rows]
 
 
@@ -71,7 +70,7 @@ def test_ppo_compares_returns_with_the_critic_and_whitens():
         for i, reward in enumerate((1.0, 0.0))
     ]
     critic: Any = Expecting()
-    _, rows = policy_rows(
+    _, rows = build_policy_batch(
         samples, algorithm("ppo", lambd=0.5), reward_key=None, metrics={}, log_probs=lambda rows: [], critic=critic
     )
     # delta 0 and 0.5, or 0 and -0.5: advantages ±(0.25, 0.5), of mean 0 and variance 2 (1/16 + 1/4) / 3
@@ -99,7 +98,7 @@ def test_the_critic_of_ppo_comes_to_explain_returns_and_the_policy_waits_for_it(
 
 
 def test_a_shared_critic_comes_to_explain_returns_while_the_policy_learns(model_dir: ModelDir):
-    policy = new(FsdpPolicyWithValues, model_dir())
+    policy = new(FsdpActorCritic, model_dir())
     source = [sample for _ in range(20) for sample in attempts()]
     chosen = settings("ppo", critic="shared", value_coef=0.5, value_clip=10.0)
     reports = [report.metrics for report in train(source, policy, chosen)]
@@ -117,7 +116,7 @@ def test_distillation_takes_the_distance_from_the_teacher_off_any_advantage():
         sample.teacher_log_probs = [-3.0] * sample.response_length
     found = {}
     for coefficient in (0.0, 0.5):
-        _, rows = policy_rows(
+        _, rows = build_policy_batch(
             samples,
             algorithm("grpo", opd_kl_coef=coefficient),
             reward_key=None,
@@ -139,7 +138,7 @@ def test_distillation_moves_a_policy_towards_its_teacher_without_rewards(model_d
         sample.reward = None
     with pytest.raises(RecordError, match=r"no teacher_log_probs.*opd_teacher_load"):
         list(train(samples, policy, settings("opd")))
-    samples = list(with_log_probs(samples, teacher, "teacher_log_probs"))
+    samples = list(attach_log_probs(samples, teacher, "teacher_log_probs"))
     kls = [report.metrics["train/opd_reverse_kl"] for report in train(samples * 12, policy, settings("opd"))]
     # The teacher likes these tokens better: the difference begins below 0 and closes.
     assert kls[0] < -0.01
@@ -149,7 +148,7 @@ def test_distillation_moves_a_policy_towards_its_teacher_without_rewards(model_d
 def test_what_a_sample_has_is_not_asked_for_again(model_dir: ModelDir):
     policy, samples = new(FsdpPolicy, model_dir()), attempts(1)
     samples[0].ref_log_probs = known = [-9.0] * samples[0].response_length
-    first, second = with_log_probs(samples, policy, "ref_log_probs")
+    first, second = attach_log_probs(samples, policy, "ref_log_probs")
     assert first.ref_log_probs is known
     assert second.ref_log_probs is not None
     assert len(second.ref_log_probs) == second.response_length
@@ -165,7 +164,7 @@ def test_the_gradient_of_dpo_is_that_of_its_equation(model_dir: ModelDir):
         sample.ref_log_probs = [-5.0 - sample.index / 8] * sample.response_length
     (report,) = train(samples, policy, settings("dpo", beta=0.2))
     model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
-    rows = [Row(s.tokens, s.response_length, []) for s in samples]
+    rows = [TrainingSample(s.tokens, s.response_length, []) for s in samples]
     implied = [
         0.2 * (each.sum() - sum(s.ref_log_probs or []))
         for each, s in zip(padded_log_probs(model, rows), samples, strict=True)
@@ -179,7 +178,7 @@ def test_the_gradient_of_dpo_is_that_of_its_equation(model_dir: ModelDir):
 
 def test_dpo_widens_the_margin_from_its_reference(model_dir: ModelDir):
     policy = new(FsdpPolicy, model_dir())
-    samples = list(with_log_probs(attempts(), policy, "ref_log_probs"))
+    samples = list(attach_log_probs(attempts(), policy, "ref_log_probs"))
     reports = [report.metrics for report in train(samples * 8, policy, settings("dpo"))]
     assert len(reports) == 8
     assert reports[0]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
@@ -191,7 +190,7 @@ def test_dpo_widens_the_margin_from_its_reference(model_dir: ModelDir):
 
 def test_pairs_stay_together_over_steps_of_a_fixed_size(model_dir: ModelDir):
     policy = new(FsdpPolicy, model_dir())
-    samples = list(with_log_probs(attempts(5, size=3), policy, "ref_log_probs"))
+    samples = list(attach_log_probs(attempts(5, size=3), policy, "ref_log_probs"))
     sized = settings("dpo", size=3, pairs="all").model_copy(
         update={"train": Settings().train.model_copy(update={"global_batch_size": 2})}
     )
@@ -211,10 +210,10 @@ def test_a_reward_model_learns_which_answer_was_better_from_its_last_token_on(mo
 
 def test_normalised_importance_weights_have_mean_one():
     rows = [
-        Row([1, 2, 3], 2, [1.0, 1.0], old_log_probs=[0.0, 0.0], rollout_log_probs=[-0.6931472, 0.0]),
-        Row([1, 2, 3], 2, [1.0, 1.0], old_log_probs=[0.0, 0.0], rollout_log_probs=[-0.6931472, 0.0]),
+        TrainingSample([1, 2, 3], 2, [1.0, 1.0], old_log_probs=[0.0, 0.0], rollout_log_probs=[-0.6931472, 0.0]),
+        TrainingSample([1, 2, 3], 2, [1.0, 1.0], old_log_probs=[0.0, 0.0], rollout_log_probs=[-0.6931472, 0.0]),
     ]
     chosen = algorithm("grpo", use_tis=True, tis_batch_normalize=True)
-    weigh(rows, [0, 1], chosen)
+    set_loss_weights(rows, [0, 1], chosen)
     loss: Any = loss_of(chosen, rows)
     assert loss.tis_scale == pytest.approx(1 / 1.5)  # weights 2, 1, 2, 1

@@ -15,8 +15,8 @@ from slimectl.hooks import check_hooks
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
-from slimectl.stages.custom import CustomLoss
 from slimectl.stages.train import train
+from slimectl.stages.user_loss import CustomLoss
 from slimectl.types import Sample, Status
 
 ModelDir = Callable[..., Path]

@@ -9,9 +9,9 @@ from workshop import Workshop
 
 from slimectl.cli.evaluate import summary_line
 from slimectl.errors import RecordError, SettingsError
-from slimectl.settings.layers import from_assignments, resolve
+from slimectl.settings.loading import from_assignments, resolve
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.evaluate import answer_of, settings_for, summarize, table_of
+from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, summarize, table_of
 from slimectl.stages.score import Grader
 from slimectl.types import Sample, Status
 
@@ -32,7 +32,7 @@ def test_a_datasets_own_settings_go_before_those_of_eval_and_these_before_the_ot
         'eval.data.a={path = "a.jsonl", n_samples_per_prompt = 8, label_key = "gold", rm_type = "math"}',
         "eval.data.b=b.jsonl",
     )  # fmt: skip
-    a, b = settings_for(given, "a"), settings_for(given, "b")
+    a, b = resolve_dataset_settings(given, "a"), resolve_dataset_settings(given, "b")
     assert (a.eval.n_samples_per_prompt, a.eval.temperature) == (8, 0.5)
     assert (a.rollout.label_key, a.rollout.input_key, a.rollout.min_new_tokens) == ("gold", "question", 2)
     assert a.score.rm_type == "math"
@@ -41,11 +41,11 @@ def test_a_datasets_own_settings_go_before_those_of_eval_and_these_before_the_ot
 
 def test_a_verifier_of_its_own_goes_before_the_users_function():
     given = settings("score.custom_rm_path=mine.py:reward", 'eval.data.a={path = "a.jsonl", rm_type = "math"}')
-    assert settings_for(given, "a").score.custom_rm_path is None
-    assert settings_for(given, "other").score.custom_rm_path == "mine.py:reward"
+    assert resolve_dataset_settings(given, "a").score.custom_rm_path is None
+    assert resolve_dataset_settings(given, "other").score.custom_rm_path == "mine.py:reward"
     both = settings("eval.rm_type=exact", 'eval.data.a={path = "a.jsonl", custom_rm_path = "other.py:reward"}')
-    assert settings_for(both, "a").score.custom_rm_path == "other.py:reward"
-    assert settings_for(both, "b").score.rm_type == "exact"
+    assert resolve_dataset_settings(both, "a").score.custom_rm_path == "other.py:reward"
+    assert resolve_dataset_settings(both, "b").score.rm_type == "exact"
 
 
 def test_the_most_frequent_answer_stands_for_a_prompt():
@@ -57,7 +57,7 @@ def test_the_most_frequent_answer_stands_for_a_prompt():
         for g in range(2)
         for i in range(3)
     ]
-    found = summarize("m", samples, answer=answer_of(grader))
+    found = summarize("m", samples, answer=answer_extractor(grader))
     assert found["eval/m-maj@3"] == 0.5
     assert found["eval/m-avg@3"] == pytest.approx((2 / 3 + 1 / 3) / 2)
     assert found["eval/m-pass@2"] == pytest.approx((1 + 2 / 3) / 2)  # 1 - C(1,2)/C(3,2), 1 - C(2,2)/C(3,2)
@@ -67,9 +67,9 @@ def test_the_most_frequent_answer_stands_for_a_prompt():
 
 def test_the_answer_may_come_with_the_reward_and_without_any_there_is_no_vote():
     samples = [sample(i, {"score": 1.0, "pred": "7"}) for i in range(2)]
-    assert summarize("m", samples, answer=answer_of(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
+    assert summarize("m", samples, answer=answer_extractor(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
     plain = [sample(i, 1.0) for i in range(2)]
-    assert not [name for name in summarize("m", plain, answer=answer_of(lambda s: 1.0)) if "maj@" in name]
+    assert not [name for name in summarize("m", plain, answer=answer_extractor(lambda s: 1.0)) if "maj@" in name]
 
 
 def test_one_answer_a_prompt_has_no_pass_rates():

@@ -14,13 +14,13 @@ from workshop import Workshop
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import DivergedError
+from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.fsdp.value import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
-from slimectl.stages.finite import FiniteCheck
+from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status
+from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[[str], Path]
 
@@ -106,7 +106,7 @@ class Exploding:
 def test_a_gradient_that_is_not_finite_is_not_applied(model_dir: ModelDir):
     trained = policy(model_dir("llama"))
     before = weights(trained)
-    rows = [Row([65, 66, 67], 2, [0.5, 0.5])]
+    rows = [TrainingSample([65, 66, 67], 2, [0.5, 0.5])]
     check = FiniteCheck(rows, [7], rollout_id=3, step=5)
     with pytest.raises(DivergedError, match=r"^round 3, step 5: the grad_norm is nan \(no single sample is to blame"):
         check.update(trained, Exploding(), of="the", outputs=trained.log_probs)

@@ -9,13 +9,13 @@ import pytest
 from test_rounds import Slow, numbers, rounds
 from test_run_stage import Bytes, settings
 
-from slimectl.data.conversation import Conversation
+from slimectl.data.chat import Conversation
 from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages import long_prompts
-from slimectl.stages.evaluate import evaluate, summarized
+from slimectl.stages.evaluate import evaluate, with_summary
 from slimectl.stages.preferences import preferred
 from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.types import Metrics, Prompt, Sample, Status
@@ -141,7 +141,7 @@ def test_an_evaluation_leaves_them_out_and_says_so():
             update={"rollout": given.rollout.model_copy(update={"max_prompt_len": 3})}
         ), executor=LocalExecutor(), left_out=dropped.append,
     )  # fmt: skip
-    assert len(list(summarized("a", samples, metrics, given, too_long=dropped))) == 2  # max_prompt_len is not for it
+    assert len(list(with_summary("a", samples, metrics, given, too_long=dropped))) == 2  # max_prompt_len is not for it
     assert metrics["eval/a/prompts_too_long"] == 1.0
     assert metrics["eval/a_samples"] == 2.0
 

@@ -15,10 +15,10 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
-from slimectl.settings.root import contradictions
-from slimectl.stages.objective import policy_rows, require_groups, weigh
+from slimectl.settings.root import conflicts
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status
+from slimectl.stages.training_batch import build_policy_batch, require_groups, set_loss_weights
+from slimectl.types import Sample, Status, TrainingSample
 
 LENGTHS = (2, 4, 4)
 GROUPS = ((1.0, 0.0, 0.0), (1.0, 1.0, 0.0))
@@ -49,19 +49,19 @@ def algorithm(name: str, **changes: Any) -> PolicyGradient:
     return made
 
 
-def objective(name: str, old: float = -1.0, ref: float | None = None, **changes: Any) -> list[Row]:
+def objective(name: str, old: float = -1.0, ref: float | None = None, **changes: Any) -> list[TrainingSample]:
     """Rows of the round with the advantages and the weights of one step; every token as likely as given."""
     chosen, given = algorithm(name, **changes), attempts()
     for sample in given:
         sample.ref_log_probs = None if ref is None else [ref] * sample.response_length
-    samples, rows = policy_rows(
+    samples, rows = build_policy_batch(
         given,
         chosen,
         reward_key=None,
         metrics={},
         log_probs=lambda rows: [[old] * row.response_length for row in rows],
     )
-    weigh(rows, [sample.execution for sample in samples], chosen)
+    set_loss_weights(rows, [sample.execution for sample in samples], chosen)
     return rows
 
 
@@ -127,10 +127,10 @@ U_STD = ((4 * 4 / 9 + 4 / 9 + 4 / 16 - 14 * (2 / 21) ** 2) / 13) ** 0.5
 )  # fmt: skip
 def test_groups_of_any_size_are_compared_by_attempts_not_by_samples(name: str, expected: list[float]):
     chosen = algorithm(name, drop_zero_std_groups=False, calculate_per_token_loss=False)
-    samples, rows = policy_rows(uneven(), chosen, reward_key=None, metrics={}, log_probs=lambda rows: [])
+    samples, rows = build_policy_batch(uneven(), chosen, reward_key=None, metrics={}, log_probs=lambda rows: [])
     for row, value in zip(rows, expected, strict=True):
         assert row.advantages == pytest.approx([value] * 2, rel=1e-5, abs=1e-9)
-    weigh(rows, [sample.execution for sample in samples], chosen)
+    set_loss_weights(rows, [sample.execution for sample in samples], chosen)
     # Six attempts: 4 tokens share the first one's sixth, 2 each of the others.
     assert [row.weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
 
@@ -187,14 +187,14 @@ def test_a_divergence_without_a_reference_is_refused():
     ],
 )
 def test_contradictions_name_the_keys(key: str, changes: dict[str, Any]):
-    (line,) = contradictions(Settings.model_validate({"algorithm": {"name": "grpo"} | changes}))
+    (line,) = conflicts(Settings.model_validate({"algorithm": {"name": "grpo"} | changes}))
     assert key in line
 
 
 @pytest.mark.parametrize("name", ["custom_advantage_function_path", "custom_loss_function_path"])
 def test_a_function_that_would_not_be_called_is_refused(name: str):
     asked = {"algorithm": {"name": "dpo"}, "train": {name: "mine.py:mine"}}
-    (line,) = contradictions(Settings.model_validate(asked))
+    (line,) = conflicts(Settings.model_validate(asked))
     assert f"train.{name} has no effect with algorithm.name dpo" in line
 
 

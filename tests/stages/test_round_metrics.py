@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from slimectl.settings.layers import from_assignments, resolve
-from slimectl.stages.round_metrics import repeats, round_metrics, round_perf, row_metrics
-from slimectl.types import Row, Sample, Status
+from slimectl.settings.loading import from_assignments, resolve
+from slimectl.stages.metrics import repeats, round_metrics, round_perf, row_metrics
+from slimectl.types import Sample, Status, TrainingSample
 
 
-def row(advantages: list[float], weights: list[float], **columns: list[float]) -> Row:
-    return Row(tokens=[0, *range(len(weights))], response_length=len(weights), weights=weights, advantages=advantages,
-               **columns)  # fmt: skip
+def row(advantages: list[float], weights: list[float], **columns: list[float]) -> TrainingSample:
+    length = len(weights)
+    return TrainingSample(
+        tokens=[0, *range(length)], response_length=length, weights=weights, advantages=advantages, **columns
+    )
 
 
 def sample(index: int, reward: float, *, length: int = 2, group: int = 0, **facts: object) -> Sample:

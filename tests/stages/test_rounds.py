@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from test_run_stage import Bytes, Echo, settings
 
-from slimectl.data.buffer import SamplingState
+from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.executors.local import LocalExecutor
 from slimectl.stages.rounds import sampled_rounds
-from slimectl.types import Completion, Prompt, Round, Sample, SamplingParams, Status
+from slimectl.types import Completion, Prompt, RolloutBatch, Sample, SamplerState, SamplingParams, Status
+
+
+def copy_through_json(state: SamplerState) -> SamplerState:
+    return sampler_state_from_json(json.loads(json.dumps(sampler_state_to_json(state))))
 
 
 class Slow(Echo):
@@ -57,7 +61,7 @@ def rounds(prompts: Any, engine: Echo, *, rollout: dict[str, Any] | None = None,
     )  # fmt: skip
 
 
-def numbers(made: Round) -> list[int]:
+def numbers(made: RolloutBatch) -> list[int]:
     return [sample.group_index for sample in made.samples]
 
 
@@ -140,7 +144,7 @@ def test_rounds_from_a_saved_state_are_those_of_an_undisturbed_run():
     options: dict[str, Any] = {"rollout": {"over_sampling_batch_size": 4}, "keep": odd, "num_rollout": 4}
     whole = list(rounds(lengths(*[1] * 30), Slow(), **options))
     for k in range(1, 4):
-        state = SamplingState.from_json(json.loads(json.dumps(whole[k - 1].state.to_json())))
+        state = copy_through_json(whole[k - 1].state)
         rest = list(rounds(list(lengths(*[1] * 30))[state.position :], Slow(), state=state, **options))
         assert [made.samples for made in rest] == [made.samples for made in whole[k:]]
         assert [made.metrics for made in rest] == [made.metrics for made in whole[k:]]
@@ -187,7 +191,7 @@ def test_partial_rounds_from_a_saved_state_are_those_of_an_undisturbed_run():
     waiting = [sample for made in whole for group in made.state.buffer for sample in group]
     assert any(sample.status is Status.ABORTED and sample.response_length for sample in waiting)
     for k in range(1, 5):
-        state = SamplingState.from_json(json.loads(json.dumps(whole[k - 1].state.to_json())))
+        state = copy_through_json(whole[k - 1].state)
         rest = list(rounds(list(lengths(*counts))[state.position :], Slow(), state=state, **options))
         assert [made.samples for made in rest] == [made.samples for made in whole[k:]]
     seen = [number for made in whole for number in numbers(made)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slimectl.algorithms.statistics import rollout_metrics
+from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.executors.local import LocalExecutor
-from slimectl.settings.layers import Layer, resolve
+from slimectl.settings.loading import Layer, resolve
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.stages.run import run
 from slimectl.types import Completion, Metrics, Prompt, SamplingParams

@@ -18,7 +18,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.score import Grader, reward_number, score
-from slimectl.types import Row, Sample, Status
+from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[..., Path]
 
@@ -91,7 +91,7 @@ def test_the_reference_attaches_its_own_log_probabilities(executor: LocalExecuto
     frozen = FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=0.0))
     given = [answered(word, index, group_index=index // 2) for index, word in enumerate(["a", "bcd", "efg hi", "j"])]
     scored = list(score(given, slow_for_even_ones, ScoreSettings(), executor=executor, reference=frozen))
-    rows = [Row(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in given]
+    rows = [TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in given]
     assert [sample.ref_log_probs for sample in scored] == frozen.log_probs(rows)
     model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
     for sample in scored:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slimectl.settings import Settings
 from slimectl.stages.train import TrainState, train_rounds
-from slimectl.types import Row, Sample, Status
+from slimectl.types import Sample, Status, TrainingSample
 
 rounds = st.lists(st.lists(st.integers(1, 3), max_size=7), max_size=4)
 """Of every round, how many samples each of its rollouts fanned out into."""
@@ -23,12 +23,12 @@ class Recording:
     weight_version = "0"
 
     def __init__(self) -> None:
-        self.steps: list[list[Row]] = []
+        self.steps: list[list[TrainingSample]] = []
 
-    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return [[-1.0] * row.response_length for row in rows]
 
-    def forward_backward(self, rows: Sequence[Row], loss: Any) -> dict[str, float]:
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Any) -> dict[str, float]:
         self.steps.append(list(rows))
         return {"loss": 0.0}
 

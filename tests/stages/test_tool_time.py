@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from test_run_stage import Bytes, Echo, settings
 
-from slimectl.stages.attempt import Attempts
+from slimectl.stages.generation import GroupGenerator, ToolTimeout
 from slimectl.stages.rollout import rollout
-from slimectl.stages.tool_time import ToolTime
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
 
@@ -50,7 +49,7 @@ def test_a_tool_that_hangs_fails_its_attempt_and_the_others_go_on():
 
 def test_no_time_passes_while_nobody_waits_for_samples():
     loop = asyncio.new_event_loop()
-    task = loop.create_task(ToolTime(Attempts.group, 0.4).result(asyncio.sleep(0.2, "done")))
+    task = loop.create_task(ToolTimeout(GroupGenerator.group, 0.4).result(asyncio.sleep(0.2, "done")))
     loop.run_until_complete(asyncio.sleep(0.01))
     time.sleep(0.5)  # a training step, say
     assert loop.run_until_complete(task) == "done"
@@ -67,7 +66,7 @@ def test_every_answer_of_the_model_begins_the_count_anew():
     async def answer() -> None:
         await asyncio.sleep(0.3)
 
-    tools = ToolTime(answer, 0.25)
+    tools = ToolTimeout(answer, 0.25)
     assert asyncio.run(tools.result(turns())) == "done"
     with pytest.raises(TimeoutError, match=r"took more than rollout\.tool_timeout_s: 0\.1 s"):
-        asyncio.run(ToolTime(answer, 0.1).result(asyncio.sleep(9)))
+        asyncio.run(ToolTimeout(answer, 0.1).result(asyncio.sleep(9)))

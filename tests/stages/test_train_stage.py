@@ -18,7 +18,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.stages.train import train
-from slimectl.types import Row, Sample, Status, StepReport
+from slimectl.types import Sample, Status, StepReport, TrainingSample
 
 ModelDir = Callable[..., Path]
 Make = Callable[[], FsdpPolicy]
@@ -262,6 +262,6 @@ def test_sft_learns_from_chats_what_the_assistant_said(workshop: Workshop):
     tokenizer = AutoTokenizer.from_pretrained(workshop.model)
     answer = tokenizer.encode("four<|im_end|>")
     assert len(answer) == 5
-    (log_probs,) = policy.log_probs([Row(tokenizer.encode(CHATML) + answer, 5, [0.0] * 5)])
+    (log_probs,) = policy.log_probs([TrainingSample(tokenizer.encode(CHATML) + answer, 5, [0.0] * 5)])
     assert falling[0] == pytest.approx(-sum(log_probs) / 5, rel=1e-4)
     assert falling[-1] < 0.6 * falling[0]

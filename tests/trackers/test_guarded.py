@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import BackendError, SettingsError
-from slimectl.trackers.guarded import Guarded, starting
+from slimectl.trackers.base import FaultTolerantTracker, starting
 from slimectl.trackers.jsonl import JsonlTracker
 
 
@@ -30,7 +30,7 @@ class Unsteady:
 def test_the_first_failure_is_told_and_what_works_later_is_tracked():
     told: list[str] = []
     unsteady = Unsteady()
-    tracker = Guarded("wandb", unsteady, warn=told.append)
+    tracker = FaultTolerantTracker("wandb", unsteady, warn=told.append)
     for step in (1, 2, 3, 4):
         tracker.log({"train/lr": 1.0}, step=step)
     tracker.close()
@@ -42,7 +42,7 @@ def test_the_first_failure_is_told_and_what_works_later_is_tracked():
 
 def test_a_file_that_was_closed_under_it_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     inner = JsonlTracker(tmp_path / "tracked.jsonl")
-    tracker = Guarded("jsonl", inner)
+    tracker = FaultTolerantTracker("jsonl", inner)
     inner.close()
     tracker.log({"train/lr": 1.0}, step=7)
     assert "jsonl failed at step 7" in capsys.readouterr().err
@@ -54,7 +54,7 @@ def test_an_interrupt_goes_through():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Guarded("wandb", Interrupted()).log({}, step=1)
+        FaultTolerantTracker("wandb", Interrupted()).log({}, step=1)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slimectl import wiring
-from slimectl.metrics import CATALOGUE, ROLL_NAMES, known
-from slimectl.settings.layers import from_assignments, resolve
+from slimectl import builders
+from slimectl.data.metrics_catalogue import CATALOGUE, ROLL_NAMES, known
+from slimectl.settings.loading import from_assignments, resolve
 from slimectl.trackers.roll_names import roll_named
 
 ROUND = {
@@ -60,7 +60,7 @@ def test_scores_of_several_datasets_weigh_by_their_answers():
 )
 def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, wanted: set[str], unwanted: set[str]):
     settings = resolve([from_assignments(["track.with=['jsonl']", f"track.naming={naming}"])]).settings
-    [tracker] = wiring.trackers(settings, tmp_path)
+    [tracker] = builders.trackers(settings, tmp_path)
     tracker.log(ROUND, step=4)
     tracker.close()
     names = set(json.loads((tmp_path / "tracked.jsonl").read_text())["metrics"])
@@ -70,7 +70,7 @@ def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, 
 
 def test_the_words_on_the_terminal_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = resolve([from_assignments(["track.naming=roll"])]).settings
-    [tracker] = wiring.trackers(settings, tmp_path)
+    [tracker] = builders.trackers(settings, tmp_path)
     tracker.log(ROUND, step=4)
     assert "reward 0.75" in capsys.readouterr().err
 

@@ -14,10 +14,10 @@ import pytest
 from tracked import swanlab_records, swanlab_seen, wandb_records, wandb_rows
 from workshop import Workshop
 
-from slimectl import wiring
+from slimectl import builders
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
-from slimectl.settings.layers import from_assignments, resolve
-from slimectl.trackers.identity import Identity
+from slimectl.settings.loading import from_assignments, resolve
+from slimectl.trackers.base import Identity
 from slimectl.trackers.swanlab import SwanlabTracker
 from slimectl.trackers.wandb import WandbTracker
 
@@ -36,7 +36,7 @@ def settings(*assignments: str) -> Any:
 
 def track(folder: Path, *assignments: str, rounds: tuple[int, ...] = (1, 2)) -> None:
     """Four optimizer steps a round, tracked."""
-    [tracker] = wiring.trackers(settings(*assignments), folder)
+    [tracker] = builders.trackers(settings(*assignments), folder)
     for number in rounds:
         tracker.log({"train/lr": 0.5, "rollout/raw_reward": 0.25, "rollout/step": float(number)}, step=4 * number)
     tracker.log({"eval/small_accuracy": 0.75, "eval/step": float(rounds[-1])}, step=4 * rounds[-1])
@@ -76,9 +76,9 @@ def test_all_metrics_may_stand_on_the_train_step(tmp_path: Path):
 def test_a_resumed_run_has_the_same_id_and_another_run_another(tmp_path: Path):
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-    ids = [wiring.identity(settings(), folder).run_id for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b")]
+    ids = [builders.identity(settings(), folder).run_id for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b")]
     assert ids[0] == ids[1] != ids[2]
-    given = wiring.identity(settings("track.run_id=mine", "track.random_suffix=false"), tmp_path / "a")
+    given = builders.identity(settings("track.run_id=mine", "track.random_suffix=false"), tmp_path / "a")
     assert (given.run_id, given.name) == ("mine", "a")
 
 
@@ -124,12 +124,12 @@ def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     with pytest.raises(BackendError, match=f"{name} cannot start: .*; set {name.upper()}_API_KEY"):
-        wiring.trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
+        builders.trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
 
 
 def test_an_argument_that_the_library_does_not_take_is_a_wrong_setting(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"track\.kwargs\.wandb: .*notez"):
-        wiring.trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
+        builders.trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_missing_library_names_its_extra(
 
 
 def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["slimectl.wiring.trackers"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["slimectl.builders.trackers"], "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"track\.with needs wandb"):
-        wiring.check_trackers(settings("track.with=['stdout', 'wandb']"))
+        builders.check_trackers(settings("track.with=['stdout', 'wandb']"))
 
 
 def test_a_run_and_its_resume_are_one_curve_under_both_namings(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.parts import HashedFile, file_bytes, grouped, one_ahead, write_parts
+from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.torch_dist.metadata import write_metadata
 
 COMMON_STATE = {"checkpoint_version": 3.0, "iteration": 0}

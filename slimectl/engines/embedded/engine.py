@@ -1,10 +1,11 @@
-"""Engine in this process: continuous batching on a CPU or one GPU."""
+"""Creates the sequence of a request, or refuses the request."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,15 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.embedded.intake import Intake
+from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.model import Model
-from slimectl.engines.embedded.request import requested
-from slimectl.engines.embedded.runner import Runner, Stats, not_numbers
-from slimectl.engines.embedded.sequence import Sequence as Running
-from slimectl.engines.limits import check_tokens
+from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
+from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.engines.embedded.scheduler import RunningSequence as Running
+from slimectl.engines.embedded.weights import WeightLoader
+from slimectl.engines.limits import check_prompt, check_tokens
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
+
+
+def make_sequence(
+    tokens: list[int],
+    params: SamplingParams,
+    *,
+    vocabulary: int,
+    max_context: int,
+    end_tokens: frozenset[int],
+    detokenizer: Detokenizer,
+) -> RunningSequence:
+    """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError."""
+    check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
+    return RunningSequence(
+        prompt=tuple(tokens),
+        params=params,
+        seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
+        limit=min(params.max_tokens, max_context - len(tokens)),
+        end_tokens=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens),
+        future=asyncio.get_running_loop().create_future(),
+        scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
+    )
 
 
 class EmbeddedEngine:
@@ -50,7 +73,7 @@ class EmbeddedEngine:
         self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=torch_device)
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
-        self._intake = Intake(self._model.weights)
+        self._intake = WeightLoader(self._model.weights)
         self._holds: dict[str, float] = {}  # since when
         self._loader_waits = False
         self._lock = threading.RLock()
@@ -111,7 +134,7 @@ class EmbeddedEngine:
 
     def request(self, tokens: list[int], params: SamplingParams) -> Running:
         """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError."""
-        return requested(
+        return make_sequence(
             tokens,
             params,
             vocabulary=self._model.vocabulary,
@@ -144,7 +167,7 @@ class EmbeddedEngine:
                 raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
             values = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
         if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
-            raise not_numbers(self.weight_version)
+            raise non_finite_error(self.weight_version)
         return values
 
     async def abort(self) -> None:

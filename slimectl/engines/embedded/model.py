@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimectl.engines.embedded.attention import Decode, Prefill
-from slimectl.engines.embedded.cache import Cache
-from slimectl.engines.embedded.rope import Rope
+from slimectl.engines.embedded.attention import Decode, Prefill, Rope
+from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 

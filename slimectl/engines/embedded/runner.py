@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.batch import Batch
 from slimectl.engines.embedded.model import Model, Prefix
-from slimectl.engines.embedded.sampler import sampled
-from slimectl.engines.embedded.scheduler import Scheduler
-from slimectl.engines.embedded.sequence import Sequence
+from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
+from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
 from slimectl.errors import SlimectlError
 
 AHEAD = 512
@@ -45,17 +43,17 @@ class Runner:
         self._batch: Batch | None = None  # None: the set of running sequences has changed
 
     @torch.inference_mode()
-    def step(self, weight_version: str) -> list[Sequence]:
+    def step(self, weight_version: str) -> list[RunningSequence]:
         """Sample one more token for every running sequence, newly admitted ones included; returns the finished ones."""
         admitted = self.scheduler.admit()
         if not self.scheduler.running:
             return []  # those who waited were cancelled
         batch = self._rows(changed=bool(admitted))
         logits_BV = self._logits(batch, admitted)
-        tokens_B, log_probs_B = sampled(logits_BV, batch)
+        tokens_B, log_probs_B = sample_tokens(logits_BV, batch)
         log_probs = log_probs_B.tolist()
         if not math.isfinite(sum(log_probs)):
-            raise not_numbers(weight_version)
+            raise non_finite_error(weight_version)
         for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
             if not sequence.finish:  # else it was aborted, and its answer is delivered already
                 sequence.append(token, log_prob, weight_version)
@@ -70,7 +68,7 @@ class Runner:
             self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
         return self._batch
 
-    def _logits(self, batch: Batch, admitted: dict[tuple[int, ...], list[Sequence]]) -> Tensor:
+    def _logits(self, batch: Batch, admitted: dict[tuple[int, ...], list[RunningSequence]]) -> Tensor:
         """Return logits of the next token: decoded for running sequences, then those after the new prompts."""
         self._cache.reserve(
             slots=len(batch.sequences),
@@ -86,7 +84,7 @@ class Runner:
             logits.insert(0, self.model.decode(tokens_B, positions_B, batch.longest, self._cache))
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _prefill(self, admitted: dict[tuple[int, ...], list[Sequence]], *, slot: int) -> Tensor:
+    def _prefill(self, admitted: dict[tuple[int, ...], list[RunningSequence]], *, slot: int) -> Tensor:
         """Compute new prompts, copy each to all its siblings, from `slot` on; returns the logits [B, V] after them."""
         self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
         logits = []
@@ -113,7 +111,7 @@ class Runner:
             # A copy if it outlives this step: a view would keep the memory of the whole pass.
             self._prefixes[prompt] = prefix.detached() if self.scheduler.awaits(prompt) else prefix
 
-    def _retire(self) -> list[Sequence]:
+    def _retire(self) -> list[RunningSequence]:
         """Remove finished sequences and close the gaps that they leave in the cache."""
         finished, moves = self.scheduler.retire()
         for source, target in moves:
@@ -132,7 +130,7 @@ class Runner:
         self._prefixes.clear()
         self.scheduler.retract()
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> list[RunningSequence]:
         """Drop all sequences in flight, and return them."""
         self._batch = None
         self._prefixes.clear()
@@ -143,7 +141,7 @@ class Runner:
         self._cache = self.model.new_cache()
 
 
-def not_numbers(weight_version: str) -> SlimectlError:
+def non_finite_error(weight_version: str) -> SlimectlError:
     return SlimectlError(
         f"the logits of weight version {weight_version!r} are not numbers: training has diverged, or the checkpoint "
         f"is damaged; go back to an earlier one"

@@ -30,7 +30,7 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Place:
+class TensorSlot:
     """Target of a named tensor: a view of the storage, and the linear layer that packs it (None: not packed)."""
 
     view: Tensor
@@ -46,7 +46,7 @@ class Weights:
         self._head_dim = head_dim
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._packs = can_pack(dtype, device)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embedding_VE = self._tensor("model.embed_tokens.weight", vocabulary, hidden)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
@@ -60,7 +60,7 @@ class Weights:
         else:
             self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
 
-    def place(self, name: str, tensor: Tensor) -> Place | None:
+    def place(self, name: str, tensor: Tensor) -> TensorSlot | None:
         """Return the target of a tensor; None for one that this model does not store.
 
         Raises CheckpointError if it is not part of the model, or misshapen.
@@ -99,7 +99,7 @@ class Weights:
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         storage = torch.empty(*shape, **self._tensor_options)
-        self.places[name] = Place(storage, shape)
+        self.places[name] = TensorSlot(storage, shape)
         return storage
 
     def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool) -> Linear:
@@ -107,7 +107,7 @@ class Weights:
         linear = Linear(inputs, list(outputs.values()), bias=bias, packs=self._packs, **self._tensor_options)
         for kind, views in (("weight", linear.parts), ("bias", linear.bias_parts)):
             for name, view in zip(outputs, views, strict=False):
-                self.places[f"{name}.{kind}"] = Place(view, tuple(view.shape), linear)
+                self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)
         return linear
 
     def _layer(self, prefix: str) -> Layer:
@@ -131,5 +131,81 @@ class Weights:
         """Create one table of both norms, head by head; a [D] tensor written to a view of it spreads over the heads."""
         table_HD = torch.empty(queries + keys, self._head_dim, **self._tensor_options)
         for name, view in (("q_norm", table_HD[:queries]), ("k_norm", table_HD[queries:])):
-            self.places[f"{prefix}{name}.weight"] = Place(view, (self._head_dim,))
+            self.places[f"{prefix}{name}.weight"] = TensorSlot(view, (self._head_dim,))
         return table_HD
+
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class WeightLoader:
+    """Tracks whether an engine's weights are complete. Parts of two versions are not a complete set.
+
+    `whole` means that no tensor is missing; `usable` that requests may queue: the weights are whole, or were when the
+    current update began. `version` changes with the last tensor.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.version = ""
+        self.usable = False
+        self._weights = weights
+        self._missing = set(weights.places)
+        self._next: str | None = None
+        self._session_open = False
+        self._received_any = False  # whether the session has received a tensor
+
+    @property
+    def whole(self) -> bool:
+        return not self._missing
+
+    def load(self, tensors: NamedTensors, *, version: str) -> None:
+        """Load all tensors, streamed. Raises CheckpointError, without weights, on a missing, extra or misshapen one."""
+        all_names = set(self._weights.places)
+
+        def mark_incomplete() -> Iterator[tuple[str, Tensor]]:
+            for item in tensors:  # a source that cannot be opened leaves the old weights whole
+                self.usable, self._missing = False, all_names
+                yield item
+
+        missing = all_names - self._weights.write(mark_incomplete())
+        if missing:
+            raise CheckpointError(_missing_message(missing))
+        self._missing, self._next = set(), version
+        self._complete()
+
+    def update(self, tensors: list[tuple[str, Tensor]], *, version: str | None) -> None:
+        """Load some tensors, checked before any is written. Outside a session the others stay unchanged."""
+        for name, tensor in tensors:
+            self._weights.place(name, tensor)
+        if self._session_open and not self._received_any:
+            self._received_any, self._missing = True, set(self._weights.places)
+        self._next = version or self._next
+        self._missing -= self._weights.write(tensors)
+        if not self._session_open and self.whole:
+            self._complete()
+
+    def begin(self) -> None:
+        """Open a session: a whole set will be loaded in parts. Raises CheckpointError if one is open."""
+        if self._session_open:
+            raise CheckpointError("a weight-update session is already open; end it before another begins")
+        self._session_open, self._received_any = True, False
+
+    def end(self) -> None:
+        """Close the session. Raises CheckpointError if it received some tensors and not all."""
+        if not self._session_open:
+            raise CheckpointError("no weight-update session is open; begin one first")
+        self._session_open = False
+        if not self._received_any:
+            return
+        if not self.whole:
+            self.usable = False
+            raise CheckpointError(_missing_message(self._missing))
+        self._complete()
+
+    def _complete(self) -> None:
+        self.version, self._next = self._next or self.version, None
+        self.usable = True
+
+
+def _missing_message(missing: set[str]) -> str:
+    return f"weights: no tensor for {min(missing)} ({len(missing)} missing); give the whole model"

@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
 
-INSIDE = Path(__file__).parent / "inside"
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
 REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 SUPPORTED = ((0, 5, 18), (0, 5, 21))
 """First and last supported version of SGLang: they pin the torch and transformers that slimectl works with."""
@@ -73,7 +73,7 @@ def flags(args: Mapping[str, Any], python: str) -> list[str]:
 @functools.lru_cache(maxsize=8)
 def fields_of(python: str) -> Mapping[str, dict[str, Any]]:
     """Return the flags of that Python's SGLang, by field; read once, in a separate process (5 s)."""
-    command = [python, "-E", str(INSIDE / "launch.py"), "--describe"]
+    command = [python, "-E", str(BOOTSTRAP / "launch_server.py"), "--describe"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from slimectl.engines.sglang.servers import ServerProcess
-from slimectl.engines.sglang.wire import Reply, request
+from slimectl.engines.http.transport import Reply, request
+from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 
 POLL_S = 0.2

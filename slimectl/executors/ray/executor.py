@@ -14,18 +14,16 @@ from typing import Any, TypeVar
 from ray import cloudpickle
 
 from slimectl.errors import BackendError
-from slimectl.executors.driving import GRACE_S
 from slimectl.executors.local import map_here
-from slimectl.executors.rank import Serve
-from slimectl.executors.ray.cluster import connect, disconnect
-from slimectl.executors.ray.deaths import kill, wait_for_news
-from slimectl.executors.ray.hosts import THREADS, Host, HostActor, Proxy, hosted_call
-from slimectl.executors.ray.library import ray
-from slimectl.executors.ray.places import WAIT_S, Places
+from slimectl.executors.rank_group import GRACE_S
+from slimectl.executors.rank_process import Serve
+from slimectl.executors.ray.actors import THREADS, Host, ObjectActor, Proxy, hosted_call
+from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, ray
+from slimectl.executors.ray.failures import kill, wait_for_news
+from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
-from slimectl.executors.ray.ranks import RayRanks, started
-from slimectl.executors.ray.surroundings import Surroundings
-from slimectl.placement import Placement
+from slimectl.executors.ray.rank_group import RayRanks, started
+from slimectl.planner.placement import Placement
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,13 +46,13 @@ class RayExecutor:
         self._hosts: dict[str, Host] = {}
         self._engines: dict[int, str] = {}
         self._engine_lock = threading.Lock()
-        self._surroundings = Surroundings.here()
+        self._surroundings = DriverEnvironment.here()
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
         self._pool = Pool(self._surroundings)
-        self.places: Places | None = None
+        self.places: PlacedBundles | None = None
         try:
-            self.places = Places(placement, wait_s=wait_s) if placement else None
+            self.places = PlacedBundles(placement, wait_s=wait_s) if placement else None
         except BaseException:
             self.close()
             raise
@@ -140,10 +138,10 @@ class RayExecutor:
                 closing.callback(self._end_host, name)
 
     def _start_host(
-        self, build: Callable[[], Any], name: str, surroundings: Surroundings, place: dict[str, Any]
+        self, build: Callable[[], Any], name: str, surroundings: DriverEnvironment, place: dict[str, Any]
     ) -> Host:
         wait_for_news(WAIT_S)
-        actor_class = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(HostActor)
+        actor_class = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(ObjectActor)
         actor = actor_class.options(num_cpus=0, max_restarts=0, **place).remote(name)
         log = None if self._logs is None else self._logs / f"{name}.log"
         [location] = [None]

@@ -12,11 +12,10 @@ from typing import Any
 from ray import cloudpickle
 
 from slimectl.errors import BackendError
-from slimectl.executors.rank import portable
-from slimectl.executors.ray.deaths import cause, kill
-from slimectl.executors.ray.library import ray
-from slimectl.executors.ray.ranks import started
-from slimectl.executors.ray.surroundings import Surroundings, Whereabouts
+from slimectl.executors.rank_process import picklable_error
+from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
+from slimectl.executors.ray.failures import death_reason, kill
+from slimectl.executors.ray.rank_group import started
 
 IN_HAND = 4
 """Items per worker that are read from the input before their results are consumed."""
@@ -28,9 +27,9 @@ class PoolActor:
     def __init__(self) -> None:
         self._fn: Any = None
 
-    def enter(self, surroundings: Surroundings) -> Whereabouts:
+    def enter(self, surroundings: DriverEnvironment) -> ActorLocation:
         surroundings.enter(None)
-        return Whereabouts.here()
+        return ActorLocation.here()
 
     def take(self, fn: bytes) -> None:
         self._fn = cloudpickle.loads(fn)
@@ -39,13 +38,13 @@ class PoolActor:
         try:
             return self._fn(item)
         except Exception as error:
-            return portable(error, "a worker")
+            return picklable_error(error, "a worker")
 
 
 @dataclass(eq=False)
 class Worker:
     actor: Any
-    location: Whereabouts
+    location: ActorLocation
 
 
 @dataclass(eq=False)
@@ -62,7 +61,7 @@ class Task:
 class Pool:
     """Workers that are reused from one `map` to the next; several maps may run at once, each with separate workers."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DriverEnvironment) -> None:
         self._surroundings = surroundings
         self._idle: list[Worker] = []
         self._lock = threading.Lock()
@@ -164,7 +163,7 @@ class Mapping:
         except ray.exceptions.RayTaskError as error:
             task.result, task.done = error.cause, True
         except ray.exceptions.RayError as error:
-            self._replace(task, BackendError(f"the worker died on it ({cause(error, task.worker.location)})"))
+            self._replace(task, BackendError(f"the worker died on it ({death_reason(error, task.worker.location)})"))
             return
         self._free.append(task.worker)
 

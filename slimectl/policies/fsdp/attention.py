@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimectl.errors import CheckpointError
-from slimectl.policies.fsdp.layout import Answers, Causal, PackLayout
+from slimectl.policies.fsdp.packed_batch import CausalBucket, PackedBatch, SharedPromptBucket
 
 NAME = "slimectl_packed"
 UNSUPPORTED = ("softcap", "s_aux")
@@ -59,7 +59,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: PackLayout,
+    layout: PackedBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -83,13 +83,13 @@ def packed_attention(
     return output_TW.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _grid(states_TXD: Tensor, layout: PackLayout) -> Tensor:
+def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
     tokens, heads, width = states_TXD.shape
     flat_TW = states_TXD.reshape(tokens, heads * width)
     return _ToGrid.apply(flat_TW, layout.order_N, layout.place_T).view(-1, heads, width)
 
 
-def _bucket(states_NXD: Tensor, bucket: Causal | Answers) -> Tensor:
+def _bucket(states_NXD: Tensor, bucket: CausalBucket | SharedPromptBucket) -> Tensor:
     """The rows of a bucket as [B, X, S, D]."""
     rows = states_NXD.narrow(0, bucket.start, bucket.count * bucket.length)
     return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
@@ -100,7 +100,7 @@ def _flat(output_BHSD: Tensor) -> Tensor:
     return output_BHSD.transpose(1, 2).reshape(batch * length, heads * width)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: Causal, scaling: float | None) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, scaling: float | None) -> Tensor:
     q, k, v = (_bucket(states, bucket) for states in (query, key, value))
     # Padding follows its sequence, where the causal mask hides it.
     if _prefers_dense(q, k):
@@ -111,7 +111,13 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: Causal, scaling: 
 
 
 def _answers(
-    query: Tensor, key: Tensor, value: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Answers, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    bucket: SharedPromptBucket,
+    scale: float | None,
 ) -> Tensor:
     q = _bucket(query, bucket)
     k, v = (

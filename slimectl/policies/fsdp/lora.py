@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slimectl.architectures.lora import chosen, halves
 from slimectl.policies.fsdp.model import decoder_layers
 from slimectl.policies.lora import LoraOptions, initial
-from slimectl.weights.adapters import chosen, halves
 
 
 class Adapters:

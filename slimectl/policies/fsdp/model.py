@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp import attention
-from slimectl.policies.fsdp.layout import PackLayout
-from slimectl.policies.head import linear_log_probs, linear_logits, of_logits
+from slimectl.policies.fsdp.packed_batch import PackedBatch
+from slimectl.policies.lm_head import linear_log_probs, linear_logits, of_logits
 
 
 class PackedModel(nn.Module):
@@ -32,18 +32,18 @@ class PackedModel(nn.Module):
         self.gives_logits = False
         """Whether logits [R, vocabulary] are returned in place of entropies, for a user's loss that needs them."""
 
-    def hidden(self, layout: PackLayout) -> Tensor:
+    def hidden(self, layout: PackedBatch) -> Tensor:
         """Hidden states [R, H] that predict the pack's response tokens."""
         hidden_1TH = self.hf.base_model(
             input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
         ).last_hidden_state
         return hidden_1TH[0].index_select(0, layout.sources_R)
 
-    def forward(self, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
         return self.log_probs(self.hidden(layout), layout, entropy=entropy)
 
-    def log_probs(self, hidden_RH: Tensor, layout: PackLayout, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def log_probs(self, hidden_RH: Tensor, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R], and entropies or logits, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
         if self.gives_logits:

@@ -10,8 +10,8 @@ from torch import nn
 
 from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.trainer import FsdpTrainer
-from slimectl.ports import CheckpointFormat
-from slimectl.types import Row
+from slimectl.protocols import CheckpointFormat
+from slimectl.types import TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
@@ -21,7 +21,7 @@ class FsdpPolicy(FsdpTrainer):
         self.temperature = temperature
         super().__init__(model_dir, checkpoint, **options)
 
-    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows)
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:

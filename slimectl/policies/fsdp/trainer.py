@@ -14,18 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimectl.algorithms.packing import DYNAMIC, Batching, Pack, planned
+from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
 from slimectl.errors import CheckpointError
-from slimectl.policies.freezing import trained
-from slimectl.policies.fsdp.layout import PackLayout, laid_out
-from slimectl.policies.fsdp.lora import Adapters
-from slimectl.policies.fsdp.masters import DTYPES, Masters
-from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
-from slimectl.policies.fsdp.optimizer import adamw, clip, squared_norm
-from slimectl.policies.head import of_logits
-from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
-from slimectl.policies.optimizer import OptimizerOptions, lr_at
-from slimectl.policies.state import (
+from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
     copy_companions,
@@ -35,9 +26,16 @@ from slimectl.policies.state import (
     write_float32,
     write_trainer,
 )
-from slimectl.policies.tokens import ResponseTokens, combined, present, response_tokens
-from slimectl.ports import CheckpointFormat, Loss, NamedTensors
-from slimectl.types import Metrics, Row
+from slimectl.policies.fsdp.lora import Adapters
+from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, squared_norm
+from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
+from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
+from slimectl.policies.lm_head import of_logits
+from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
+from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
+from slimectl.policies.token_batch import ResponseBatch, available_columns, merge_metrics, response_tokens
+from slimectl.protocols import CheckpointFormat, Loss, NamedTensors
+from slimectl.types import Metrics, TrainingSample
 
 
 class FsdpTrainer:
@@ -56,7 +54,7 @@ class FsdpTrainer:
         *,
         optimizer: OptimizerOptions,
         max_tokens_per_pack: int = 4096,
-        batching: Batching = DYNAMIC,
+        batching: BatchingOptions = DYNAMIC,
         dtype: str = "float32",
         gradient_checkpointing: bool = False,
         share_prompts: bool = True,
@@ -89,10 +87,10 @@ class FsdpTrainer:
                 added |= dict(read_adapter(lora.load, shapes))
         self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
-        names = set() if lora is not None else trained(present_names, freeze=freeze, train_only=train_only)
+        names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
-        self.masters = Masters(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
+        self.masters = MasterWeights(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
         self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
@@ -114,14 +112,19 @@ class FsdpTrainer:
         return set()
 
     def _token_batch(
-        self, rows: Sequence[Row], names: Sequence[str], layout: PackLayout, values_R: Tensor, entropy_R: Tensor | None
-    ) -> ResponseTokens:
+        self,
+        rows: Sequence[TrainingSample],
+        names: Sequence[str],
+        layout: PackedBatch,
+        values_R: Tensor,
+        entropy_R: Tensor | None,
+    ) -> ResponseBatch:
         """Build the tensors that a loss reads, from the outputs of the root module."""
         return response_tokens(
             rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
         )
 
-    def of_rows(self, rows: Sequence[Row]) -> list[list[Any]]:
+    def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
         """Output of the model for every response token, without gradients, on every rank; R entries per row."""
         outputs: dict[int, list[Any]] = {}
         with torch.no_grad():
@@ -134,9 +137,9 @@ class FsdpTrainer:
             outputs |= part
         return [outputs[i] for i in range(len(rows))]
 
-    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
-        names = present(rows)
+        names = available_columns(rows)
         self.model.gives_logits = getattr(loss, "needs_logits", False)
         for pack in self._packs_of_rank(rows):
             layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
@@ -151,9 +154,9 @@ class FsdpTrainer:
             value.backward()
             self.masters.collect()
             pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
-            sums = combined([sums, pack_sums])
+            sums = merge_metrics([sums, pack_sums])
         self.model.gives_logits = False
-        return combined(self._gather_ranks({name: value.item() for name, value in sums.items()}))
+        return merge_metrics(self._gather_ranks({name: value.item() for name, value in sums.items()}))
 
     def optim_step(self) -> Metrics:
         """Update the weights; skips an update whose gradient is not finite, which grad_norm shows."""
@@ -251,13 +254,15 @@ class FsdpTrainer:
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: self.masters.shapes[name] for name in self.masters.trained}
 
-    def _packs_of_rank(self, rows: Sequence[Row]) -> list[Pack]:
-        return planned(
+    def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
+        return plan_batches(
             rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts, batching=self.batching
         )[self.rank]
 
-    def _forward(self, rows: Sequence[Row], pack: Pack, *, entropy: bool) -> tuple[PackLayout, Tensor, Tensor | None]:
-        layout = laid_out(rows, pack, dtype=self.compute_dtype, device=self.device)
+    def _forward(
+        self, rows: Sequence[TrainingSample], pack: Pack, *, entropy: bool
+    ) -> tuple[PackedBatch, Tensor, Tensor | None]:
+        layout = build_packed_batch(rows, pack, dtype=self.compute_dtype, device=self.device)
         values_R, entropy_R = self.model(layout, entropy=entropy)
         if layout.attention_calls != len(decoder_layers(self.model.hf)):
             raise CheckpointError(

@@ -3,6 +3,6 @@
 Importing the package prepares megatron.core (see core.py), so that none of its modules can meet it unprepared.
 """
 
-from slimectl.policies.megatron import core
+from slimectl.policies.megatron import patches
 
-core.prepare()
+patches.prepare()

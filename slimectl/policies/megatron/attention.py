@@ -21,7 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from slimectl.policies.megatron.packed import PackedSequences
+from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
 
 DENSE_SCORES = 2**26

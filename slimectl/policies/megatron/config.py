@@ -15,10 +15,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from slimectl.architectures.config import Architecture
+from slimectl.architectures.parallel import SETTINGS, ParallelLayout
 from slimectl.errors import SettingsError
-from slimectl.layouts import SETTINGS, ParallelLayout
 from slimectl.policies.megatron.rotary import softmax_scale
-from slimectl.weights.architecture import Architecture
 
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 """Configuration classes whose fields [megatron.args] may set."""

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
+from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.norms import RMSNorm
-from slimectl.policies.megatron.packed import PackedSequences
 
 CHUNK = 64
 """Chunk length: tokens of one triangular solve."""

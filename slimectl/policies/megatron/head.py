@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slimectl.policies.head import VocabularyShard, linear_log_probs, linear_logits
+from slimectl.policies.lm_head import VocabularyShard, linear_log_probs, linear_logits
 from slimectl.policies.megatron.batch import Batch
 
 

@@ -18,17 +18,17 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from slimectl.architectures.lora import adapter_links, chosen, linear_layers
+from slimectl.architectures.mapping import ParamMapping
 from slimectl.errors import SettingsError
 from slimectl.policies.lora import LoraOptions, base_of, initial
-from slimectl.policies.megatron import naming
-from slimectl.policies.megatron.files import load_adapter, shapes_of
-from slimectl.policies.megatron.masters import PARAM
+from slimectl.policies.megatron import parameters
+from slimectl.policies.megatron.checkpoint import load_adapter, shapes_of
+from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.model import PackedGPT
-from slimectl.policies.megatron.state import LinkedState, group_of
-from slimectl.weights.adapters import adapter_links, chosen, linear_layers
-from slimectl.weights.links import Link
+from slimectl.policies.megatron.parameters import DistributedParameters, group_of
 
-Pair = tuple[Link, Link]
+Pair = tuple[ParamMapping, ParamMapping]
 
 _REFUSED = {
     "moe_router_bias_update_rate": "it moves the model under the adapters, which are saved without it",
@@ -43,7 +43,9 @@ class Adapter(nn.Module):
     the rank's tokens; for one split by columns, A is split and B processes the rank's tokens.
     """
 
-    def __init__(self, link: Link, pairs: Sequence[Pair], scale: float, config: Any, device: torch.device) -> None:
+    def __init__(
+        self, link: ParamMapping, pairs: Sequence[Pair], scale: float, config: Any, device: torch.device
+    ) -> None:
         super().__init__()
         self.scale, self.axis, self.group = scale, None if link.split is None else link.split.axis, group_of(link)
         self.routed, self.sequence_parallel = link.expert is not None, config.sequence_parallel
@@ -55,7 +57,7 @@ class Adapter(nn.Module):
             self.B[name] = self._parameter(b, config.params_dtype, device)
             self.rows[name] = self._rows(link, b, device)
 
-    def _parameter(self, half: Link, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    def _parameter(self, half: ParamMapping, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         shape, cut = list(half.shape), half.split
         if cut is not None:
             shape[cut.axis] //= self.group.size()
@@ -69,7 +71,7 @@ class Adapter(nn.Module):
             parameter.sequence_parallel = self.sequence_parallel
         return parameter
 
-    def _rows(self, link: Link, half: Link, device: torch.device) -> Tensor | None:
+    def _rows(self, link: ParamMapping, half: ParamMapping, device: torch.device) -> Tensor | None:
         """Output index on this rank of each row of B; None if B has one row per output, in order."""
         if len(link.hf) == 1:
             return None
@@ -116,7 +118,7 @@ class Adapter(nn.Module):
 class Adapters:
     """All adapters of a model: links for all ranks, modules for this one."""
 
-    def __init__(self, options: LoraOptions, links: Sequence[Link], args: Mapping[str, Any]) -> None:
+    def __init__(self, options: LoraOptions, links: Sequence[ParamMapping], args: Mapping[str, Any]) -> None:
         """Raises SettingsError if a target names no linear layer, or for an mcore argument that LoRA does not allow."""
         for name in (name for name in _REFUSED if args.get(name)):
             raise SettingsError(f"megatron.args.{name}: is not possible with train.lora_rank ({_REFUSED[name]})")
@@ -132,12 +134,12 @@ class Adapters:
         """Attach adapters to the linear layers of this rank."""
         for chunk in chunks:
             for name, module in list(chunk.named_modules()):
-                link, pairs = self.of_matrix.get(naming.global_name(f"{name}.weight", chunk), (None, []))
+                link, pairs = self.of_matrix.get(parameters.global_name(f"{name}.weight", chunk), (None, []))
                 if link is not None:
                     module.add_module("adapter", Adapter(link, pairs, self.options.scale, chunk.config, device))
                     module.register_forward_hook(_add_adapter_output)
 
-    def begin(self, state: LinkedState, seed: int) -> None:
+    def begin(self, state: DistributedParameters, seed: int) -> None:
         """Initialize the adapters: random, or from the adapter to start from. Raises CheckpointError."""
         load = self.options.load
         if load is not None:
@@ -147,7 +149,7 @@ class Adapters:
         for link in state.mine(self.links):
             state.put(link, PARAM, lambda name, link=link: initial(name, link.shape, seed=seed))
 
-    def merged(self, state: LinkedState, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, state: DistributedParameters, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Stream state.tensors with the adapters merged into the matrices."""
         for name, tensor in state.tensors(names, PARAM):
             if name in self.of_weight:

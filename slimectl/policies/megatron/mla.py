@@ -16,8 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from slimectl.policies.megatron.attention import PackedCoreAttention, recomputable
+from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.norms import RMSNorm
-from slimectl.policies.megatron.packed import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
 
 

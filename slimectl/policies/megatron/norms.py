@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(states_TW, (states_TW.shape[-1],), weight, self.eps)
 
 
-class WideRMSNorm(nn.Module):
+class FullWidthRMSNorm(nn.Module):
     """RMSNorm over all heads of a token together; each tensor-parallel rank holds its heads' part of the weight."""
 
     def __init__(self, config: Any, heads: int, eps: float = 1e-6) -> None:
@@ -66,14 +66,14 @@ class WideRMSNorm(nn.Module):
         )  # fmt: skip
 
 
-class WideQueryNorm(WideRMSNorm):
+class WideQueryNorm(FullWidthRMSNorm):
     """RMSNorm over all query heads."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(config, config.num_attention_heads, eps)
 
 
-class WideKeyNorm(WideRMSNorm):
+class WideKeyNorm(FullWidthRMSNorm):
     """RMSNorm over all key heads."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slimectl.architectures.config import Architecture
+from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.errors import BackendError, CheckpointError, SettingsError
-from slimectl.layouts import ParallelLayout, problems
-from slimectl.weights.architecture import Architecture
 
 _active_layout: ParallelLayout | None = None
 _created_world = False

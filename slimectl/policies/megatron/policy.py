@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slimectl.policies.head import of_logits
+from slimectl.policies.lm_head import of_logits
 from slimectl.policies.megatron.batch import Batch
 from slimectl.policies.megatron.head import response_log_probs, response_logits
 from slimectl.policies.megatron.trainer import MegatronTrainer
-from slimectl.policies.tokens import present, response_tokens
-from slimectl.ports import CheckpointFormat, Loss, NamedTensors
-from slimectl.types import Metrics, Row
+from slimectl.policies.token_batch import available_columns, response_tokens
+from slimectl.protocols import CheckpointFormat, Loss, NamedTensors
+from slimectl.types import Metrics, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
@@ -28,7 +28,7 @@ class MegatronPolicy(MegatronTrainer):
         super().__init__(model_dir, checkpoint, **options)
         self.temperature = temperature
 
-    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
             logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
             return hidden.new_zeros(()), batch.by_row(rows, logprobs_R)
@@ -37,8 +37,8 @@ class MegatronPolicy(MegatronTrainer):
             self.own.before_log_probs(self.chunks)
         return self.of_rows(rows, finish)
 
-    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
-        names = present(rows)
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        names = available_columns(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV: Tensor | None = None

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimectl.architectures.config import Rope
 from slimectl.errors import CheckpointError
-from slimectl.weights.architecture import Rope
 
 
 @dataclass(frozen=True)

@@ -14,30 +14,28 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slimectl.algorithms.packing import DYNAMIC, Batching
+from slimectl.algorithms.packing import DYNAMIC, BatchingOptions
+from slimectl.architectures.config import read_config
+from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.freezing import trained
+from slimectl.policies.checkpoint import copy_companions, read_trainer
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
-from slimectl.policies.megatron import files, model, naming, optimizer, parallel, schedule, torch_dist
+from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters, schedule
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.policies.megatron.config import Recompute
-from slimectl.policies.megatron.gathering import per_row, totals
-from slimectl.policies.megatron.loading import checked_names
+from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
-from slimectl.policies.megatron.masters import PARAM, masters
+from slimectl.policies.megatron.master_weights import PARAM, masters
+from slimectl.policies.megatron.moe import MoEAuxLossScaler
 from slimectl.policies.megatron.optimizer import OptimizerChoices
-from slimectl.policies.megatron.own import OwnFunctions
-from slimectl.policies.megatron.replay import RoutingReplay
-from slimectl.policies.megatron.routers import Balance
-from slimectl.policies.megatron.state import LinkedState, trained_links
-from slimectl.policies.optimizer import OptimizerOptions, lr_at
-from slimectl.policies.state import copy_companions, read_trainer
-from slimectl.ports import CheckpointFormat, Weights
-from slimectl.types import Metrics, Row
-from slimectl.weights.complete import read_config
-from slimectl.weights.families import family_of
-from slimectl.weights.links import Link
+from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
+from slimectl.policies.megatron.routing_replay import RoutingReplay
+from slimectl.policies.megatron.schedule import per_row, totals
+from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
+from slimectl.protocols import CheckpointFormat, Weights
+from slimectl.types import Metrics, TrainingSample
 
 _QUIET = (
     # megatron-core 0.16.1 calls collectives under names that torch 2.13 is about to drop. Delete when it does not.
@@ -72,7 +70,7 @@ class MegatronTrainer:
         optimizer: OptimizerOptions,
         layout: ParallelLayout | None = None,
         max_tokens_per_pack: int = 4096,
-        batching: Batching = DYNAMIC,
+        batching: BatchingOptions = DYNAMIC,
         dtype: str = "float32",
         recompute: Recompute | None = None,
         args: Mapping[str, Any] | None = None,
@@ -84,7 +82,7 @@ class MegatronTrainer:
         lora: LoraOptions | None = None,
         device: str | None = None,
         routing_replay: bool = False,
-        user_functions: OwnFunctions | None = None,
+        user_functions: UserFunctions | None = None,
         seed: int = 0,
     ) -> None:
         """`trains` False: the model is only used for log-probabilities, without gradients or optimizer.
@@ -118,7 +116,7 @@ class MegatronTrainer:
             user_functions.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
-        self.balance = Balance(self.chunks)
+        self.balance = MoEAuxLossScaler(self.chunks)
         self.replay = RoutingReplay(self.chunks) if routing_replay else None
         self._read_weights(self.model_dir)
         if self.adapters is not None:
@@ -128,7 +126,7 @@ class MegatronTrainer:
         """Megatron names of the trainable parameters."""
         if self.adapters is not None:
             return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
-        names = trained((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
+        names = trainable_names((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
         return trained_links(self.links, names) - self._unused_names()
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
@@ -141,17 +139,19 @@ class MegatronTrainer:
             links = [*links, *self.adapters.links]
         if self.trained and bare[0].pre_process:
             bare[0].embedding.register_forward_hook(_with_gradient)
-        local = naming.held(bare)
+        local = parameters.local_parameters(bare)
         local = {link.megatron: local[link.megatron] for link in links if link.megatron in local}
-        copy = naming.tied_copy(bare)
-        for name, tensor in [*local.items(), *([(naming.EMBEDDING, copy)] if copy is not None else [])]:
+        copy = parameters.tied_copy(bare)
+        for name, tensor in [*local.items(), *([(parameters.EMBEDDING, copy)] if copy is not None else [])]:
             tensor.requires_grad_(isinstance(tensor, torch.nn.Parameter) and name in self.trained)
         self.chunks = optimizer.wrapped(bare, choices)
         self.last = bare[-1]
         self.optimizer = optimizer.build(self.chunks, self.options, choices)
         local_masters = masters([*local.values(), *([copy] if copy is not None else [])], self.optimizer)
         copy_master = local_masters.pop() if copy is not None else None
-        self.state = LinkedState(links, dict(zip(local, local_masters, strict=True)), copy_master, self.device)
+        self.state = DistributedParameters(
+            links, dict(zip(local, local_masters, strict=True)), copy_master, self.device
+        )
         self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
 
     def _read_weights(self, path: Path) -> None:
@@ -160,7 +160,7 @@ class MegatronTrainer:
         for link in self.state.mine(self.links):
             self.state.put(link, PARAM, weights.get)
 
-    def _extra_links(self) -> list[Link]:
+    def _extra_links(self) -> list[ParamMapping]:
         """Links of the modules that a subclass adds to the model."""
         return []
 
@@ -178,7 +178,7 @@ class MegatronTrainer:
     def weight_version(self) -> str:
         return str(self.step)
 
-    def run(self, rows: Sequence[Row], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
+    def run(self, rows: Sequence[TrainingSample], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
         """Outputs of `finish` for this rank's share of the rows, on the last stage; see schedule.run.
 
         Routing is recorded in a run without gradients and replayed in one with them.
@@ -206,11 +206,11 @@ class MegatronTrainer:
             self.replay.end(recorded=forward_only)
         return outputs
 
-    def of_rows(self, rows: Sequence[Row], finish: schedule.Finish) -> list[list[float]]:
+    def of_rows(self, rows: Sequence[TrainingSample], finish: schedule.Finish) -> list[list[float]]:
         """Outputs of `finish` for every row, without gradients, on every rank."""
         return per_row(self.run(rows, finish, forward_only=True), len(rows))
 
-    def summed(self, rows: Sequence[Row], evaluate: Evaluate) -> Metrics:
+    def summed(self, rows: Sequence[TrainingSample], evaluate: Evaluate) -> Metrics:
         """Accumulate the gradient of the loss over all rows; returns loss and metrics, summed in float64."""
 
         def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -252,7 +252,7 @@ class MegatronTrainer:
             "seed": self.seed,
             "optimizer": asdict(self.options),
         }
-        files.save(
+        checkpoint.save_checkpoint(
             path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated, companions=self.model_dir,
             trainer_state=trainer_state,
             adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
@@ -265,17 +265,17 @@ class MegatronTrainer:
         else:
             self._read_adapter(path / FOLDER, self.adapters.options)
         self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
-        files.load_moments(path, self.state, self.updated, updates=self.updates)
+        checkpoint.load_moments(path, self.state, self.updated, updates=self.updates)
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
         """Load the trained adapter, and its base model if that differs from the present one."""
-        base = base_of(path, options, parameter_names=files.shapes_of(self.updated))
+        base = base_of(path, options, parameter_names=checkpoint.shapes_of(self.updated))
         if base != self.base_dir.resolve():
             self._read_weights(base)
             self.base_dir = base
-        files.load_adapter(path, self.state, self.updated)
+        checkpoint.load_adapter(path, self.state, self.updated)
 
     def save_torch_dist(self, path: Path) -> None:
         """Write a checkpoint in Megatron's torch_dist format (see torch_dist.py), with config and tokenizer.
@@ -284,13 +284,13 @@ class MegatronTrainer:
         """
         if self.adapters is not None:
             raise SettingsError("train.lora_rank: adapters are not saved as torch_dist; save as hf and convert that")
-        torch_dist.save(path, self.chunks, self.optimizer, step=self.step, updates=self.updates)
+        checkpoint.save_model(path, self.chunks, self.optimizer, step=self.step, updates=self.updates)
         if dist.get_rank() == 0:
             copy_companions(self.model_dir, path, self.last.config.params_dtype)
         dist.barrier()
 
     def load_torch_dist(self, path: Path) -> None:
-        self.step, self.updates = torch_dist.load(path, self.chunks, self.optimizer)
+        self.step, self.updates = checkpoint.load_model(path, self.chunks, self.optimizer)
 
     def close(self) -> None:
         """Do nothing: resources end with the process; other models of the layout use its groups."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from slimectl.data.conversation import Conversation, Generate
+from slimectl.data.chat import Conversation, Generate
 from slimectl.types import Sample, SamplingParams
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from slimectl.data.conversation import Conversation, Generate
+from slimectl.data.chat import Conversation, Generate
 from slimectl.rewards.code import PYTHON, find_program
 from slimectl.sandbox.runner import Limits, run_program
 from slimectl.types import Sample, SamplingParams

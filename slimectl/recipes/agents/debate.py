@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from typing import Any
 
-from slimectl.data.conversation import Conversation, Generate
+from slimectl.data.chat import Conversation, Generate
 from slimectl.types import Sample, SamplingParams
 
 ROUNDS = 2

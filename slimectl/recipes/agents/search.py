@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slimectl.data.conversation import Conversation, Generate
+from slimectl.data.chat import Conversation, Generate
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplingParams
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.engines.keys import Keys, leave_key, local_key
-from slimectl.engines.sglang.args import INSIDE
-from slimectl.engines.sglang.inside import hidden
-from slimectl.engines.sglang.recipes import HIDDEN_FLAGS, HIDDEN_KEYS, serve_server, sglang_server
+from slimectl.engines.api_keys import Keys, leave_key, local_key
+from slimectl.engines.sglang.args import BOOTSTRAP
+from slimectl.engines.sglang.bootstrap import hidden_keys
+from slimectl.engines.sglang.launch import HIDDEN_FLAGS, HIDDEN_KEYS, serve_server, sglang_server
 
 WORD = "hunter2-of-a-server"
 
@@ -78,27 +78,30 @@ def test_ours_gets_them_too(tmp_path: Path):
 
 
 def test_the_scripts_of_both_sides_use_the_same_names():
-    assert (HIDDEN_FLAGS, HIDDEN_KEYS) == (hidden.FLAGS, hidden.KEYS)
+    assert (HIDDEN_FLAGS, HIDDEN_KEYS) == (hidden_keys.FLAGS, hidden_keys.KEYS)
 
 
 def test_flags_and_keys_go_behind_the_command_line(monkeypatch: pytest.MonkeyPatch):
     known = {"api_key", "admin_api_key", "port"}
-    assert hidden.flags(known) == []
-    monkeypatch.setenv(hidden.KEYS, json.dumps(["a", "b"]))
-    assert hidden.flags(known) == ["--api-key", "a", "--admin-api-key", "b"]
-    assert hidden.flags({"api_key"}) == ["--api-key", "a"]
-    monkeypatch.setenv(hidden.FLAGS, json.dumps(["--api-key", "c"]))
-    assert hidden.flags(known) == ["--api-key", "c", "--admin-api-key", "b"]
+    assert hidden_keys.flags(known) == []
+    monkeypatch.setenv(hidden_keys.KEYS, json.dumps(["a", "b"]))
+    assert hidden_keys.flags(known) == ["--api-key", "a", "--admin-api-key", "b"]
+    assert hidden_keys.flags({"api_key"}) == ["--api-key", "a"]
+    monkeypatch.setenv(hidden_keys.FLAGS, json.dumps(["--api-key", "c"]))
+    assert hidden_keys.flags(known) == ["--api-key", "c", "--admin-api-key", "b"]
 
 
 def test_the_log_of_a_server_shows_none_of_them():
     code = (
-        "import hidden, logging; hidden.mask_logs(); logging.basicConfig(level=20)\n"
+        "import hidden_keys, logging; hidden_keys.mask_logs(); logging.basicConfig(level=20)\n"
         "logging.info('server_args=%s', {'api_key': 'first-key', 'admin_api_key': 'second-key', 'port': 1})"
     )
-    keys = {hidden.FLAGS: json.dumps(["--api-key", "first-key"]), hidden.KEYS: json.dumps([None, "second-key"])}
+    keys = {
+        hidden_keys.FLAGS: json.dumps(["--api-key", "first-key"]),
+        hidden_keys.KEYS: json.dumps([None, "second-key"]),
+    }
     said = subprocess.run(
-        [sys.executable, "-c", code], cwd=INSIDE, env=os.environ | keys, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=BOOTSTRAP, env=os.environ | keys, capture_output=True, text=True, check=True
     )
     assert said.stderr == (
         "INFO:root:server_args={'api_key': '__SECRET__', 'admin_api_key': '__SECRET__', 'port': 1}\n"

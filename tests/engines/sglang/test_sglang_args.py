@@ -9,7 +9,7 @@ import pytest
 import serving
 
 from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
-from slimectl.engines.sglang.recipes import sglang_server
+from slimectl.engines.sglang.launch import sglang_server
 from slimectl.errors import BackendError, SettingsError
 
 

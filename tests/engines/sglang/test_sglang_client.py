@@ -15,8 +15,8 @@ import pytest
 import serving
 from aiohttp import web
 
-from slimectl.engines.sglang.client import SglangEngine
-from slimectl.engines.sglang.servers import free_port
+from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.supervisor.server_process import free_port
 from slimectl.errors import BackendError, SettingsError
 from slimectl.types import Completion, SamplingParams
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import serving
 
-from slimectl.engines.sglang.groups import groups_of
-from slimectl.engines.sglang.recipes import sglang_server
+from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.topology import groups_of
 from slimectl.errors import SettingsError
 
 MODEL = Path("models/policy")

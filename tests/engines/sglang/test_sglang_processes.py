@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from slimectl.engines.sglang.logs import cause
-from slimectl.engines.sglang.servers import ServerProcess
-from slimectl.engines.sglang.wire import get
+from slimectl.engines.http.transport import get
+from slimectl.engines.supervisor.server_process import ServerProcess, error_line
 from slimectl.errors import BackendError
 
 SERVER = """
@@ -174,11 +173,11 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
         import sys, threading, time
         from functools import partial
         from pathlib import Path
-        from slimectl.engines.sglang.servers import ServerProcess
+        from slimectl.engines.supervisor.server_process import ServerProcess
 
         def command(host, port):
-            code = ("import sys, time; sys.path.insert(0, {str(inside())!r}); import with_parent; "
-                    "with_parent.leave_with_parent(); import http.server; "
+            code = ("import sys, time; sys.path.insert(0, {str(bootstrap())!r}); import parent_watch; "
+                    "parent_watch.leave_with_parent(); import http.server; "
                     "http.server.test(http.server.SimpleHTTPRequestHandler, bind=sys.argv[1], port=int(sys.argv[2]))")
             return [sys.executable, "-c", code, host, str(port)]
 
@@ -204,10 +203,10 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
     assert not Path(folder).exists()
 
 
-def inside() -> Path:
-    from slimectl.engines.sglang.args import INSIDE
+def bootstrap() -> Path:
+    from slimectl.engines.sglang.args import BOOTSTRAP
 
-    return INSIDE
+    return BOOTSTRAP
 
 
 def test_the_cause_of_a_death_is_found_among_other_lines():
@@ -218,7 +217,7 @@ def test_the_cause_of_a_death_is_found_among_other_lines():
     torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
     [2026-01-01 10:00:05] Received sigquit from a child process. It usually means the child failed.
     EOFError: it went away"""
-    assert cause(log) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert cause("fine\nValueError: head_dim 12 is odd\nRuntimeError: later") == "ValueError: head_dim 12 is odd"
-    assert cause("starting\nsaid something last\n\n") == "said something last"
-    assert cause("") == "it wrote nothing"
+    assert error_line(log) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert error_line("fine\nValueError: head_dim 12 is odd\nRuntimeError: later") == "ValueError: head_dim 12 is odd"
+    assert error_line("starting\nsaid something last\n\n") == "said something last"
+    assert error_line("") == "it wrote nothing"

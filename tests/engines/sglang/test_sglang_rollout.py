@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.engines.fleet import Fleet
-from slimectl.engines.sglang.client import SglangEngine
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.inside.leftovers import members
-from slimectl.engines.sglang.servers import ServerProcess
+from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.sglang.bootstrap.cleanup import members
+from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.rollout import rollout
@@ -37,7 +37,7 @@ class Served:
         self.folder = folder
         self.server: ServerProcess = serving.sglang(folder, logs)
         self.engine: SglangEngine = serving.client([], folder)
-        self.fleet = Fleet(
+        self.fleet = ServerPool(
             lambda _: self.server, 1, interval_s=600.0, announce=self.engine.set_urls, restore=self.push,
             failed=self.engine.fail,
         )  # fmt: skip

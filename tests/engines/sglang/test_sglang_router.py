@@ -13,12 +13,12 @@ import pytest
 import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.fleet import Fleet
-from slimectl.engines.sglang.client import SglangEngine
-from slimectl.engines.sglang.control import HttpWorkers
-from slimectl.engines.sglang.recipes import router_server
+from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.transport import get
+from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.router import Router
-from slimectl.engines.sglang.wire import get
+from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
 
@@ -33,7 +33,7 @@ class Routed:
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
         self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.sglang_python()))
         self.engine: SglangEngine = serving.client([], folder)
-        self.fleet = Fleet(
+        self.fleet = ServerPool(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
             failed=self.engine.fail, restore=lambda url: self.push([url]),
         )  # fmt: skip

@@ -18,13 +18,13 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from model_cases import Reference, load, loss_of, loss_weights, parameters_of, share
 from torch import Tensor
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.policies.megatron import parallel
+from slimectl.policies.megatron.batch import PackedSequences, packed
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.model import PackedGPT, build
-from slimectl.policies.megatron.packed import PackedSequences, packed
 from slimectl.policies.megatron.parallel import parallel_state
-from slimectl.weights.families import family_of
 
 CPU = torch.device("cpu")
 PER_BATCH = 2

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.config import read_config
+from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parallel import parallel_state
-from slimectl.weights.complete import read_config
-from slimectl.weights.families import family_of
-from slimectl.weights.links import Link
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -104,7 +104,7 @@ class Reference:
     """What Hugging Face's model answers; gradients are those of `loss_of(logits)`, by their names on disk."""
 
     config: dict[str, Any]
-    links: list[Link]
+    links: list[ParamMapping]
     weights: dict[str, Tensor]
     tokens: list[list[int]]
     logits_TV: Tensor
@@ -194,7 +194,7 @@ def parameters_of(chunks: Iterable[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
             )
 
 
-def share(link: Link, whole: Tensor, layout: ParallelLayout) -> Tensor:
+def share(link: ParamMapping, whole: Tensor, layout: ParallelLayout) -> Tensor:
     """The part of a whole Megatron parameter that this rank holds."""
     expert = ".local_experts." in link.megatron
     ranks = layout.expert_tensor if expert else layout.tensor
@@ -216,6 +216,6 @@ def load(chunks: list[PackedGPT], reference: Reference, layout: ParallelLayout) 
             value.copy_(share(links[name], wholes[name], layout))
 
 
-def _tied(name: str, links: dict[str, Link]) -> str:
+def _tied(name: str, links: dict[str, ParamMapping]) -> str:
     """The last stage's copy of a tied embedding goes by the embedding's name."""
     return "embedding.word_embeddings.weight" if name == "output_layer.weight" and name not in links else name

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.group import GroupPolicy
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.ports import Loss
-from slimectl.types import Metrics, Row
+from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.protocols import Loss
+from slimectl.types import Metrics, TrainingSample
 
 STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
 """Large steps, of which each gradient decides its own part: with Adam's usual eps the rounding of gradients near zero
@@ -47,13 +47,13 @@ class Rebuilt:
     def ask(self, method: str, *arguments: Any) -> Any:
         return getattr(self.policy, method)(*arguments)
 
-    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.policy.values(rows)
 
-    def log_probs(self, rows: Sequence[Row]) -> list[list[float]]:
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.policy.log_probs(rows)
 
-    def forward_backward(self, rows: Sequence[Row], loss: Loss) -> Metrics:
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         return self.policy.forward_backward(rows, loss)
 
     def optim_step(self) -> Metrics:
@@ -78,7 +78,7 @@ class Rebuilt:
         self.policy.load_torch_dist(path)
 
 
-class Ranks(GroupPolicy):
+class Ranks(DistributedPolicy):
     """The group that holds them."""
 
     def __init__(self, ranks: int) -> None:
@@ -97,7 +97,7 @@ class Ranks(GroupPolicy):
         """A method of what is held."""
         return self._call("ask", method, *arguments)
 
-    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self._call("values", rows)
 
     def save_torch_dist(self, path: Path) -> None:

@@ -6,16 +6,20 @@ import pytest
 import torch
 from policies.policy_cases import random_rows
 
-from slimectl.algorithms.packing import planned, tokens_of
-from slimectl.layouts import ParallelLayout
+from slimectl.algorithms.packing import plan_batches, tokens_of
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
-ROWS = [Row([1, 2, 3, 4, 5], 2, [1.0] * 2), Row([6, 7, 8], 1, [1.0], group=1), Row([9, 10], 0, [], group=2)]
+ROWS = [
+    TrainingSample([1, 2, 3, 4, 5], 2, [1.0] * 2),
+    TrainingSample([6, 7, 8], 1, [1.0], group=1),
+    TrainingSample([9, 10], 0, [], group=2),
+]
 
 
 def batch(layout: ParallelLayout, rank: int = 0) -> Batch:
-    [[pack]] = planned(ROWS, max_tokens=50, share=False)
+    [[pack]] = plan_batches(ROWS, max_tokens=50, share=False)
     return laid_out(ROWS, pack, layout, rank=rank, device=torch.device("cpu"))
 
 

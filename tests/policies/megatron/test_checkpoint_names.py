@@ -8,11 +8,11 @@ from megatron.core import dist_checkpointing
 from model_cases import load, parameters_of, reference
 from torch.distributed.checkpoint import FileSystemReader
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
+from slimectl.architectures.torch_dist_keys import tensors
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.model import build
-from slimectl.weights.families import family_of
-from slimectl.weights.stored import tensors
 
 ALONE = ParallelLayout()
 

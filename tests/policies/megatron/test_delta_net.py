@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.megatron.batch import packed
 from slimectl.policies.megatron.delta_net import _causal_convolution, gated_delta_rule
-from slimectl.policies.megatron.packed import packed
 
 LENGTHS = (3, 150, 64, 65, 1)
 

@@ -11,7 +11,7 @@ import torch
 from policies.policy_cases import Clipped, WeightedNegativeLogProb, new_policy, random_rows
 from rank_cases import STEADY, Ranks, megatron
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
 
 ModelDir = Callable[..., Path]
 Reports = list[dict[str, float]]

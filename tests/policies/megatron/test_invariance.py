@@ -14,15 +14,15 @@ import pytest
 from policies.invariance_cases import CASES, Learner, attempts, fsdp, megatron, shuffled, step
 from rank_cases import Ranks
 
-from slimectl.algorithms.packing import Batching
+from slimectl.algorithms.packing import BatchingOptions
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.create import create_model
-from slimectl.layouts import ParallelLayout
 from slimectl.types import Metrics, Sample
 
 ROUNDING = 1e-6
-PLAIN: dict[str, Any] = {"max_tokens": 10_000, "share_prompts": True, "batching": Batching()}
+PLAIN: dict[str, Any] = {"max_tokens": 10_000, "share_prompts": True, "batching": BatchingOptions()}
 """The whole round in one pack."""
-SMALL: dict[str, Any] = {"max_tokens": 24, "batching": Batching(balance="flops", pair_cost=0.01)}
+SMALL: dict[str, Any] = {"max_tokens": 24, "batching": BatchingOptions(balance="flops", pair_cost=0.01)}
 MODEL: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -75,7 +75,7 @@ def expected(alone: Learner, samples: list[Sample]) -> Callable[[str], Metrics]:
     return of
 
 
-@pytest.fixture(scope="module", params=[("two", {"batching": Batching(3, "none")}), ("four", SMALL)], ids=str)
+@pytest.fixture(scope="module", params=[("two", {"batching": BatchingOptions(3, "none")}), ("four", SMALL)], ids=str)
 def dealt(request: pytest.FixtureRequest, folder: Path) -> OverRanks:
     """Two ranks with micro-batches of three samples, or four with small packs."""
     ranks, options = request.param
@@ -112,7 +112,7 @@ def test_every_case_trains(expected: Callable[[str], Metrics], case: str):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens": 24, "share_prompts": False}, {"batching": Batching(1)}],
+    [{"max_tokens": 24, "share_prompts": False}, {"batching": BatchingOptions(1)}],
     ids=["small packs", "one sample each"],
 )
 @pytest.mark.parametrize("case", CASES)

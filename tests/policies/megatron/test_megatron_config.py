@@ -8,16 +8,15 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from model_cases import CASES, SHAPE
 
+from slimectl.architectures.config import Architecture, with_defaults
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
-from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron.config import Recompute, args_of, transformer_config
-from slimectl.weights.architecture import Architecture
-from slimectl.weights.complete import completed
-from slimectl.weights.families import family_of
 
 
 def architecture(name: str) -> Architecture:
-    config = completed({**SHAPE, **CASES[name]})
+    config = with_defaults({**SHAPE, **CASES[name]})
     return family_of(config).architecture(config)
 
 

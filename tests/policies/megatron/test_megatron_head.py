@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimectl.layouts import ParallelLayout
-from slimectl.policies import head
-from slimectl.policies.head import VocabularyShard, linear_log_probs
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies import lm_head
+from slimectl.policies.lm_head import VocabularyShard, linear_log_probs
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.parallel import parallel_state
 
@@ -17,8 +17,8 @@ from slimectl.policies.megatron.parallel import parallel_state
 def test_padding_rows_take_part_in_nothing(monkeypatch: pytest.MonkeyPatch, kept_logits: int, entropy: bool):
     """A shard of 13 rows and 3 of padding against the plain formulation over 13; two ranks are in test_equal_ranks."""
     parallel.start(ParallelLayout(), seed=0)
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 48)
-    monkeypatch.setattr(head, "KEPT_LOGITS", kept_logits)
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 48)
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
     shard = VocabularyShard(0, 13, parallel_state.get_tensor_model_parallel_group())
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=draw, dtype=torch.float64, requires_grad=True)

@@ -14,15 +14,14 @@ from rank_cases import STEADY, Ranks, megatron
 from safetensors.torch import load_file
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.values import SharedLoss, ValueLoss
+from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
+from slimectl.policies.fsdp.critic import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
 from slimectl.policies.megatron.config import Recompute
-from slimectl.policies.megatron.shared import MegatronPolicyWithValues
-from slimectl.policies.megatron.value import MegatronCritic
+from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
 
 ModelDir = Callable[..., Path]
@@ -217,14 +216,14 @@ def test_a_policy_that_is_its_own_critic_keeps_its_head_beside_what_peft_reads(f
     import peft
     from transformers import AutoModelForCausalLM
 
-    policy = megatron(four_layers("tied"), kind=MegatronPolicyWithValues, lora=lora())
+    policy = megatron(four_layers("tied"), kind=MegatronActorCritic, lora=lora())
     rows = random_rows(groups=4)
     for row in rows:
         row.values, row.returns = [0.0] * row.response_length, row.advantages
-    loss = SharedLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
+    loss = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
     policy.forward_backward(rows, loss)
     policy.optim_step()
-    fsdp = FsdpPolicyWithValues(four_layers("tied"), HFCheckpoint(), optimizer=STEADY, lora=lora())
+    fsdp = FsdpActorCritic(four_layers("tied"), HFCheckpoint(), optimizer=STEADY, lora=lora())
     fsdp.load(saved(policy, tmp_path / "megatron"))
     assert fsdp.forward_backward(rows, loss) == pytest.approx(policy.forward_backward(rows, loss), rel=1e-5)
     assert fsdp.optim_step() == pytest.approx(policy.optim_step(), rel=1e-5)

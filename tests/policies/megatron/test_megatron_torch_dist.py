@@ -13,11 +13,11 @@ from checkpoints.hostile_pickles import archive, payloads
 from policies.policy_cases import Clipped, random_rows
 from rank_cases import Ranks, megatron
 
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.builders import convert
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError
-from slimectl.layouts import ParallelLayout
-from slimectl.wiring import convert
 
 ModelDir = Callable[..., Path]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from model_cases import CASES, load, loss_of, loss_weights, parameters_of, reference
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.policies.megatron import parallel
+from slimectl.policies.megatron.batch import packed
 from slimectl.policies.megatron.model import build
-from slimectl.policies.megatron.packed import packed
-from slimectl.weights.families import family_of
 
 ALONE = ParallelLayout()
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import torch.multiprocessing
 from layout_ranks import Trial, run
 from model_cases import CASES, SHAPE, reference
 
+from slimectl.architectures.config import with_defaults
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.registry import family_of
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.config import Recompute
-from slimectl.weights.complete import completed
-from slimectl.weights.families import family_of
 
 LENGTHS = (7, 12, 12, 5, 1, 9, 4, 16)
 PLAIN = Recompute()
@@ -89,12 +89,12 @@ def test_four_ranks_equal_one(tmp_path):
     ],
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused(name, layout, message):
-    config = completed({**SHAPE, **CASES[name]})
+    config = with_defaults({**SHAPE, **CASES[name]})
     with pytest.raises(SettingsError, match=message):
         parallel.check(layout, family_of(config).architecture(config), 16)
 
 
 def test_attention_through_an_indexer_is_refused():
-    config = completed({"model_type": "glm_moe_dsa", "num_hidden_layers": 2})
+    config = with_defaults({"model_type": "glm_moe_dsa", "num_hidden_layers": 2})
     with pytest.raises(CheckpointError, match="converted but not trained"):
         parallel.check(ParallelLayout(), family_of(config).architecture(config), 1)

@@ -13,11 +13,11 @@ from policies.policy_cases import Clipped, WeightedNegativeLogProb, new_policy, 
 from rank_cases import STEADY, megatron
 from safetensors.torch import load_file
 
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import RecordError, SettingsError
-from slimectl.layouts import ParallelLayout
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.types import Row
+from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
 
@@ -59,7 +59,11 @@ def test_log_probs_equal_the_fsdp_policy_at_a_temperature(four_layers: ModelDir)
 
 
 def test_a_response_of_no_tokens_and_of_one_token(four_layers: ModelDir):
-    rows = [Row([1, 2, 3], 0, []), Row([1, 2, 3, 4], 1, [1.0]), Row([5, 6], 1, [1.0], group=1)]
+    rows = [
+        TrainingSample([1, 2, 3], 0, []),
+        TrainingSample([1, 2, 3, 4], 1, [1.0]),
+        TrainingSample([5, 6], 1, [1.0], group=1),
+    ]
     policy = megatron(four_layers())
     assert [len(values) for values in policy.log_probs(rows)] == [0, 1, 1]
     assert policy.forward_backward(rows, WeightedNegativeLogProb())["weight"] == 2.0

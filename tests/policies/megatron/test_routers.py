@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from policies.policy_cases import Clipped, WeightedNegativeLogProb, random_rows
 from rank_cases import Ranks, megatron
 
-from slimectl.layouts import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions

@@ -12,20 +12,20 @@ from policies.policy_cases import random_rows
 from rank_cases import STEADY, Ranks, megatron
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.values import SharedLoss, ValueLoss
+from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.fsdp.shared import FsdpPolicyWithValues
-from slimectl.policies.megatron.shared import MegatronPolicyWithValues
-from slimectl.types import Row
+from slimectl.policies.fsdp.critic import FsdpActorCritic
+from slimectl.policies.megatron.critic import MegatronActorCritic
+from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
 Learnt = tuple[Path, Any, dict[str, float]]
-LOSS = SharedLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
+LOSS = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
 LAYOUTS = [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2), ParallelLayout()]
 
 
-def rows_with_returns() -> list[Row]:
+def rows_with_returns() -> list[TrainingSample]:
     rows = random_rows(groups=4)
     for row in rows:
         row.values, row.returns = [0.0] * row.response_length, row.advantages
@@ -40,7 +40,7 @@ def step(policy: Any) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def learnt(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     """A checkpoint of the FSDP policy after a step, the policy itself after another one, and what that told."""
-    fsdp = FsdpPolicyWithValues(four_layers(), HFCheckpoint(), optimizer=STEADY)
+    fsdp = FsdpActorCritic(four_layers(), HFCheckpoint(), optimizer=STEADY)
     step(fsdp)
     folder = tmp_path_factory.mktemp("shared")
     fsdp.save(folder)
@@ -50,7 +50,7 @@ def learnt(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> L
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_goes_on_where_the_fsdp_policy_stood(two: Ranks, learnt: Learnt, layout: ParallelLayout):
     folder, fsdp, told = learnt
-    two.build(folder, kind=MegatronPolicyWithValues, layout=layout)
+    two.build(folder, kind=MegatronActorCritic, layout=layout)
     two.load(folder)
     assert step(two) == pytest.approx(told, rel=1e-4, abs=1e-6)
     rows = rows_with_returns()
@@ -62,11 +62,11 @@ def test_it_goes_on_where_the_fsdp_policy_stood(two: Ranks, learnt: Learnt, layo
 
 
 def test_the_fsdp_policy_goes_on_where_it_stood(four_layers: ModelDir, tmp_path: Path):
-    alone = megatron(four_layers("tied"), kind=MegatronPolicyWithValues)
+    alone = megatron(four_layers("tied"), kind=MegatronActorCritic)
     assert {value for values in alone.values(random_rows()) for value in values} == {0.0}
     step(alone)
     alone.save(tmp_path)
-    fsdp = FsdpPolicyWithValues(tmp_path, HFCheckpoint(), optimizer=STEADY)
+    fsdp = FsdpActorCritic(tmp_path, HFCheckpoint(), optimizer=STEADY)
     fsdp.load(tmp_path)
     assert step(fsdp) == pytest.approx(step(alone), rel=1e-4, abs=1e-6)
     for (name, tensor), (other, expected) in zip(fsdp.weights(), alone.weights(), strict=True):

@@ -11,9 +11,9 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import BackendError, MissingExtraError
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.megatron import core, cpu_device, parallel
+from slimectl.policies.megatron import cpu_patches, parallel, patches
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
 
@@ -29,14 +29,14 @@ def test_an_untested_version_is_refused_without_a_gpu():
     with pytest.raises(
         BackendError, match=r"megatron-core 0\.19\.2 was not tested .*pip install 'megatron-core==0\.16\.1'"
     ):
-        cpu_device.install("0.19.2")
+        cpu_patches.install("0.19.2")
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.20.0"])
 def test_an_unsupported_version_is_refused(version, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(BackendError, match=r"pip install 'megatron-core>=0\.16\.1,<0\.20'"):
-        core.prepare()
+        patches.prepare()
 
 
 @pytest.mark.parametrize(("module", "package"), [("megatron", "megatron-core"), ("psutil", "psutil")])
@@ -44,7 +44,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(module, packag
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
     with pytest.raises(MissingExtraError, match=rf"needs {package}, .*pip install 'slimectl\[megatron\]'"):
-        core.prepare()
+        patches.prepare()
 
 
 def test_importing_warns_of_nothing():
@@ -68,7 +68,7 @@ def test_patching_twice_changes_nothing():
     from megatron.core.tensor_parallel import mappings
 
     before = mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__
-    cpu_device.install("0.16.1")
+    cpu_patches.install("0.16.1")
     assert (mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__) == before
 
 

@@ -14,8 +14,8 @@ from policies.policy_cases import Clipped, new_policy, random_rows
 from rank_cases import STEADY, Ranks, megatron
 from safetensors.torch import load_file, save_file
 
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import CheckpointError
-from slimectl.layouts import ParallelLayout
 
 ModelDir = Callable[..., Path]
 FALLING = dataclasses.replace(STEADY, schedule="linear", decay_steps=8)

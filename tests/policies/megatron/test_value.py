@@ -15,8 +15,8 @@ from rank_cases import Ranks, megatron
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.megatron.value import MegatronCritic
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.megatron.critic import MegatronCritic
 
 ModelDir = Callable[..., Path]
 

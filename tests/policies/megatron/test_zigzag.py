@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.layouts import ParallelLayout
-from slimectl.policies.megatron.packed import packed
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.megatron.batch import packed
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,58 @@
+"""Estimates the KL divergence of the policy from another, over sampled tokens.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimectl.algorithms.surrogates import LOG_RATIO_LIMIT, ratio
+
+LOW_VAR_LIMIT = 10.0
+KINDS = ("k1", "k2", "k3", "low_var_kl")
+
+
+def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) at each token, [T]; with r = logp - ref:
+
+    k1 = r, k2 = r² / 2, k3 = exp(-r) - 1 + r, low_var_kl = k3 clamped to ±10.
+    Schulman 2020, joschu.net/blog/kl-approx.html; k3 is GRPO's, arXiv:2402.03300, eq. 4. As a loss, the gradient of k1
+    has mean zero over the policy's own tokens: it is a metric, not a penalty. k2 and k3 pull towards the reference.
+
+    Raises ValueError on another kind.
+    """
+    r_T = logprobs_T - ref_logprobs_T.detach()
+    if kind == "k1":
+        return r_T
+    if kind == "k2":
+        return r_T.square() / 2
+    if kind not in KINDS:
+        raise ValueError(f"no KL estimator {kind!r}; there are {', '.join(KINDS)}")
+    # The exponent is clamped before it overflows: the gradient of a clamp of infinity is NaN, not zero.
+    k3_T = torch.exp((-r_T).clamp(max=LOG_RATIO_LIMIT)) - 1 + r_T
+    return k3_T if kind == "k3" else k3_T.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+
+
+def unbiased_kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprobs_T: Tensor, kind: str) -> Tensor:
+    """Return `kl_estimate` times exp(logp - old), [T]: unbiased for tokens that an older policy sampled.
+
+    DeepSeek-V3.2, arXiv:2512.02556, "Unbiased KL Estimate". Gradients flow through the ratio too, so that the gradient
+    of k3 is that of the divergence itself.
+    """
+    return ratio(logprobs_T, old_logprobs_T.detach()) * kl_estimate(logprobs_T, ref_logprobs_T, kind)
+
+
+def approx_kl_metrics(logprobs_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
+    """Return metrics of the distance from the policy that sampled, by name; each [T], constant.
+
+    With the ratio exp(logp - old): two estimates of KL(old || policy), whose tokens `old` sampled, ppo_kl = old - logp
+    and approxkl = (logp - old)² / 2 (Schulman 2020, joschu.net/blog/kl-approx.html), and the ratio itself as ois.
+    """
+    logprobs_T, old_logprobs_T = logprobs_T.detach(), old_logprobs_T.detach()
+    return {
+        "ppo_kl": old_logprobs_T - logprobs_T,
+        "approxkl": (logprobs_T - old_logprobs_T).square() / 2,
+        "ois": ratio(logprobs_T, old_logprobs_T),
+    }

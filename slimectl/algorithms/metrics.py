@@ -1,0 +1,121 @@
+"""Metrics of a round of samples: rewards, lengths, failures, speculative decoding."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from slimectl.types import Metrics, Sample, Status
+
+
+def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
+    """Return reward, length, truncation and failure metrics of a round; `rewards` are of samples that have one."""
+    lengths = [sample.response_length for sample in samples]
+    metrics = {
+        "rollout/response_len/mean": statistics.fmean(lengths),
+        "rollout/response_len/median": float(statistics.median(lengths)),
+        "rollout/response_len/max": float(max(lengths)),
+        "rollout/response_len/min": float(min(lengths)),
+        "rollout/truncation_rate": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
+    }
+    if rewards:
+        metrics["rollout/raw_reward"] = statistics.fmean(rewards)
+        metrics["rollout/max_reward"] = max(rewards)
+        metrics["rollout/min_reward"] = min(rewards)
+    log_probs = [
+        p for s in samples if s.rollout_log_probs for p, m in zip(s.rollout_log_probs, s.mask(), strict=True) if m
+    ]
+    if log_probs:
+        metrics["rollout/rollout_log_probs"] = statistics.fmean(log_probs)
+    metrics |= count_failures("rollout/", samples)
+    prompts = sum(info["total_prompt_tokens"] for s in samples if (info := s.prefix_cache_info))
+    if prompts:
+        cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))
+        metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
+    metrics |= _speculation([s.spec_info for s in samples if s.spec_info])
+    return metrics
+
+
+def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
+    """Count failed attempts by exception; no metrics if none failed."""
+    failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)
+    return {f"{prefix}error/{name}": float(count) for name, count in sorted(failures.items())}
+
+
+def _speculation(infos: Sequence[Mapping[str, int]]) -> Metrics:
+    """Return metrics of speculative decoding: tokens per forward pass, and the share of accepted draft tokens."""
+    passes = sum(info.get("spec_verify_ct", 0) for info in infos)
+    drafted = sum(info.get("spec_draft_token_num", 0) for info in infos)
+    metrics: Metrics = {}
+    if passes:
+        metrics["rollout/spec_accept_length"] = sum(info["completion_token_num"] for info in infos) / passes
+    if drafted:
+        metrics["rollout/spec_accept_rate"] = sum(info.get("spec_accept_token_num", 0) for info in infos) / drafted
+    return metrics
+
+
+def zero_std_groups(rewards: Sequence[Sequence[float]]) -> Metrics:
+    """Count groups with zero reward spread, by their common reward."""
+    counts = Counter(group[0] for group in rewards if len(group) > 1 and min(group) == max(group))
+    return {f"rollout/zero_std/count_{value:g}": float(count) for value, count in sorted(counts.items())}
+
+
+def _category(sample: Sample) -> str:
+    return str(sample.metadata.get("error", "unknown")).partition(":")[0]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Estimate the probability that k of n attempts, of which c succeeded, include a success: 1 - C(n-c, k) / C(n, k).
+
+    Chen et al. 2021, arXiv:2107.03374, eq. 1; unbiased, exact in integers.
+
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {c} successes in {n} attempts: needs 0 <= c <= n and 1 <= k <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_k_values(n: int) -> list[int]:
+    """Return the k of pass@k: 1, 2, 4, ... up to n.
+
+    >>> powers_of_two(6)
+    [1, 2, 4]
+    """
+    return [1 << exponent for exponent in range(max(n, 0).bit_length())]
+
+
+def average_at_n(rewards: Sequence[float]) -> float:
+    """Return the mean reward of the n attempts: pass@1 if rewards are 0 and 1 (Chen et al. 2021, arXiv:2107.03374).
+
+    Raises ValueError if there are none.
+    """
+    if not rewards:
+        raise ValueError("avg@n of no attempts")
+    return fmean(rewards)
+
+
+def majority_at_n(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
+    """Return the success of the most frequent answer (Wang et al. 2022, arXiv:2203.11171); one success per attempt.
+
+    >>> majority_at_n(["7", "7", "3", None], [True, True, False, False])
+    1.0
+
+    Attempts without an answer (None) do not vote; if none has one the result is 0. Tied answers give the mean of their
+    successes, so the order of attempts does not matter. Answers are compared as strings: normalise them first.
+
+    Raises ValueError if there are not as many answers as successes.
+    """
+    if len(answers) != len(successes):
+        raise ValueError(f"{len(answers)} answers for {len(successes)} successes")
+    votes: dict[str, list[bool]] = defaultdict(list)
+    for answer, success in zip(answers, successes, strict=True):
+        if answer is not None:
+            votes[answer].append(success)
+    if not votes:
+        return 0.0
+    max_votes = max(map(len, votes.values()))
+    return fmean(fmean(results) for results in votes.values() if len(results) == max_votes)

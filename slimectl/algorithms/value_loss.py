@@ -1,0 +1,134 @@
+"""Value loss, generalized advantages and explained variance of a critic.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import SettingsError
+
+
+class ValuePack(Protocol):
+    """The part of ports.TokenPack that the value loss reads; `logprobs_T` holds the critic's values."""
+
+    @property
+    def logprobs_T(self) -> Tensor: ...
+    @property
+    def weights_T(self) -> Tensor: ...
+    @property
+    def values_T(self) -> Tensor | None: ...
+    @property
+    def returns_T(self) -> Tensor | None: ...
+
+
+def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambd: float) -> Tensor:
+    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; [T], [T] to [T].
+
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Value and advantage after the last token are 0: it is terminal.
+    The returns on which a critic is trained are A + V.
+    """
+    advantages_T = torch.empty_like(rewards_T)
+    advantage = value_after = rewards_T.new_zeros(())
+    for t in range(len(rewards_T) - 1, -1, -1):
+        advantage = rewards_T[t] + gamma * value_after - values_T[t] + gamma * lambd * advantage
+        advantages_T[t], value_after = advantage, values_T[t]
+    return advantages_T
+
+
+def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """Return max((V - R)², (clip(V, V_old ± clip) - R)²), without 1/2, and 1.0 where the second is larger; each [T].
+
+    PPO's value clipping, as in the authors' code (Schulman et al. 2017, arXiv:1707.06347; github.com/openai/baselines).
+    """
+    unclipped_T = (values_T - returns_T).square()
+    clipped_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+    return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).to(values_T.dtype)
+
+
+def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
+    """Return 1 - var(R - V) / var(R) over all unmasked tokens: 1 is perfect, 0 as good as the mean; 0 if R is constant.
+
+    Each sequence has a tensor [T] per answer. It is the coefficient of determination without the penalty for a constant
+    error, as the authors of PPO report it (Schulman et al. 2017; github.com/openai/baselines).
+    """
+    bool_masks = [mask_T != 0 for mask_T in masks]
+    returns_K = torch.cat([return_T[mask_T] for return_T, mask_T in zip(returns, bool_masks, strict=True)])
+    values_K = torch.cat([value_T[mask_T] for value_T, mask_T in zip(values, bool_masks, strict=True)])
+    variance = float(returns_K.var(correction=0)) if len(returns_K) else 0.0
+    return 1.0 - float((returns_K - values_K).var(correction=0)) / variance if variance else 0.0
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Weighted sum of `clipped_value_loss` (Schulman et al. 2017, arXiv:1707.06347, eq. 9, the second term).
+
+    Metrics, weighted too: value_loss, value_clipfrac, the values before the round (value) and the current ones
+    (vpred), and the squared error of the latter without clipping (error).
+
+    Raises SettingsError if the pack has no values and returns.
+    """
+
+    value_clip: float = 0.2
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def __call__(self, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.of(pack.logprobs_T, pack)
+
+    def of(self, values_T: Tensor, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of the values [T], which carry the gradient."""
+        if pack.values_T is None or pack.returns_T is None:
+            raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
+        loss_T, clipped_T = clipped_value_loss(values_T, pack.values_T, pack.returns_T, clip=self.value_clip)
+        loss = (pack.weights_T * loss_T).sum()
+        current_T = values_T.detach()
+        metrics = {
+            "value_clipfrac": clipped_T,
+            "value": pack.values_T,
+            "vpred": current_T,
+            "error": (current_T - pack.returns_T).square(),
+        }
+        return loss, {"value_loss": loss.detach()} | {
+            name: (pack.weights_T * x_T).sum() for name, x_T in metrics.items()
+        }
+
+
+class SharedPack(ValuePack, Protocol):
+    """ValuePack of a policy with a value head: `predicted_T` has its current values."""
+
+    @property
+    def predicted_T(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class PolicyAndValueLoss:
+    """Policy loss plus `coef` times the value loss of the critic on the policy's backbone; its metrics are critic-….
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 9; the entropy bonus is part of the policy loss. Raises SettingsError if
+    the pack has no current values.
+    """
+
+    policy: Any
+    value: ValueLoss
+    coef: float
+
+    @property
+    def needs_entropy(self) -> bool:
+        return bool(self.policy.needs_entropy)
+
+    def __call__(self, pack: SharedPack) -> tuple[Tensor, dict[str, Tensor]]:
+        if pack.predicted_T is None:
+            raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "own"')
+        loss, metrics = self.policy(pack)
+        value, value_metrics = self.value.of(pack.predicted_T, pack)
+        value_metrics = {f"critic-{name}": part for name, part in {"loss": value.detach(), **value_metrics}.items()}
+        return loss + self.coef * value, metrics | value_metrics

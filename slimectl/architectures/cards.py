@@ -1,0 +1,133 @@
+"""Model cards: TOML descriptions of architectures, used if there is no checkpoint yet (models/*.toml).
+
+family = "qwen3"            the weight mapping in weights/
+parameters = 596_049_920    and `activated`, if a token does not pass through all of them
+null = ["q_lora_rank"]      keys of [config] that are null in config.json: TOML has no null
+[config]                    the contents of config.json
+[layout.gpus_8]             a parallel layout that fits, or a `note` why none does
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import CheckpointError, SettingsError
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+"""Alternative keys of the rotary embedding; they are compared by their meaning."""
+DERIVED = ("layer_types", "mlp_layer_types")
+"""Lists that a configuration class derives from other keys, which it then drops."""
+NOT_COMPARED = ("max_position_embeddings", *ROPE_KEYS)
+"""Keys that are not compared: the maximum position does not affect outputs and differs within an architecture."""
+
+Difference = tuple[str, Any, Any]
+"""(key, value in the card, value in the checkpoint)."""
+
+
+def folder() -> Path:
+    """Return the folder of the cards: inside the installed package, or at the top of a source tree."""
+    installed = Path(__file__).parents[1] / "models"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "models"
+
+
+def names() -> list[str]:
+    """Return the names of all cards, sorted by size: 4B before 14B."""
+    return sorted((file.stem for file in folder().glob("*.toml")), key=_by_number)
+
+
+def _by_number(name: str) -> list[tuple[float, str]]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a card. Raises SettingsError with the nearest name."""
+    if name not in (cards := names()):
+        lowered = {card.lower(): card for card in cards}
+        matches = difflib.get_close_matches(name.lower(), lowered, n=1)
+        hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(cards)}"
+        raise SettingsError(f"model.card: no card {name!r}; {hint}")
+    return folder() / f"{name}.toml"
+
+
+def load(name: str) -> dict[str, Any]:
+    """Load the card of that name. Raises SettingsError with the nearest name."""
+    with path_of(name).open("rb") as file:
+        card = tomllib.load(file)
+    card["config"] |= dict.fromkeys(card.get("null", []))
+    return card
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, also if it is a part of a larger one."""
+    return config.get("text_config") or config
+
+
+def differences(card: dict[str, Any], config: dict[str, Any]) -> list[Difference]:
+    """Return the differences between a checkpoint and a card; `config` is complete (weights.complete.read_config).
+
+    Only keys that the card states are compared, in any spelling, with defaults filled in on both sides. A key that is
+    missing in the checkpoint is not a difference.
+    """
+    from slimectl.architectures.config import head_dim, with_defaults
+
+    stated, expected = language_model(card["config"]), language_model(with_defaults(card["config"]))
+    actual = language_model(config)
+    if expected["model_type"] != actual.get("model_type"):
+        return [("model_type", expected["model_type"], actual.get("model_type"))]
+    differing = _rope_differences(expected, actual)
+    for key in [*stated, *(key for key in DERIVED if expected["num_hidden_layers"] == actual.get("num_hidden_layers"))]:
+        value = head_dim(actual) if key == "head_dim" else actual.get(key, expected.get(key))
+        if key not in NOT_COMPARED and expected.get(key) != value:
+            differing.append((key, expected.get(key), value))
+    return differing
+
+
+def _rope_differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[Difference]:
+    from slimectl.architectures.config import rope
+
+    expected_rope, actual_rope = rope(expected), rope(actual)
+    pairs: list[Difference] = [
+        ("rope_theta", expected_rope.theta, actual_rope.theta),
+        ("partial_rotary_factor", expected_rope.percent, actual_rope.percent),
+    ]
+    expected_scaling, actual_scaling = (
+        scaling or {"rope_type": "default"} for scaling in (expected_rope.scaling, actual_rope.scaling)
+    )
+    unscaled = {"type", "rope_theta", "partial_rotary_factor"}
+    if expected_scaling["rope_type"] != actual_scaling["rope_type"]:
+        pairs.append(("rope_scaling.rope_type", expected_scaling["rope_type"], actual_scaling["rope_type"]))
+    else:
+        pairs += [
+            (f"rope_scaling.{key}", expected_scaling[key], actual_scaling.get(key))
+            for key in expected_scaling
+            if key not in unscaled
+        ]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def check(name: str, config: dict[str, Any], *, location: str) -> None:
+    """Raises CheckpointError, one line, if the complete `config` read from `location` contradicts the card `name`."""
+    mismatches = differences(load(name), config)
+    if mismatches:
+        raise CheckpointError(
+            f"{location}: contradicts the card {name}: {'; '.join(map(describe_difference, mismatches))}; give the card"
+            " of this checkpoint, or none: config.json is the truth about it"
+        )
+
+
+def describe_difference(difference: Difference) -> str:
+    """Describe a difference.
+
+    >>> told(("rope_theta", 1000000.0, 10000.0))
+    'rope_theta is 10000.0, the card says 1000000.0'
+    """
+    key, card, config = difference
+    if isinstance(card, list) and isinstance(config, list) and len(card) == len(config):
+        index = next(i for i in range(len(card)) if card[i] != config[i])
+        key, card, config = f"{key}[{index}]", card[index], config[index]
+    return f"{key} is {config!r}, the card says {card!r}"

@@ -1,0 +1,170 @@
+"""Model architecture: config.json translated to fields of mcore's TransformerConfig."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slimectl.architectures.config_checks import check_config
+from slimectl.errors import CheckpointError
+from slimectl.model_files import MAX_CONFIG_BYTES, open_file, read_json
+
+Config = dict[str, Any]
+"""A complete Hugging Face configuration: every key of the model's class, defaults included."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding.
+
+    `percent` of each head is rotated; `interleaved` pairs neighbours instead of halves; `scaling` is the Hugging Face
+    `rope_parameters` (with `rope_type`) if it is not plain.
+    """
+
+    theta: float
+    percent: float = 1.0
+    interleaved: bool = False
+    scaling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Parameters to build a Megatron GPTModel.
+
+    `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig where `mla`) under their
+    own names, plain data only (`activation_func` is omitted: every family here is SwiGLU). `layer` is the type of a
+    decoder layer: "plain" is that of mcore, the others are built by policies/megatron if it supports them:
+
+    - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before either output joins the residual;
+    - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together;
+    - "gated_delta": layers of `linear_attention_freq` are gated delta nets, the others have a gated output; norms
+      count their weight from 1, but the delta net's `out_norm` does not (mcore's own would);
+    - "sparse_latent": latent attention to the tokens that an indexer picks (mcore's "dsa").
+    """
+
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_positions: int
+    tied: bool
+    rope: Rope
+    mla: bool = False
+    layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"] = "plain"
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further parameters of a layer that is not plain."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.transformer["num_layers"])
+
+    @property
+    def experts(self) -> int:
+        return int(self.transformer.get("num_moe_experts") or 0)
+
+    def moe(self, layer: int) -> bool:
+        """Whether this layer (the first is 0) has experts."""
+        return self.experts > 0 and _in_pattern(self.transformer.get("moe_layer_freq"), layer, otherwise=True)
+
+    def linear_attention(self, layer: int) -> bool:
+        """Whether this layer (the first is 0) has linear attention."""
+        return _in_pattern(self.transformer.get("linear_attention_freq"), layer, otherwise=False)
+
+
+def _in_pattern(pattern: list[int] | None, layer: int, *, otherwise: bool) -> bool:
+    return otherwise if pattern is None else bool(pattern[layer])
+
+
+def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> Rope:
+    """Read the rotary parameters of a configuration, in the new form (rope_parameters) or the old one (rope_theta)."""
+    parameters: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    percent = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or percent)
+    scaling = None if kind == "default" else {**parameters, "rope_type": kind, "rope_theta": theta}
+    return Rope(theta, percent, interleaved, scaling)
+
+
+def head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def require(config: Config, **required: Any) -> None:
+    """Raises CheckpointError if a key has a value that this family's layers do not support; absent keys are fine."""
+    for key, value in {"hidden_act": "silu", "use_sliding_window": False, **required}.items():
+        if (config.get(key) or value) != value:
+            raise CheckpointError(
+                f"config.json: {key} {config[key]!r}: {config.get('model_type')} models are trained and converted only"
+                f" with {value!r}"
+            )
+
+
+def dense(config: Config, **fields: Any) -> Architecture:
+    """A plain decoder: RMSNorm before attention and MLP, grouped-query attention, SwiGLU."""
+    transformer = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": head_dim(config),
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return Architecture(
+        {**transformer, **fields},
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        tied=bool(config.get("tie_word_embeddings")),
+        rope=rope(config),
+    )
+
+
+STAND_INS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Architectures with a class in the checkpoint only, and the class of transformers with the same defaults."""
+
+
+def with_defaults(raw: Config) -> Config:
+    """Return the configuration with every key of its class; `model_type` is unchanged. Raises CheckpointError."""
+    from transformers import AutoConfig
+
+    model_type = raw.get("model_type", "")
+    try:
+        complete = AutoConfig.for_model(**{**raw, "model_type": STAND_INS.get(model_type, model_type)}).to_dict()
+    except Exception as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"config.json: model_type {model_type!r} cannot be used ({line})") from error
+    return {**complete, "model_type": model_type}
+
+
+def read_config(folder: Path) -> Config:
+    """Read the complete configuration of a Hugging Face directory. Raises CheckpointError."""
+    return with_defaults(raw_config(folder))
+
+
+def raw_config(folder: Path) -> Config:
+    """Read config.json unchanged, and check it against the size of the weights beside it. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        raw = read_json(path, max_bytes=MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json; this is not a Hugging Face checkpoint; give one") from None
+    check_config(raw, str(path), weight_bytes=_weight_bytes(folder))
+    return raw
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of all safetensors in the folder; None without any (they will be pushed), or if a header is cut short."""
+    sizes = []
+    for path in folder.glob("*.safetensors"):
+        with open_file(path) as file:
+            sizes.append(os.fstat(file.fileno()).st_size)
+            if 8 + int.from_bytes(file.read(8), "little") > sizes[-1]:
+                return None
+    return sum(sizes) if sizes else None

@@ -1,0 +1,90 @@
+"""LoRA adapters of linear layers: Hugging Face names and Megatron parameters.
+
+K rank · I inputs · O outputs of a Hugging Face layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from slimectl.architectures.mapping import ConcatRows, ParamMapping, TensorParallelSplit
+from slimectl.errors import SettingsError
+
+_LINEAR = re.compile(r"decoder\.layers\.\d+\..*\b(linear_\w+|in_proj|out_proj)\.weight")
+
+
+def halves(layer: str) -> tuple[str, str]:
+    """Names of A [K, I] and B [O, K] of a layer, in peft's convention."""
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def chosen(layers: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Select the layers whose last name is in `targets`. Raises SettingsError for a target that matches no layer.
+
+    >>> chosen(["layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj"], ["q_proj"])
+    ['layers.0.q_proj', 'layers.1.q_proj']
+    """
+    layers = list(layers)
+    layer_names = {_last_name(layer) for layer in layers}
+    for target in targets:
+        if target not in layer_names:
+            raise SettingsError(
+                f"train.lora_targets: no linear layer is called {target}; there are {sorted(layer_names)}"
+            )
+    return [layer for layer in layers if _last_name(layer) in targets]
+
+
+def linear_layers(links: Sequence[ParamMapping]) -> list[str]:
+    """List the Hugging Face layers that are matrices of a Megatron model's decoder, without routers."""
+    return [name.removesuffix(".weight") for link in links if _LINEAR.fullmatch(link.megatron) for name in link.hf]
+
+
+def adapter_links(link: ParamMapping, layers: Collection[str], rank: int) -> list[tuple[ParamMapping, ParamMapping]]:
+    """Build links of A and B for those Hugging Face layers of the matrix `link` that are in `layers`.
+
+    If tensor parallelism splits the rows of the matrix, it splits those of B; if it splits columns, those of A. The
+    other one is replicated. Each layer has its own pair although Megatron fuses layers: peft's files have none fused.
+
+    >>> link = Link("decoder.layers.0.mlp.linear_fc2.weight", ("down.weight",), ((2, 6),), split=Split(1))
+    >>> [(half.megatron, half.shape, half.split) for half in adapter_links(link, {"down"}, rank=4)[0]]
+    [('decoder.layers.0.mlp.linear_fc2.adapter.A.down', (4, 6), Split(axis=1, blocks=())), \
+('decoder.layers.0.mlp.linear_fc2.adapter.B.down', (2, 4), None)]
+    """
+    pairs = []
+    module = f"{link.megatron.removesuffix('.weight')}.adapter"
+    by_columns = link.split if link.split is not None and link.split.axis == 1 else None
+    for name, shape, by_rows in zip(link.hf, link.shapes, _row_splits(link), strict=True):
+        layer = name.removesuffix(".weight")
+        if layer in layers:
+            (outputs, inputs), (a, b) = shape, halves(layer)
+            pairs.append((
+                ParamMapping(f"{module}.A.{_last_name(layer)}", (a,), ((rank, inputs),), split=by_columns),
+                ParamMapping(f"{module}.B.{_last_name(layer)}", (b,), ((outputs, rank),), split=by_rows),
+            ))  # fmt: skip
+    return pairs
+
+
+def _row_splits(link: ParamMapping) -> list[TensorParallelSplit | None]:
+    """Tensor-parallel split of the rows of each Hugging Face layer of a matrix."""
+    if link.split is None or link.split.axis != 0:
+        return [None] * len(link.hf)
+    if not isinstance(link.join, ConcatRows):
+        # A single layer is split like the matrix; of groups every rank holds a run, and so a run of each layer's rows.
+        return [link.split if len(link.hf) == 1 else TensorParallelSplit(0)] * len(link.hf)
+    blocks, splits = iter(link.split.blocks), list[TensorParallelSplit | None]()
+    for shape in link.shapes:
+        layer_blocks = [next(blocks)]
+        while sum(layer_blocks) < shape[0]:
+            layer_blocks.append(next(blocks))
+        splits.append(TensorParallelSplit(0, tuple(layer_blocks)))
+    return splits
+
+
+def _last_name(layer: str) -> str:
+    return layer.rpartition(".")[2]

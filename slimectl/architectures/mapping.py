@@ -1,0 +1,218 @@
+"""Merges Hugging Face tensors into one Megatron parameter, and splits it again.
+
+R rows · a band is a block of rows that stay together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+class Merge(Protocol):
+    """Merge of Hugging Face tensors into one; exact and reversible: values are moved, none changes."""
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor: ...
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]: ...
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A single tensor, unchanged."""
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        return (merged,)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0]
+
+
+@dataclass(frozen=True)
+class ConcatRows:
+    """Tensors concatenated by rows, such as gate over up."""
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        return torch.split(merged, [shape[0] for shape in shapes])
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class InterleaveGroups:
+    """Row bands interleaved by groups: for each group its band of every tensor, in order.
+
+    With query, key and value projections and one group per key-value head this is Megatron's fused QKV,
+    [q of group 0 | k 0 | v 0 | q of group 1 | …]. Works on matrices and on biases.
+    """
+
+    groups: int
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        banded = [part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:]) for part in parts]
+        return torch.cat(banded, dim=1).flatten(0, 1)
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        bands = merged.reshape(self.groups, merged.shape[0] // self.groups, *merged.shape[1:])
+        sizes = [shape[0] // self.groups for shape in shapes]
+        return tuple(band.flatten(0, 1) for band in torch.split(bands, sizes, dim=1))
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class InterleaveGatedGroups:
+    """GroupedRows of query, gate, key and value, where query and gate are one tensor: [q | gate] of each head.
+
+    `dim` is the width of a head. Megatron's fused QKV with an output gate is, for each group,
+    [q of its heads | gate of its heads | k | v].
+    """
+
+    groups: int
+    dim: int
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        query_and_gate, *key_and_value = parts
+        pairs = query_and_gate.reshape(-1, 2, self.dim, *query_and_gate.shape[1:])
+        return InterleaveGroups(self.groups).whole(
+            [pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1), *key_and_value]
+        )
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        query_and_gate, *kv_shapes = shapes
+        half = (query_and_gate[0] // 2, *query_and_gate[1:])
+        query, gate, *key_and_value = InterleaveGroups(self.groups).parts(merged, [half, half, *kv_shapes])
+        pairs = torch.stack([part.reshape(-1, self.dim, *part.shape[1:]) for part in (query, gate)], dim=1)
+        return (pairs.flatten(0, 2), *key_and_value)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class Deinterleave:
+    """Tensors interleaved by groups, deinterleaved: all groups' first bands, then all second ones, and so on.
+
+    `bands` are the rows of every band of one group, tensor by tensor. Qwen3-Next keeps [q | k | v | z] of each key
+    head in one tensor and [b | a] in another; Megatron's gated delta net concatenates all q, all k, ….
+    """
+
+    groups: int
+    bands: tuple[tuple[int, ...], ...]
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        bands = []
+        for part, rows in zip(parts, self.bands, strict=True):
+            grouped = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
+            bands += [band.flatten(0, 1) for band in torch.split(grouped, list(rows), dim=1)]
+        return torch.cat(bands)
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        band_iterator = iter(torch.split(merged, [self.groups * rows for bands in self.bands for rows in bands]))
+        return tuple(InterleaveGroups(self.groups).whole([next(band_iterator) for _ in bands]) for bands in self.bands)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True)
+class TensorParallelSplit:
+    """Tensor-parallel split of a Megatron parameter: every block of `axis` in equal parts, one for each rank.
+
+    `blocks` are sizes along the axis; empty means a single block. Gate over up is two blocks: rank r holds
+    [gate r | up r].
+    """
+
+    axis: int
+    blocks: tuple[int, ...] = ()
+
+    def shard(self, full: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return the shard of `rank`. Raises CheckpointError if a block cannot be split evenly."""
+        shards = []
+        for block in torch.split(full, list(self.blocks) or [full.shape[self.axis]], dim=self.axis):
+            if block.shape[self.axis] % ranks:
+                raise CheckpointError(f"{block.shape[self.axis]} rows or columns cannot be cut in {ranks} equal parts")
+            shards.append(block.chunk(ranks, dim=self.axis)[rank])
+        return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.axis)
+
+    def joined(self, shards: Sequence[Tensor]) -> Tensor:
+        """Concatenate the shards of all ranks, in order of rank, to the full parameter."""
+        sizes = [size // len(shards) for size in self.blocks] or [shards[0].shape[self.axis]]
+        blocks_by_rank = [torch.split(shard, sizes, dim=self.axis) for shard in shards]
+        return torch.cat([parts[i] for i in range(len(sizes)) for parts in blocks_by_rank], dim=self.axis)
+
+
+@dataclass(frozen=True)
+class ParamMapping:
+    """A full Megatron parameter and its Hugging Face tensors.
+
+    `megatron` is the parameter's name in mcore's GPTModel in one process without parallelism: layers and experts are
+    counted over the whole model. `split` None: replicated on every tensor-parallel rank. `padded`: its
+    rows are padded to a multiple of the tensor-parallel size (embedding and output layer).
+
+    >>> link = Link("mlp.linear_fc1.weight", ("gate", "up"), ((2, 3), (2, 3)), Rows(), Split(0, (2, 2)))
+    >>> link.shape
+    (4, 3)
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    join: Merge = field(default_factory=Identity)
+    split: TensorParallelSplit | None = None
+    padded: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.join.shape(self.shapes)
+
+    @property
+    def expert(self) -> int | None:
+        """Index of the routed expert (split by expert tensor parallelism); None for other parameters."""
+        match = re.search(r"\.local_experts\.(\d+)\.", self.megatron)
+        return int(match[1]) if match else None
+
+    @property
+    def buffer(self) -> bool:
+        """Whether it is state without gradients: the expert bias of a router."""
+        return self.megatron.endswith(".router.expert_bias")
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Merge tensors to the Megatron parameter. Raises CheckpointError for a tensor of another shape."""
+        for name, tensor, shape in zip(self.hf, tensors, self.shapes, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; copy config and"
+                    " weights from the same checkpoint"
+                )
+        return self.join.whole(tensors)
+
+    def to_hf(self, full: Tensor) -> tuple[tuple[str, Tensor], ...]:
+        """Split to (Hugging Face name, tensor) pairs without padding rows. Raises CheckpointError for a wrong shape."""
+        if self.padded and full.shape[0] > self.shape[0]:
+            full = full[: self.shape[0]]
+        if tuple(full.shape) != self.shape:
+            raise CheckpointError(
+                f"{self.megatron} has shape {list(full.shape)}, expected {list(self.shape)}; the checkpoint was made"
+                " for another model"
+            )
+        return tuple(zip(self.hf, self.join.parts(full, self.shapes), strict=True))

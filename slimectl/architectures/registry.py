@@ -1,0 +1,75 @@
+"""Registry of model families, by model_type of config.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slimectl.architectures import deepseek, glm, glm_moe, llama, minimax, qwen, qwen_moe, qwen_next
+from slimectl.architectures.config import Config
+from slimectl.architectures.family import Family
+from slimectl.architectures.mapping import Shape
+from slimectl.errors import CheckpointError
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        llama.FAMILY,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        qwen_moe.QWEN2_MOE,
+        qwen_moe.QWEN3_MOE,
+        deepseek.FAMILY,
+        deepseek.GLM,
+        glm.FAMILY,
+        glm_moe.GLM4_MOE,
+        qwen.MIMO,
+        minimax.FAMILY,
+        qwen_next.QWEN3_NEXT,
+        qwen_next.QWEN3_5,
+        qwen_next.QWEN3_5_MOE,
+        glm_moe.GLM_MOE_DSA,
+    )
+}
+
+
+def family_of(config: Config) -> Family:
+    """Look up the family of a configuration. Raises CheckpointError for an unknown model_type."""
+    model_type = config.get("model_type", "")
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            return family.of(config)
+    raise CheckpointError(
+        f"config.json: model_type {model_type!r} has no weight mapping; known are {', '.join(_model_types())}"
+    )
+
+
+def _model_types() -> list[str]:
+    return sorted(name for family in FAMILIES.values() for name in family.model_types)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts; `activated` are those that one token uses: of the routed experts only the top k."""
+
+    total: int
+    activated: int
+
+
+def shapes(config: Config) -> dict[str, Shape]:
+    """Shape of every tensor of a checkpoint that the model uses, by its name on disk. Raises CheckpointError."""
+    links = family_of(config).links(config)
+    return {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
+
+
+def parameters(config: Config) -> Parameters:
+    """Count parameters from shapes alone; a tied head counts as the embedding, a router's bias is not a parameter."""
+    family = family_of(config)
+    architecture = family.architecture(config)
+    trained = [link for link in family.links(config) if not link.buffer]
+    total = sum(math.prod(link.shape) for link in trained)
+    routed = sum(math.prod(link.shape) for link in trained if link.expert is not None)
+    if not routed:
+        return Parameters(total, total)
+    topk = int(architecture.transformer["moe_router_topk"])
+    return Parameters(total, total - routed + routed * topk // architecture.experts)

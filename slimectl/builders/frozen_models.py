@@ -1,0 +1,136 @@
+"""Builds the frozen models: a reference, which may be updated from the policy during a run, and a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slimectl.builders.models import model_folder, tokenizer
+from slimectl.builders.policies import critic, frozen, policy, total_steps
+from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
+from slimectl.data.run_dir import write_folder
+from slimectl.errors import SettingsError
+from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Dpo, PolicyGradient, RewardModel
+from slimectl.settings.secret import reveal
+
+if TYPE_CHECKING:
+    from slimectl.protocols import Executor, LogProbModel, Policy
+
+
+def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
+    """Build the frozen reference: algorithm.ref_load, else the model at `start`; None if no divergence is measured."""
+    algorithm = settings.algorithm
+    measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
+    if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
+        return None
+    path = algorithm.ref_load
+    folder = model_folder(path, setting="algorithm.ref_load") if path else start
+    return frozen(settings, folder, executor=executor)
+
+
+def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
+    """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
+
+    Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
+    server that should have it does not answer.
+    """
+    algorithm = settings.algorithm
+    if not isinstance(algorithm, PolicyGradient) or not algorithm.opd_kl_coef:
+        return None
+    if algorithm.opd_teacher_url:
+        from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+
+        limit = settings.engine.request_timeout_s
+        urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
+        remote_model = RemoteLogProbModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        remote_model.check_vocabulary(tokenizer(start), of=start)
+        return remote_model
+    folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
+    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
+        raise SettingsError(
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
+        )
+    return frozen(settings, folder, executor=executor, store_prefix="teacher_")
+
+
+class PeriodicReference:
+    """Updates `reference` to the policy after every round that algorithm.ref_update_interval divides.
+
+    Each snapshot stays under the run's folder until no checkpoint needs it.
+    """
+
+    def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
+        interval = getattr(settings.algorithm, "ref_update_interval", None)
+        self._interval: int | None = interval if reference is not None else None
+        self._reference, self._folder = reference, run / "reference"
+
+    def resume(self, rollout_id: int) -> None:
+        """Load the snapshot in use after round `rollout_id`. Raises CheckpointError if it is gone."""
+        if self._interval and (snapshot := rollout_id // self._interval * self._interval):
+            self._load(snapshot)
+
+    def follow(self, rollout_id: int, policy: Policy, needed: list[int]) -> None:
+        """Copy the policy's weights if round `rollout_id` ends an interval; `needed` are the checkpoints' rounds."""
+        if not self._interval or rollout_id % self._interval:
+            return
+        self._folder.mkdir(exist_ok=True)
+        write_folder(self._snapshot_folder(rollout_id), policy.save, names=CHECKPOINT_FILES)
+        self._load(rollout_id)
+        oldest = min([*needed, rollout_id])
+        for child in self._folder.iterdir():
+            if child.name.isdecimal() and int(child.name) + self._interval <= oldest:
+                remove_made(child, CHECKPOINT_FILES)
+
+    def _load(self, snapshot: int) -> None:
+        assert self._reference is not None
+        self._reference.load(self._snapshot_folder(snapshot))
+
+    def _snapshot_folder(self, snapshot: int) -> Path:
+        return self._folder / f"{snapshot:06d}"
+
+
+Field = Literal["ref_log_probs", "teacher_log_probs"]
+
+
+@dataclass
+class TrainableModels:
+    """Policy, critic, and the models that fill in missing fields of a sample, by field.
+
+    A reward model is policy and critic in one.
+    """
+
+    policy: Any
+    critic: Any
+    asked: dict[Field, LogProbModel] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Save the policy into `path`, a separate critic into `path`/critic."""
+        self.policy.save(path)
+        if self.critic is not None and self.critic is not self.policy:
+            (path / "critic").mkdir()
+            self.critic.save(path / "critic")
+
+    def close(self) -> None:
+        parts = [self.policy, *self.asked.values(), *([] if self.critic in (None, self.policy) else [self.critic])]
+        for part in parts:
+            part.close()
+
+
+def trainable_models(settings: Settings, folder: Path, *, executor: Executor) -> TrainableModels:
+    """Build the models that train on samples, initialized from the model in `folder`."""
+    check_hooks(settings, *TRAINING_HOOKS)
+    steps, algorithm = total_steps(settings), settings.algorithm
+    values = critic(settings, folder, total_steps=steps, executor=executor)
+    if isinstance(algorithm, RewardModel):
+        return TrainableModels(values, values)
+    models = TrainableModels(policy(settings, folder, total_steps=steps, executor=executor), values)
+    # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
+    if isinstance(algorithm, Dpo) and (ref_model := reference(settings, folder, executor=executor)):
+        models.asked["ref_log_probs"] = ref_model
+    distilled = isinstance(algorithm, PolicyGradient) and (algorithm.opd_teacher_load or algorithm.opd_teacher_url)
+    if distilled and (teacher_model := teacher(settings, folder, executor=executor)):
+        models.asked["teacher_log_probs"] = teacher_model
+    return models

@@ -1,0 +1,255 @@
+"""Builds the servers that sample, their client, and an engine for a stage that runs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from slimectl.builders.engines import engine
+from slimectl.builders.executors import executor as executor_of
+from slimectl.builders.models import device, version_of
+from slimectl.builders.weight_sync import keyed, keys, urls
+from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.sglang.topology import ServerSpec
+    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.engines.supervisor.server_process import ServerProcess
+    from slimectl.protocols import Engine, Executor
+
+
+def engine_gpus(settings: Settings) -> float:
+    """Return the number of GPUs of one engine."""
+    return float(settings.cluster.rollout_num_gpus_per_engine) if device(settings.engine.device) == "cuda" else 0.0
+
+
+def check_engine(settings: Settings) -> None:
+    """Check, before anything is built, that the servers can be started here.
+
+    Raises BackendError or SettingsError. On a Ray cluster the machines that start them say so.
+    """
+    if settings.engine.url or not settings.uses_servers or settings.cluster.executor != "local":
+        return
+    from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
+
+    if settings.engine.kind == "sglang":
+        python = interpreter(settings.sglang.python)
+        for spec in _specs(settings, Path("model")):
+            flags(spec.args, python)
+    if _router_policy(settings) is not None:
+        router_interpreter(settings.sglang.python)
+
+
+def server_pool(
+    settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool = True
+) -> ServerPool | None:
+    """Start the servers of the settings; None if an engine needs no servers, or runs elsewhere already.
+
+    With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
+    goes to engine-0.log, … in `folder`/logs.
+    """
+    if settings.engine.url or not settings.uses_servers:
+        return None
+    from slimectl.engines.supervisor.server_pool import ServerPool
+
+    options, logs = settings.engine, folder / "logs"
+    specs = [spec for spec in _specs(settings, model) if spec.gets_weights]
+
+    def make(i: int) -> Any:
+        recipe = partial(_server, settings, specs[i], log=logs / f"{specs[i].name}.log", waiting=waiting)
+        return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
+
+    pool = ServerPool(
+        make,
+        len(specs),
+        router=_router(settings, logs),
+        kinds=[spec.router_kind() | _router_key(settings) for spec in specs],
+        interval_s=options.health_check_interval,
+        timeout_s=options.health_check_timeout,
+        first_wait_s=options.health_check_first_wait,
+        max_restarts=options.max_restarts,
+        watch=options.use_fault_tolerance,
+    )
+    pool.start()
+    return pool
+
+
+def auxiliary_servers(
+    settings: Settings, model: Path, *, executor: Executor, folder: Path
+) -> tuple[list[ServerPool], Settings]:
+    """Start the servers of other models (a judge, a teacher), which keep their weights.
+
+    Returns them and the settings with their addresses, for hooks: every group of sglang.groups has the list `url`.
+    """
+    from slimectl.engines.supervisor.server_pool import ServerPool
+
+    started: list[ServerPool] = []
+    groups = [dict(group) for group in settings.sglang.groups]
+    companion_specs = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
+    for group in groups:
+        specs = [
+            spec for name, spec in companion_specs.items() if name.rpartition("-")[0] == group.get("name", "engine")
+        ]
+        if not specs:
+            continue
+
+        def make(i: int, specs: list[ServerSpec] = specs) -> Any:
+            log = folder / "logs" / f"{specs[i].name}.log"
+            recipe = partial(_server, settings, specs[i], log=log, waiting=False)
+            return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
+
+        started.append(ServerPool(make, len(specs), max_restarts=settings.engine.max_restarts))
+        try:
+            started[-1].start()
+        except BaseException:
+            for fleet in started:
+                fleet.close()
+            raise
+        group["url"] = started[-1].urls
+    sglang = settings.sglang.model_copy(update={"groups": groups})
+    return started, settings.model_copy(update={"sglang": sglang})
+
+
+def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
+    """Return the spec of every server that the settings ask for."""
+    from slimectl.engines.sglang.topology import groups_of
+
+    sglang = settings.engine.kind == "sglang"
+    return groups_of(
+        model,
+        num_engines=settings.num_engines,
+        gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
+        prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
+        groups=settings.sglang.groups if sglang else (),
+        # Only with it SGLang releases memory while the trainer runs.
+        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
+    )
+
+
+def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
+    """Build one server, not yet started; called on the machine where it will run."""
+    from slimectl.engines.sglang.launch import NO_WEIGHTS, serve_server, sglang_server
+
+    options = settings.engine
+    shared: dict[str, Any] = {
+        "log": log.absolute(),
+        "dtype": options.dtype,
+        "device": device(options.device),
+        "max_context": settings.rollout.max_context_len,
+        "start_timeout_s": options.start_timeout_s,
+        "keys": keys(settings, ()),
+        "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
+    }
+    if options.kind == "embedded":
+        return serve_server(
+            spec.model.absolute(),
+            max_running=options.max_running_requests,
+            wait_for_weights=waiting,
+            pause_timeout_s=settings.sync.timeout_s,
+            **shared,
+        )  # fmt: skip
+    return sglang_server(
+        spec.model.absolute(),
+        python=settings.sglang.python,
+        weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
+        **spec.options(),
+        **shared,
+    )
+
+
+def _router_key(settings: Settings) -> dict[str, Any]:
+    """Return the API key that the router sends to servers; empty if they need none."""
+    key = keys(settings, ()).api_key
+    return {"api_key": key} if key else {}
+
+
+def _router_policy(settings: Settings) -> str | None:
+    """Return sglang-router's policy; None if the client balances requests itself."""
+    policy = settings.engine.router
+    if policy == "auto":
+        specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
+        policy = "cache_aware" if settings.engine.kind == "sglang" and len(specs) > 1 else "none"
+    return None if policy == "none" else policy
+
+
+def _router(settings: Settings, logs: Path) -> Any:
+    policy = _router_policy(settings)
+    if policy is None:
+        return None
+    from slimectl.engines.sglang.launch import router_server
+    from slimectl.engines.sglang.router import Router
+
+    timeout_s = settings.engine.request_timeout_s
+    return Router(
+        router_server(
+            policy,
+            log=logs / "router.log",
+            python=settings.sglang.python,
+            disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
+            request_timeout_s=timeout_s,
+        )
+    )  # fmt: skip
+
+
+def client(
+    settings: Settings,
+    model: Path,
+    text: Any,
+    addresses: Sequence[str],
+    workers: Sequence[str],
+    *,
+    troubled: Callable[[str], None] | None = None,
+) -> SglangEngine:
+    """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
+    from slimectl.architectures.config import read_config
+    from slimectl.engines.embedded.detokenizer import Detokenizer
+    from slimectl.engines.http.client import SglangEngine
+
+    options, config = settings.engine, read_config(model)
+    config = config.get("text_config", config)
+    sglang_client = SglangEngine(
+        addresses,
+        workers=workers,
+        vocabulary=config["vocab_size"],
+        max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
+        decode=Detokenizer(text).decode,
+        concurrency=options.server_concurrency,
+        affinity=options.session_affinity,
+        request_timeout_s=options.request_timeout_s,
+        connect_timeout_s=options.connect_timeout_s,
+        troubled=troubled,
+        keys=keys(settings, workers),
+    )
+    if options.url:
+        sglang_client.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
+    return sglang_client
+
+
+@contextmanager
+def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
+    """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
+    if not settings.uses_servers:
+        yield engine(settings, model, text)
+        return
+    settings = keyed(settings)
+    with ExitStack() as closing:
+        executor = executor_of(settings, trains=False)
+        closing.callback(executor.close)
+        folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
+        started = server_pool(settings, model, executor=executor, folder=folder, waiting=False)
+        if started is None:
+            sglang_client = client(settings, model, text, urls(settings), urls(settings))
+        else:
+            closing.callback(started.close)
+            print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)
+            sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
+        closing.callback(lambda: asyncio.run(sglang_client.close()))
+        yield sglang_client

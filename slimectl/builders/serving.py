@@ -1,0 +1,106 @@
+"""Builds and runs an HTTP server around the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from slimectl.builders.engines import engine
+from slimectl.builders.models import tokenizer, version_of
+from slimectl.redaction import remember
+from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
+
+
+def listening(host: str, port: int) -> socket:
+    """Bind the socket of a server, before the model is read. Raises BackendError if the port is taken."""
+    from slimectl.engines.server.app import bound
+
+    return bound(host, port)
+
+
+def admin_key(settings: Settings) -> tuple[str, bool]:
+    """Return the key for all requests that change the server's state, and whether it was generated here."""
+    from slimectl.engines.api_keys import new_key
+
+    key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
+    return (key, False) if key else (new_key(), True)
+
+
+@contextlib.contextmanager
+def left_key(key: str, port: int) -> Iterator[str]:
+    """Store a key where this user's clients find it, for the duration of the block; yields a message with its path."""
+    from slimectl.engines.api_keys import leave_key
+
+    path = None
+    try:
+        path = leave_key(key, port)
+        notice = f"the admin key (weights, pauses, aborts) is in {path}"
+    except (OSError, RuntimeError) as error:
+        notice = f"the admin key cannot be kept ({error}); to change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY"
+    try:
+        yield notice
+    finally:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                if path.read_text(encoding="ascii").strip() == key:  # not that of a later server on the same port
+                    path.unlink()
+
+
+def exposure(settings: Settings, host: str) -> str | None:
+    """Return a line on what a server exposes to other machines; None on the loopback."""
+    from slimectl.engines.server.access import own_names
+
+    _, loopback = own_names(host)
+    if loopback:
+        return None
+    if settings.engine.api_key is not None:
+        return f"{host}: other machines reach this server, in clear text; they need the API key or the admin key"
+    return (
+        f"{host}: other machines reach this server, and anybody there may ask it (/generate, /v1); weights, pauses and "
+        f"aborts take the admin key; set engine.api_key to close the rest"
+    )
+
+
+def serve(
+    settings: Settings,
+    folder: Path,
+    at: socket,
+    *,
+    host: str,
+    admin_key: str,
+    allowed_hosts: Sequence[str] = (),
+    load: bool,
+    ready: Callable[[], None],
+    interval: int = 1,
+    incremental: bool = False,
+    pause_timeout_s: float = 60.0,
+) -> tuple[int, bool]:
+    """Serve a model directory until a signal; returns (its number, whether all threads have ended)."""
+    from slimectl.architectures.config import read_config
+    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.engines.server.access import Guard, own_names
+    from slimectl.engines.server.app import serve as serving
+    from slimectl.engines.server.state import ServerConfig, Streaming
+
+    text = tokenizer(folder)
+    served_model = ServerConfig(
+        folder=folder.resolve(),
+        config=read_config(folder),
+        tokenizer=text,
+        dtype=settings.engine.dtype,
+        max_running=settings.engine.max_running_requests,
+        read=HFCheckpoint().read,
+        version=version_of(folder),
+    )
+    embedded = engine(settings, folder, text, load=False)
+    streaming = Streaming(interval=interval, incremental=incremental)
+    names, loopback_only = own_names(host, allowed_hosts)
+    api_key = reveal(settings.engine.api_key, setting="engine.api_key")
+    guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
+    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))

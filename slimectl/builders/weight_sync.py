@@ -1,0 +1,151 @@
+"""Builds the transports of weight sync from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from slimectl.builders.models import device
+from slimectl.hooks import FlatSettings, hook
+from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightUpdateClient
+from slimectl.settings import Settings
+from slimectl.settings.secret import reveal, revealed_score
+from slimectl.types import Metrics
+
+if TYPE_CHECKING:
+    from slimectl.engines.api_keys import Keys
+    from slimectl.engines.http.weight_client import HttpWorkers
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class Transport(Protocol):
+    """Pushes the policy's weights to every engine, or to those that were restarted."""
+
+    def push(self) -> Metrics: ...
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics: ...
+
+    def close(self) -> None: ...
+
+
+def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
+    """Return the keys of the servers: of [engine], of [sglang.args], or one stored by a server of this machine."""
+    from slimectl.engines.api_keys import Keys
+
+    engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
+    if engine.kind != "sglang":
+        args = {}
+    given_keys = Keys(
+        api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
+        admin_api_key=reveal(engine.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
+    )
+    return given_keys.with_local(addresses) if engine.url else given_keys
+
+
+def urls(settings: Settings) -> list[str]:
+    """Return the addresses of engine.url, with secrets revealed."""
+    return list(reveal(settings.engine.url, setting="engine.url"))
+
+
+def keyed(settings: Settings) -> Settings:
+    """Return the settings with all secrets of servers revealed, and an admin key for servers that will be started.
+
+    Their recipient may run elsewhere, in another environment; these settings are never written to a file.
+    """
+    from pydantic import SecretStr
+
+    from slimectl.engines.api_keys import new_key
+
+    engine = settings.engine
+    args = reveal(settings.sglang.args, setting="sglang.args")
+    groups = reveal(settings.sglang.groups, setting="sglang.groups")
+    keys = {}
+    for name in ("api_key", "admin_api_key"):
+        key = reveal(getattr(engine, name), setting=f"engine.{name}")
+        keys[name] = None if key is None else SecretStr(key)
+    starts = settings.uses_servers and not engine.url
+    if starts and keys["admin_api_key"] is None and not args.get("admin_api_key"):
+        keys["admin_api_key"] = SecretStr(new_key())
+    return settings.model_copy(
+        update={
+            "engine": engine.model_copy(update=keys),
+            "sglang": settings.sglang.model_copy(update={"args": args, "groups": groups}),
+            "score": revealed_score(settings.score),
+        }
+    )
+
+
+def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
+    """Build the engines' side of a push."""
+    from slimectl.engines.http.weight_client import HttpWorkers
+
+    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+
+
+def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
+    """Build the transport to one engine in this process."""
+    from slimectl.weight_sync.in_process import InProcessSync
+
+    return InProcessSync(policy, receiver)
+
+
+def to_servers(
+    settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
+) -> Transport:
+    """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
+    import torch
+
+    from slimectl.weight_sync.base import WeightSyncBase
+    from slimectl.weight_sync.delta import DeltaSync
+    from slimectl.weight_sync.disk import DiskSync
+    from slimectl.weight_sync.distributed import DistributedSync
+    from slimectl.weight_sync.tensor import TensorSync
+    from slimectl.weight_sync.verify import VerifiedSync
+
+    sync, dtype = settings.sync, getattr(torch, settings.engine.dtype)
+    files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
+    write = partial(_whole_checkpoint, model.absolute())
+    common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
+    buffer_bytes = sync.update_weight_buffer_size * 2**20
+    on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
+    on_disk["wrote"] = _post_write_hook(settings)
+    name = sync.transport
+    if name == "auto":
+        all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
+        shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
+        name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
+    transport: WeightSyncBase
+    if name == "tensor":
+        transport = TensorSync(policy, receivers, buffer_bytes=buffer_bytes, **common)
+    elif name == "distributed":
+        transport = DistributedSync(policy, receivers, buffer_bytes=buffer_bytes, timeout_s=sync.timeout_s, **common)
+    elif name == "disk":
+        transport = DiskSync(policy, receivers, **on_disk)
+    else:
+        coding = {"encoding": sync.update_weight_delta_encoding, "checksum": sync.update_weight_delta_checksum}
+        transport = DeltaSync(policy, receivers, **on_disk, **coding)
+    if not sync.check_weight_update_equal:
+        return transport
+    return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:
+    """Return the user's function that is called after files are written; None without one."""
+    user_fn, args = hook(settings, "sync.custom_post_write_path"), FlatSettings(settings)
+    if user_fn is None:
+        return None
+    return lambda path, receivers: user_fn(
+        {"args": args, "settings": args, "version_dir": path, "rollout_engines": receivers}
+    )
+
+
+def _whole_checkpoint(model: Path, folder: Path, tensors: NamedTensors) -> None:
+    """Write a directory that an engine can load: weights, and config and tokenizer of the model."""
+    from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
+
+    copy_companions(model, folder)
+    HFCheckpoint().write(folder, tensors)

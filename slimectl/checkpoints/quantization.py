@@ -1,0 +1,270 @@
+"""fp8 weights in the format of DeepSeek-V3: float8_e4m3fn with one float32 scale per block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slimectl.checkpoints.safetensors_io import TensorSpec
+from slimectl.errors import CheckpointError
+from slimectl.protocols import Weights
+
+LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """Blocks of `rows` x `columns`; `weight = weight_fp8 * weight_scale_inv` of its block.
+
+    e4m3 has 3 mantissa bits, so the error of a value is at most 1/16 of it, or, for values that are tiny beside the
+    largest of their block, 2^-10 of the block's scale.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    parts = ("weight", "weight_scale_inv")
+
+    def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
+        """Forms of the stored parts of a weight of `form`."""
+        (rows, columns), _ = form
+        scales = (-(-rows // self.rows), -(-columns // self.columns))
+        return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale_inv": (scales, torch.float32)}
+
+    def refusal(self, form: TensorSpec) -> str | None:
+        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        return None
+
+    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+        R, C = weight.shape
+        down, right = -R % self.rows, -C % self.columns
+        blocks = pad(weight.float(), (0, right, 0, down)).view(
+            (R + down) // self.rows, self.rows, (C + right) // self.columns, self.columns
+        )
+        scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
+        scales[scales == 0] = 1.0
+        small = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return {"weight": small.view(R + down, C + right)[:R, :C].contiguous(), "weight_scale_inv": scales}
+
+    def weight_form(self, forms: Mapping[str, TensorSpec], dtype: torch.dtype) -> TensorSpec:
+        return forms["weight"][0], dtype
+
+    def weight(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Dequantize a weight. Raises ValueError if there is not one scale per block."""
+        small, scales = parts["weight"], parts["weight_scale_inv"]
+        scales_shape = self.forms((tuple(small.shape), dtype))["weight_scale_inv"][0]
+        if tuple(scales.shape) != scales_shape:
+            raise ValueError(f"scales of shape {list(scales.shape)}, blocks ask for {list(scales_shape)}")
+        R, C = small.shape
+        expanded = scales.float().repeat_interleave(self.rows, 0)[:R].repeat_interleave(self.columns, 1)[:, :C]
+        return expanded.mul_(small.float()).to(dtype)
+
+    def config(self, untouched: Sequence[str]) -> dict[str, Any]:
+        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        blocks = [self.rows, self.columns]
+        config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
+        return {**config, "modules_to_not_convert": list(untouched)} if untouched else config
+
+
+PER_INT32 = 8
+
+
+@dataclass(frozen=True)
+class Int4Groups:
+    """Groups of `size` consecutive columns of a row share a scale: largest magnitude / 7.5, numbers from -8 to 7.
+
+    Eight values, each plus 8, are packed in one int32, the first in its lowest bits. The error is at most half a scale.
+    """
+
+    size: int = 128
+    parts = ("weight_packed", "weight_scale", "weight_shape")
+
+    def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
+        """Forms of the stored parts of a weight of `form`."""
+        (rows, columns), dtype = form
+        return {
+            "weight_packed": ((rows, columns // PER_INT32), torch.int32),
+            "weight_scale": ((rows, columns // self.size), dtype),
+            "weight_shape": ((2,), torch.int64),
+        }
+
+    def refusal(self, form: TensorSpec) -> str | None:
+        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        columns = form[0][1]
+        return f"{columns} columns are not whole groups of {self.size}" if columns % self.size else None
+
+    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+        R, C = weight.shape
+        groups = weight.float().view(R, C // self.size, self.size)
+        # Rounded to the weight's precision first: values must be multiples of the stored scale.
+        scales = (groups.abs().amax(-1) / 7.5).to(weight.dtype)
+        scales[scales == 0] = 1.0
+        numbers = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).to(torch.int32) + 8
+        nibbles = numbers.view(R, C // PER_INT32, PER_INT32)
+        packed = torch.zeros(R, C // PER_INT32, dtype=torch.int32)
+        for i in range(PER_INT32):
+            packed |= nibbles[..., i] << (4 * i)
+        return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor([R, C])}
+
+    def weight_form(self, forms: Mapping[str, TensorSpec], dtype: torch.dtype) -> TensorSpec:
+        rows, groups = forms["weight_scale"][0]
+        return (rows, groups * self.size), dtype
+
+    def weight(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Dequantize a weight. Raises ValueError if the shapes of the parts do not match."""
+        packed, scales = parts["weight_packed"], parts["weight_scale"]
+        R, C = (int(size) for size in parts["weight_shape"])
+        if tuple(packed.shape) != (R, C // PER_INT32) or tuple(scales.shape) != (R, C // self.size):
+            shapes = f"{list(packed.shape)} numbers and {list(scales.shape)} scales"
+            raise ValueError(f"{shapes} for a weight of {[R, C]} in groups of {self.size}")
+        numbers = torch.empty(R, C // PER_INT32, PER_INT32)
+        for i in range(PER_INT32):
+            numbers[..., i] = (packed >> (4 * i) & 15) - 8
+        return numbers.view(R, -1, self.size).mul_(scales.float()[..., None]).view(R, C).to(dtype)
+
+    def config(self, untouched: Sequence[str]) -> dict[str, Any]:
+        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        weights = {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.size,
+            "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(untouched),
+            "kv_cache_scheme": None,
+        }
+
+
+Scheme = Fp8Blocks | Int4Groups
+
+KEPT = re.compile(
+    r"norm|(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
+)
+"""Matrices that stay in full precision: small, but sensitive to quantization. (A router's `gate` is no `gate_proj`.)"""
+
+
+class Quantized:
+    """Linear layers of `weights` quantized by `scheme`; those in KEPT and other tensors are unchanged."""
+
+    def __init__(self, weights: Weights, scheme: Scheme) -> None:
+        self._weights = weights
+        self._scheme = scheme
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[str, str, TensorSpec]]:
+        """Source tensor, part of its quantized form, and form, by stored name."""
+        stored: dict[str, tuple[str, str, TensorSpec]] = {}
+        for name, form in self._weights.forms().items():
+            if not _is_linear(name, form) or KEPT.search(name):
+                stored[name] = name, "", form
+                continue
+            if refusal := self._scheme.refusal(form):
+                raise CheckpointError(f"{name}: {refusal}; choose another --group or --quantize fp8")
+            module = name.removesuffix("weight")
+            stored |= {module + part: (name, part, part_form) for part, part_form in self._scheme.forms(form).items()}
+        return stored
+
+    def forms(self) -> Mapping[str, TensorSpec]:
+        return {name: form for name, (_, _, form) in self._stored.items()}
+
+    def get(self, name: str) -> Tensor:
+        source, part, _ = self._stored[name]
+        if not part:
+            return self._weights.get(name)
+        if self._last[0] != source:
+            self._last = source, self._scheme.quantized(self._weights.get(source))
+        return self._last[1][part]
+
+    def config(self) -> dict[str, Any]:
+        """Build `quantization_config` of config.json."""
+        forms = self._weights.forms()
+        full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
+        layers = [name.removesuffix(".weight") for name in full_precision if not re.search(r"norm|embed_tokens", name)]
+        return self._scheme.config(layers)
+
+
+def _is_linear(name: str, form: TensorSpec) -> bool:
+    return name.endswith(".weight") and len(form[0]) == 2 and form[1].is_floating_point
+
+
+class Dequantized:
+    """Weights of `scheme` dequantized to `dtype`; all other tensors are unchanged."""
+
+    def __init__(self, weights: Weights, scheme: Scheme, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._scheme = scheme
+        self._dtype = dtype
+
+    @cached_property
+    def _parts_by_weight(self) -> dict[str, dict[str, str]]:
+        """Names of the stored parts of each quantized weight."""
+        forms = self._weights.forms()
+        first, scale = self._scheme.parts[:2]
+        parts_by_weight = {}
+        for name, (_, dtype) in forms.items():
+            module, _, part = name.rpartition(".")
+            if part == scale or (part == first and dtype in (torch.float8_e4m3fn, torch.int32)):
+                parts_by_weight[f"{module}.weight"] = {part: f"{module}.{part}" for part in self._scheme.parts}
+        for parts in parts_by_weight.values():
+            for name in parts.values():
+                if name not in forms:
+                    raise CheckpointError(f"no tensor for {name}; download the quantized checkpoint again")
+        return parts_by_weight
+
+    def forms(self) -> Mapping[str, TensorSpec]:
+        inner, parts_by_weight = self._weights.forms(), self._parts_by_weight
+        stored_names = {name for parts in parts_by_weight.values() for name in parts.values()}
+        forms: dict[str, TensorSpec] = {}
+        for name, form in inner.items():
+            weight = name.rpartition(".")[0] + ".weight"
+            if name not in stored_names:
+                forms[name] = form
+            elif weight not in forms:
+                parts = {part: inner[stored] for part, stored in parts_by_weight[weight].items()}
+                forms[weight] = self._scheme.weight_form(parts, self._dtype)
+        return forms
+
+    def get(self, name: str) -> Tensor:
+        parts = self._parts_by_weight.get(name)
+        if parts is None:
+            return self._weights.get(name)
+        try:
+            return self._scheme.weight({part: self._weights.get(stored) for part, stored in parts.items()}, self._dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}; download the quantized checkpoint again") from error
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """Read the quantization scheme from config.json; None if there is none. Raises CheckpointError."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    method = quantization.get("quant_method")
+    if (
+        method == "fp8"
+        and len(quantization.get("weight_block_size") or ()) == 2
+        and quantization.get("scale_fmt", "float") == "float"
+    ):
+        return Fp8Blocks(*quantization["weight_block_size"])
+    if method == "compressed-tensors" and quantization.get("format") == "pack-quantized":
+        groups = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+        schemes = [(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("symmetric")) for w in groups]
+        if schemes == [(4, "int", "group", True)] and not groups[0].get("actorder"):
+            return Int4Groups(groups[0]["group_size"])
+    layout = quantization.get("format") or quantization.get("fmt") or "plain"
+    raise CheckpointError(
+        f"config.json: weights quantized as {method or 'unknown'} ({layout}) cannot be read;"
+        " known are fp8 with weight_block_size and compressed-tensors' symmetric int4 groups"
+    )

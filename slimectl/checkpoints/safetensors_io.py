@@ -1,0 +1,149 @@
+"""Reads and writes safetensors files tensor by tensor, with one tensor in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import CheckpointError
+from slimectl.model_files import open_file
+
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+CODE = {dtype: code for code, dtype in CODES.items()}
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors: a damaged length must not allocate all memory."""
+
+
+MAX_NUMBER = 2**48
+MAX_DIMENSIONS = 16
+
+
+class WritableTensor(Protocol):
+    """File-like target of tensor data."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+
+
+def nbytes(form: TensorSpec) -> int:
+    return prod(form[0]) * form[1].itemsize
+
+
+def buffer(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without a copy, for any dtype."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class SafetensorsFile:
+    """A safetensors file. It is not memory-mapped: mapped pages would count as memory of the process.
+
+    Raises CheckpointError if the file is cut short or not of this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _header(self) -> tuple[int, dict[str, tuple[int, TensorSpec]]]:
+        """Start of the data, and offset and form of each tensor."""
+        try:
+            with open_file(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                if length > min(size, MAX_HEADER_BYTES):
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                entries: dict[str, Any] = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            tensors = {name: _parse_entry(entry) for name, entry in entries.items()}
+            _check_overlaps(tensors)
+        except CheckpointError:
+            raise
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path}: is not there; copy the checkpoint again") from None
+        except RecursionError:
+            raise self._damaged_error("its header is damaged: nested too deeply") from None
+        except Exception as error:
+            raise self._damaged_error(f"its header is damaged: {error}") from error
+        end = max((start + nbytes(form) for start, form in tensors.values()), default=0)
+        if size < 8 + length + end:
+            raise self._damaged_error(f"{size} bytes, its header asks for {8 + length + end}: it is cut short")
+        return 8 + length, tensors
+
+    def _damaged_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot be read as safetensors ({reason}); download or convert it again")
+
+    def forms(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor, in file order."""
+        placed = sorted(self._header[1].items(), key=lambda item: item[1][0])
+        return {name: form for name, (_, form) in placed}
+
+    def get(self, name: str) -> Tensor:
+        begin, tensors = self._header
+        start, (shape, dtype) = tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        if not tensor.numel():
+            return tensor
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(begin + start)
+            view, filled = buffer(tensor), 0
+            # A read call returns at most 2 GiB.
+            while filled < len(view):
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise self._damaged_error(f"{name}: {len(view) - filled} bytes are missing")
+                filled += count
+        return tensor
+
+
+def _parse_entry(entry: dict[str, Any]) -> tuple[int, TensorSpec]:
+    start, end = entry["data_offsets"]
+    form = tuple(entry["shape"]), CODES[entry["dtype"]]
+    for number in (start, end, *form[0]):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_NUMBER:
+            raise ValueError(f"{number!r:.40} is no size")
+    if len(form[0]) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(form[0])} dimensions")
+    if end - start != nbytes(form):
+        raise ValueError(f"{end - start} bytes for {entry['dtype']} {entry['shape']}")
+    return start, form
+
+
+def _check_overlaps(tensors: Mapping[str, tuple[int, TensorSpec]]) -> None:
+    """Raises ValueError for tensors that share bytes: a small file could hold a huge model."""
+    end = 0
+    for start, form in sorted(
+        ((start, form) for start, form in tensors.values() if nbytes(form)), key=lambda place: place[0]
+    ):
+        if start < end:
+            raise ValueError(f"two tensors at byte {start}")
+        end = start + nbytes(form)
+
+
+def write_safetensors(file: WritableTensor, forms: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Write the tensors, given in the order of `forms`, one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in forms.items():
+        start, end = end, end + nbytes((shape, dtype))
+        header[name] = {"dtype": CODE[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for (name, form), tensor in zip(forms.items(), tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == form, name
+        file.write(buffer(tensor.detach().cpu().contiguous()))

@@ -1,0 +1,128 @@
+"""Writes the records of a stage, counts them, and adds a manifest to output files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slimectl import stdio
+from slimectl.data.hashing import content_hash
+from slimectl.data.io import is_pipe
+from slimectl.data.jsonl import JsonlWriter
+from slimectl.data.manifest import Manifest, is_manifest
+from slimectl.data.ownership import MANIFEST
+from slimectl.data.records import sample_to_json
+from slimectl.data.resumable import ResumableOutput
+from slimectl.errors import RecordError, SettingsError
+from slimectl.settings import Settings
+from slimectl.types import Sample
+
+READ_ONCE = "a pipe, read once"
+"""Placeholder in a manifest for the hash of a pipe."""
+
+
+def say(text: str) -> None:
+    """Print a message to stderr; stdout is for data."""
+    stdio.say(text)
+
+
+def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
+    """The manifest of the output; None, with a message, if `out` is already made of the same inputs and settings."""
+    named = {*inputs, *_hook_files(settings)}
+    pipes = {name for name in named if is_pipe(name)}
+    hashes = {name: content_hash(Path(name)) for name in sorted(named - pipes) if Path(name).exists()}
+    all_hashed = len(hashes) == len(named)
+    # A pipe has no hash: its content may differ the next time.
+    manifest = Manifest(stage, settings.model_dump(by_alias=True), hashes | dict.fromkeys(sorted(pipes), READ_ONCE))
+    sidecar = Path(f"{out}.{MANIFEST}")
+    if out != "-" and sidecar.exists() and not is_manifest(sidecar):
+        raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
+    if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
+        say(f"{out}: is made of the same inputs and settings already; --force makes it again")
+        return None
+    return manifest
+
+
+def _hook_files(settings: Settings) -> list[str]:
+    """Files of the user's functions: a changed one produces other records with the same settings."""
+    items = [item for section in settings.model_dump().values() for item in section.items()]
+    paths = [str(value).rpartition(":")[0] for key, value in items if key.endswith("_path") and value]
+    return [path for path in paths if path.endswith(".py")]
+
+
+def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
+    """Write samples as they arrive; return their counts by status."""
+    counts: Counter[str] = Counter()
+    with JsonlWriter(out) as writer:
+        for sample in samples:
+            writer.write(sample_to_json(sample))
+            counts["out"] += 1
+            counts[str(sample.status)] += 1
+        if not counts:
+            raise RecordError(f"{', '.join(inputs) or 'stdin'}: no samples came; look at what the stage before said")
+    if not is_pipe(out):
+        manifest.write(Path(out), counts=dict(counts), parents=inputs)
+    return counts
+
+
+def write_resumable(
+    process: Callable[[Iterator[Sample]], Iterable[Sample]],
+    read: Iterable[Sample],
+    out: str,
+    manifest: Manifest,
+    inputs: list[str],
+    *,
+    on_sample: Callable[[Sample], None],
+    on_gap: Callable[[], None] | None = None,
+    force: bool,
+    whole_groups: bool,
+) -> Counter[str]:
+    """Write the samples that `process` returns, in order, like `write_out`, but keep the output of interrupted work.
+
+    A restart with the same inputs and settings continues after the last sample (the last complete group). `on_sample`
+    gets every sample, also those of the earlier attempt. If `process` may drop samples, `on_gap` is called for each
+    that the earlier attempt dropped.
+    """
+    counts: Counter[str] = Counter()
+    with ResumableOutput(out, manifest) as partial:
+        if force:
+            partial.drop()
+        remaining = iter(read)
+        for sample in partial.done(whole_groups=whole_groups):
+            _skip_done(sample, remaining, on_gap)
+            on_sample(sample)
+            counts.update(("out", str(sample.status)))
+        if partial.count:
+            say(f"{out}: {partial.count} samples are there from last time; going on after them")
+        try:
+            for sample in process(remaining):
+                on_sample(sample)
+                partial.write(sample)
+                counts.update(("out", str(sample.status)))
+        except BaseException:
+            if partial.count:
+                say(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
+            raise
+        if not counts:
+            raise RecordError(f"{', '.join(inputs)}: no samples came; look at what the stage before said")
+        partial.commit()
+    manifest.write(Path(out), counts=dict(counts), parents=inputs)
+    return counts
+
+
+def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:
+    """Advance `samples` past the sample that is `done`; without `on_gap` by one, since none can be missing."""
+    for sample in samples:
+        if on_gap is None or (sample.index, sample.group_index) == (done.index, done.group_index):
+            return
+        on_gap()
+
+
+def print_summary(counts: Counter[str], extra: dict[str, Any]) -> None:
+    """Print the closing summary line: counts by status, and `extra` entries."""
+    parts = [f"{counts['out']} samples"]
+    parts += [f"{counts[name]} {name}" for name in ("truncated", "aborted", "failed") if counts[name]]
+    parts += [f"{name} {value}" for name, value in extra.items()]
+    say(", ".join(parts))

@@ -1,0 +1,212 @@
+"""Byte input and output by path: plain, .gz, .zst, stdin and stdout; output files appear only once complete."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from slimectl import stdio
+from slimectl.data.atomic_replace import new_file
+from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
+
+CHUNK_BYTES = 1 << 16
+UTF8_BOM = b"\xef\xbb\xbf"
+
+
+def byte_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """(line number, line with its end) of a file or stdin, decompressed. Raises RecordError, SettingsError."""
+    number = 0
+    name = "<stdin>" if str(path) == "-" else str(path)
+    try:
+        with _open_input(path) as file:
+            lines = _zstd_lines(file) if name.endswith(".zst") else iter(file)
+            for number, line in enumerate(lines, start=1):
+                yield number, line.removeprefix(UTF8_BOM) if number == 1 else line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordError(f"{name}:{number + 1}: damaged or cut off ({error}); write or fetch it again") from None
+    except FileNotFoundError:
+        raise SettingsError(f"{name}: no such file") from None
+    except OSError as error:
+        reason = "is closed" if error.errno == errno.EBADF else f"cannot be read: {error.strerror or error}"
+        raise RecordError(f"{name}: {reason}; give a file, or a pipe that is open") from error
+
+
+def _open_input(path: str | Path) -> Any:
+    if str(path) == "-":
+        return nullcontext(stdio.input_bytes())
+    source = readable(path)
+    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb")
+
+
+_spooled: dict[str, Any] = {}
+"""Temporary files with the content of pipes, by path."""
+
+
+def spool(path: str | Path) -> None:
+    """Copy the content of a pipe to a temporary file, so that `byte_lines` can read it repeatedly."""
+    if str(path) in _spooled or not is_pipe(path):
+        return
+    copy = tempfile.NamedTemporaryFile(prefix="slimectl-")  # noqa: SIM115  for the life of the process
+    try:
+        with open(path, "rb") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.flush()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+    _spooled[str(path)] = copy
+
+
+def readable(path: str | Path) -> str | Path:
+    """Return the file to read for a path: itself, or the spooled copy of a pipe."""
+    copy = _spooled.get(str(path))
+    return path if copy is None else str(copy.name)
+
+
+def _zstandard(wanted_by: str) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtraError("zstandard", extra="zstd", wanted_by=wanted_by) from None
+    return zstandard
+
+
+def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
+    # By hand: zstandard's own reader takes a truncated file for a complete one.
+    zstandard = _zstandard(f"reading {getattr(file, 'name', 'a .zst file')}")
+    frame = None
+    remainder = b""
+    while chunk := file.read(CHUNK_BYTES):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                *lines, remainder = (remainder + frame.decompress(chunk)).split(b"\n")
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+            for line in lines:
+                yield line + b"\n"
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("compressed data ended before its end marker")
+    if remainder:
+        yield remainder
+
+
+class AtomicWriter:
+    """Byte output: stdout, a device or pipe directly, or a staged file that `commit` renames into place."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # Links are resolved: renaming over the link would leave its target unchanged.
+        self._final = None if path == "-" or _is_special(path) else Path(os.path.realpath(path))
+        self._staged: Path | None = None
+        self._file: Any = None
+        self._raw: IO[bytes] | None = None
+        self._flush_each = False
+
+    def open(self) -> None:
+        try:
+            if self.path == "-":
+                self._raw = stdio.output()
+            else:
+                # An unused name: files of another writer or of the user stay untouched.
+                self._staged = self._final and new_file(self._final)
+                self._raw = open(self._staged or self.path, "wb")  # noqa: SIM115
+            self._flush_each = self._final is None and not _is_regular(self._raw)
+            self._file = _compressed(self._raw, self.path)
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            if self._flush_each:
+                self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def commit(self) -> None:
+        """Finish the output and give the file its final name. Raises StorageError, and then leaves no file."""
+        assert self._raw is not None
+        try:
+            if self._file is not self._raw:
+                self._file.close()
+            self._raw.flush()
+            if self._staged and self._final:
+                os.fsync(self._raw.fileno())
+                self._raw.close()
+                self._staged.replace(self._final)
+            elif self.path != "-":
+                self._raw.close()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.discard()
+            raise self._refusal(error) from error
+
+    def discard(self) -> None:
+        """Close and remove the staged file."""
+        # Closing flushes, and the flush fails if the last write failed.
+        with suppress(OSError):
+            if self._file is not self._raw:
+                self._file.close()
+        with suppress(OSError):
+            if self._raw is not None and self.path != "-":
+                self._raw.close()
+        if self._staged:
+            self._staged.unlink(missing_ok=True)
+
+    def _refusal(self, error: OSError) -> StorageError:
+        reason = error.strerror or str(error)
+        remedy = "free space or write elsewhere"
+        if isinstance(error, FileNotFoundError):
+            reason, remedy = "no such directory", f"make it: mkdir -p {os.path.dirname(self.path) or '.'}"
+        elif isinstance(error, PermissionError | IsADirectoryError):
+            remedy = "name another file"
+        name = "<stdout>" if self.path == "-" else self.path
+        return StorageError(f"{name}: cannot be written: {reason}; {remedy}")
+
+
+def _compressed(raw: IO[bytes], path: str) -> Any:
+    if path.endswith(".gz"):
+        # Without name and time, so that the same records give the same bytes.
+        return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
+    if path.endswith(".zst"):
+        return _zstandard(f"writing {path}").ZstdCompressor().stream_writer(raw, closefd=False)
+    return raw
+
+
+def is_pipe(path: str | Path) -> bool:
+    """Return whether a source can only be read once and in order: stdin, `<(…)`, a FIFO."""
+    if str(path) == "-":
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _is_special(path: str) -> bool:
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+    except OSError:
+        return False
+
+
+def _is_regular(file: IO[bytes]) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError:  # captured in memory
+        return True

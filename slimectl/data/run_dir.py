@@ -1,0 +1,352 @@
+"""The folder of a run: metrics, checkpoints that are complete or absent, and resuming.
+
+runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
+            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl (if kept)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slimectl import __version__
+from slimectl.data import ownership
+from slimectl.data.atomic_replace import (
+    RESUME,
+    new_file,
+    recover,
+    refuse_existing,
+    replace_folder,
+    staging,
+    sync_folder,
+    writing,
+)
+from slimectl.data.integrity import integrity_error, sha256
+from slimectl.data.locks import Lock
+from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
+from slimectl.errors import CheckpointError, SettingsError, StorageError
+
+STEP = re.compile(r"step_(\d{6,})$")
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that names the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+    except Exception as error:
+        # safetensors writes in Rust and wraps the system's error in its own type, which is no OSError.
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error):
+            raise storage_error(path, OSError(0, str(error).rpartition(": ")[2])) from error
+        raise
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: {error.strerror or error}; nothing was left under that name; free space or write elsewhere"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file atomically: readers see the old or the new text, never a part."""
+    staged: Path | None = None
+    try:
+        staged = new_file(path)
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except OSError as error:
+        if staged is not None:
+            staged.unlink(missing_ok=True)
+        raise storage_error(path, error) from error
+
+
+def write_folder(
+    target: Path,
+    fill: Callable[[Path], Mapping[str, str] | None],
+    *,
+    manifest_fields: dict[str, Any] | None = None,
+    resume: str | None = None,
+    names: re.Pattern[str] | None = None,
+) -> None:
+    """Write the folder `target` atomically: complete or not at all.
+
+    `fill` writes into a staging folder beside it (and may return known SHA-256 digests by file); the files are
+    fsynced, a manifest with `manifest_fields`, sizes and SHA-256 is added, the folder renamed, the parent fsynced. An
+    older `target` stays until the new one is complete; the user's files in it move into the new one.
+
+    `resume` identifies the work. With it an interruption leaves the staging folder, and the next call with the same
+    identifier finds there what `fill` had written; an error leaves nothing. `names` are passed within a locked folder
+    of slimectl: files of these names belong to slimectl there, whether or not a manifest lists them.
+
+    Raises SettingsError if another process writes `target`, or if slimectl did not make it; StorageError.
+    """
+    with storage_errors(target), ExitStack() as ending:
+        if names is None:
+            lock = writing(target)
+            if not lock.is_ours():
+                ending.enter_context(lock)
+            recover(target)
+            refuse_existing(target, force=True)
+        else:
+            recover(target, names)
+            ownership.remove_staged(target.with_name(f".tmp-{target.name}"))
+        staged = staging(target, resume)
+        try:
+            if resume is not None:
+                write_text(staged / RESUME, resume)
+            hashes = fill(staged) or {}
+            _sign(staged, hashes, manifest_fields or {})
+            replace_folder(staged, target, names)
+        except BaseException as error:
+            if resume is None or isinstance(error, Exception):
+                ownership.remove_staged(staged)
+            raise
+
+
+def _sign(staged: Path, hashes: Mapping[str, str], manifest_fields: dict[str, Any]) -> None:
+    """Sync every file of a staging folder to disk and list it in the manifest."""
+    (staged / RESUME).unlink(missing_ok=True)
+    files = {}
+    for file in sorted(path for path in staged.rglob("*") if path.is_file() and path != staged / STAGED):
+        with file.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        name = str(file.relative_to(staged))
+        files[name] = {"bytes": file.stat().st_size, "sha256": hashes.get(name) or sha256(file)}
+    write_text(staged / MANIFEST, json.dumps({**manifest_fields, "files": files}, indent=2) + "\n")
+    (staged / STAGED).unlink(missing_ok=True)
+    for folder in [path for path in staged.rglob("*") if path.is_dir()] + [staged]:
+        sync_folder(folder)
+
+
+class RunDir:
+    """The folder of one run.
+
+    Its manifest, the first file written there, marks it as a run. `ownership` defines which files belong to the run;
+    all others are the user's and stay unchanged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def step(self, number: int) -> Path:
+        return self.path / f"step_{number:06d}"
+
+    def checkpoints(self) -> list[int]:
+        """Rounds of all checkpoints under their final name, oldest first."""
+        matches = [STEP.fullmatch(child.name) for child in self.path.glob("step_*") if _is_checkpoint(child)]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    # --- ownership ---------------------------------------------------------------------------------------------------
+
+    def lock(self, *, warn: Callable[[str], None] = lambda text: None) -> Lock:
+        """Lock the folder for the duration of a run, creating it if needed.
+
+        Raises SettingsError, in one line that names the holder, if another run is active there.
+        """
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return Lock(
+            self.path / LOCK,
+            f"{self.path}: a run goes on there",
+            way_out="wait for its end, stop it, or name another with -s run.name=ANOTHER",
+            warn=warn,
+        ).acquire()
+
+    def check_start(self) -> None:
+        """Raise SettingsError if no run can start here because the folder is not a run's; changes nothing."""
+        if not os.path.lexists(self.path):
+            return
+        if not self.path.is_dir():
+            raise SettingsError(f"{self.path}: is no folder; give the run another with -s run.name=ANOTHER")
+        strangers = [child.name for child in self.path.iterdir() if not ownership.UNSIGNED.fullmatch(child.name)]
+        if strangers and not ownership.is_run(self.path):
+            old = ", or go on with an older version's run by --resume" if (self.path / "run.toml").exists() else ""
+            raise SettingsError(
+                f"{self.path}: holds {min(strangers)!r} but no manifest.json of a run, so it is not slimectl's to use; "
+                f"give the run another folder with -s run.name=ANOTHER{old}"
+            )
+
+    def start(
+        self,
+        settings_toml: str,
+        *,
+        force: bool = False,
+        manifest: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Create the folder, write its `manifest` (stage, settings, host) and run.toml.
+
+        The files of a run that failed before any output (such as a missing model) are replaced. Raises SettingsError
+        if a run exists already and not `force`, or if the folder is not a run's.
+        """
+        self.check_start()
+        if ownership.is_run(self.path):
+            has_output = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
+            if has_output and not force:
+                raise SettingsError(
+                    f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
+                    f"or -s run.name=ANOTHER"
+                )
+            self._clear(warn)
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._sign(manifest)
+        with storage_errors(self.path):
+            self._sweep()
+        write_text(self.path / "run.toml", settings_toml)
+
+    def _sign(self, manifest: Mapping[str, Any] | None) -> None:
+        signed = {"slimectl": __version__, **(manifest or {}), "stage": "run"}
+        write_text(self.path / MANIFEST, json.dumps(signed, indent=2, default=str) + "\n")
+
+    def _clear(self, warn: Callable[[str], None]) -> None:
+        """Remove the files of a run, its manifest last; warn about remaining files."""
+        if self.path.is_symlink():
+            raise SettingsError(
+                f"{self.path}: is a link, and nothing is removed through one; give the run's own folder "
+                f"({self.path.resolve()}), or -s run.name=ANOTHER"
+            )
+        ownership.refuse_links(self.path, "its run cannot be replaced")
+        with storage_errors(self.path):
+            for old in [*self.path.glob(".old-*"), *self.path.glob("reference/.old-*")]:
+                ownership.remove_made(old)
+            ownership.remove_files(self.path, ownership.own_run_files(self.path))
+            remains = [name for name in ownership.files_below(self.path) if name != LOCK]
+        if remains:
+            more = f" and {len(remains) - 3} more" if len(remains) > 3 else ""
+            warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
+        """Prepare a folder for a resume: remove the half-written files of a killed run.
+
+        A run of an older version, which wrote its manifest only at its end, gets one now. Raises SettingsError without
+        a run.
+        """
+        if not (self.path / "run.toml").exists():
+            raise SettingsError(f"{self.path}: no run to resume; start it without --resume")
+        signed = ownership.is_run(self.path)
+        if not signed and not ownership.is_older_run(self.path):
+            raise SettingsError(
+                f"{self.path}: has a run.toml, but no manifest.json and no files of a run; begin a run of these "
+                f"settings elsewhere: slimectl run -c {self.path / 'run.toml'} -s run.name=ANOTHER"
+            )
+        ownership.refuse_links(self.path, "its run cannot go on", only=(*GROWING, MANIFEST))
+        with storage_errors(self.path):
+            self._sweep()
+            for push in self.path.glob("weights/*"):
+                if ownership.PUSHES.fullmatch(push.name) and push.is_dir() and not push.is_symlink():
+                    (push / STAGED).touch()  # earlier versions did not mark folders of pushes
+        if not signed:
+            self._sign(manifest)
+
+    def _sweep(self) -> None:
+        """Remove half-written files of a killed run, and finish interrupted renames."""
+        for parent in (self.path, self.path / "reference"):
+            for old in parent.glob(".old-*"):
+                recover(old.with_name(old.name.removeprefix(".old-")), ownership.CHECKPOINT_FILES)
+        ownership.remove_files(
+            self.path, [name for name in ownership.own_run_files(self.path) if ownership.HALF_WRITTEN.fullmatch(name)]
+        )
+        for staged in [*self.path.glob(".tmp-*"), *self.path.glob("reference/.tmp-*")]:
+            if ownership.TEMPORARY.fullmatch(staged.name):
+                ownership.remove_staged(staged)  # its empty folders
+        latest = self.path / "latest"
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+    def save(self, number: int, fill: Callable[[Path], None]) -> None:
+        """Write a checkpoint of step `number`, then point `latest` to it."""
+        write_folder(self.step(number), fill, names=ownership.CHECKPOINT_FILES)
+        self.point_latest(self.step(number))
+
+    def point_latest(self, checkpoint: Path) -> None:
+        """Point the link `latest` to a checkpoint, unless it does already."""
+        latest = self.path / "latest"
+        with storage_errors(latest):
+            if latest.is_symlink() and os.readlink(latest) == checkpoint.name:
+                return
+            staged = self.path / ".tmp-latest"
+            staged.unlink(missing_ok=True)
+            staged.symlink_to(checkpoint.name)
+            os.replace(staged, latest)
+            sync_folder(self.path)
+
+    def prune(self, keep: int | None) -> None:
+        """Remove all but the newest `keep` checkpoints; their saved samples stay, and so do links."""
+        for number in self.checkpoints()[: -keep if keep else 0]:
+            folder = self.step(number)
+            if folder.is_symlink():
+                continue
+            names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
+            if (folder / "samples.jsonl").exists():
+                names = [name for name in names if name.startswith("policy/")]
+            ownership.remove_files(folder, names)
+            with suppress(OSError):
+                folder.rmdir()
+
+    def newest(self, warn: Callable[[str], None]) -> Path:
+        """The newest intact checkpoint with complete metrics; each newer, rejected one is reported to `warn`.
+
+        Raises CheckpointError if there is none.
+        """
+        fallback = None
+        for number in reversed(self.checkpoints()):
+            folder = self.step(number)
+            if (reason := integrity_error(folder)) is None:
+                fallback = folder
+                if (reason := self.lost_metrics(folder)) is None:
+                    return folder
+            warn(f"{folder}: {reason}; falling back to the checkpoint before it")
+        if fallback is not None:
+            raise CheckpointError(
+                f"{self.path}: metrics.jsonl is shorter than at every checkpoint; put it back from a copy, or begin a "
+                f"new run from the weights: --model {fallback}"
+            )
+        raise CheckpointError(f"{self.path}: no whole checkpoint to resume from; start the run anew with --force")
+
+    # --- growing files -----------------------------------------------------------------------------------------------
+
+    def sizes(self) -> dict[str, int]:
+        """Sync each growing file to disk and return its size, which a checkpoint records for a resume."""
+        present = [self.path / name for name in GROWING if (self.path / name).exists()]
+        for file in present:
+            with storage_errors(file), file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+        return {file.name: file.stat().st_size for file in present}
+
+    def cut_back(self, sizes: dict[str, int]) -> None:
+        """Truncate the growing files to their sizes at a checkpoint, so that they equal those of an uninterrupted run.
+
+        A shorter file stays shorter: lost content must not be replaced by zeros.
+        """
+        for name in GROWING:
+            file = self.path / name
+            if file.exists() and file.stat().st_size > sizes.get(name, 0):
+                with storage_errors(file), file.open("rb+") as handle:
+                    handle.truncate(sizes.get(name, 0))
+                    os.fsync(handle.fileno())
+
+    def lost_metrics(self, folder: Path) -> str | None:
+        """Describe the loss if metrics from before a checkpoint are missing; None if complete."""
+        try:
+            size = int(json.loads((folder / "state.json").read_text())["sizes"].get("metrics.jsonl", 0))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # the reader of the state reports its defects
+        present = ownership.file_size(self.path / "metrics.jsonl")
+        return f"metrics.jsonl has {present} bytes, and had {size} when it was saved" if present < size else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "policy").is_dir() and any((folder / name).exists() for name in (MANIFEST, "state.json"))

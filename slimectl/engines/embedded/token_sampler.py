@@ -1,0 +1,189 @@
+"""Samples tokens and their log-probabilities from logits.
+
+B rows · V vocabulary · W window of the likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.types import SamplingParams
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Lower bound of a token's probability, so that the log of a drawn token stays finite after an underflow."""
+
+WINDOW = 1024
+"""Number of likeliest tokens that are examined before the whole vocabulary is sorted."""
+
+
+def sample_tokens(logits_BV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sample one token per row [B]; also returns its log_softmax(logits / temperature) [B], float32.
+
+    Tokens are drawn by inverting the cumulative distribution: one pass over the vocabulary and one random number per
+    row, so that a row's token is independent of other rows. Filters restrict the tokens that can be drawn, and never
+    change the log-probability.
+    """
+    if batch.temperature_B1 is not None:
+        logits_BV = logits_BV.float() / batch.temperature_B1
+    probs_BV = torch.softmax(logits_BV, -1, dtype=torch.float32)
+    drawable_BV = _filter(_mask_banned(logits_BV, probs_BV, batch), batch)
+    if batch.all_greedy:
+        tokens_B1 = drawable_BV.argmax(-1, keepdim=True)
+    else:
+        tokens_B1 = _draw(drawable_BV, batch.uniforms_B1())
+        if batch.greedy_B1 is not None:
+            tokens_B1 = torch.where(batch.greedy_B1, drawable_BV.argmax(-1, keepdim=True), tokens_B1)
+    return tokens_B1.squeeze(1), probs_BV.gather(1, tokens_B1).clamp_(min=SMALLEST).log_().squeeze(1)
+
+
+def _mask_banned(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
+    """Return the probabilities without the tokens that a row may not draw yet, even if no other token was likely."""
+    banned = batch.banned()
+    if banned is None:
+        return probs_BV
+    allowed_BV = logits_BV.clone()
+    allowed_BV[banned] = float("-inf")
+    return torch.softmax(allowed_BV, -1, dtype=torch.float32)
+
+
+def _draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Return the first token whose cumulative weight exceeds u times the total."""
+    # A parallel float32 scan (CUDA) need not be monotone; on the CPU sums are carried in float64 already.
+    exact = torch.float64 if weights_BV.is_cuda else torch.float32
+    cumulative_BV = weights_BV.cumsum(-1, dtype=exact)
+    tokens_B1 = torch.searchsorted(cumulative_BV, uniforms_B1 * cumulative_BV[:, -1:], right=True)
+    return tokens_B1.clamp_(max=weights_BV.shape[1] - 1)  # beyond the end only where the weights are not numbers
+
+
+def _filter(probs_BV: Tensor, batch: Batch) -> Tensor:
+    """Set the probabilities of filtered tokens to zero; returns the same tensor if no row has a filter."""
+    if batch.top_k_B1 is None and batch.top_p_B1 is None and batch.min_p_B1 is None:
+        return probs_BV
+    rows, vocabulary = probs_BV.shape
+    full = torch.ones(rows, 1, device=probs_BV.device)
+    return _filter_rows(
+        probs_BV,
+        top_k_B1=full * vocabulary if batch.top_k_B1 is None else batch.top_k_B1,
+        top_p_B1=full if batch.top_p_B1 is None else batch.top_p_B1,
+        min_p_B1=full * 0 if batch.min_p_B1 is None else batch.min_p_B1,
+        window=min(WINDOW, vocabulary),
+    )
+
+
+def _filter_rows(probs_BV: Tensor, *, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor, window: int) -> Tensor:
+    """Apply top-k, then top-p of the remaining tokens, then min-p relative to the likeliest; zeros elsewhere.
+
+    Rows without a filter stay bit-identical. If `window` tokens do not decide a row, its whole vocabulary is sorted.
+    """
+    vocabulary = probs_BV.shape[1]
+    sorted_BW, order_BW = probs_BV.topk(window)
+    within_k_BW = torch.arange(window, device=probs_BV.device) < top_k_B1
+    cumulative_BW = (sorted_BW * within_k_BW).cumsum(-1)
+    total_B1 = torch.where(top_k_B1 <= window, cumulative_BW[:, -1:], probs_BV.sum(-1, keepdim=True))
+    keep_BW = within_k_BW & (sorted_BW >= min_p_B1 * sorted_BW[:, :1])
+    keep_BW &= (cumulative_BW - sorted_BW < top_p_B1 * total_B1) | (top_p_B1 >= 1)
+    filtered_BV = torch.zeros_like(probs_BV).scatter_(1, order_BW, sorted_BW * keep_BW)
+    free_B1 = (top_k_B1 >= vocabulary) & (top_p_B1 >= 1) & (min_p_B1 <= 0)
+    filtered_BV = torch.where(free_B1, probs_BV, filtered_BV)
+    if window == vocabulary:
+        return filtered_BV
+    # The last of the window survived: there may be more behind it. top_k beyond the window needs its total, too.
+    unsettled_B = ((keep_BW[:, -1:] & (top_k_B1 > window)) | ((top_k_B1 > window) & (top_k_B1 < vocabulary))) & ~free_B1
+    rows = unsettled_B.squeeze(1).nonzero().squeeze(1)
+    if rows.numel():
+        filtered_BV[rows] = _filter_rows(
+            probs_BV[rows],
+            top_k_B1=top_k_B1[rows],
+            top_p_B1=top_p_B1[rows],
+            min_p_B1=min_p_B1[rows],
+            window=vocabulary,
+        )
+    return filtered_BV
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Batch:
+    """Inputs of the model and sampling parameters, one row per sequence."""
+
+    def __init__(self, sequences: list[RunningSequence], *, device: torch.device, vocabulary: int) -> None:
+        self.sequences = sequences
+        self._device = device
+        state_BC = np.array([_state(sequence) for sequence in sequences])
+        self.tokens_B, self.positions_B = torch.from_numpy(state_BC[:, :2].T.copy()).to(device)
+        self.longest = int(state_BC[:, 1].max()) + 1  # tokens, those that the step feeds included
+        self._drawn_B, self._seeds_B = state_BC[:, 2].astype(np.uint64), _mix_bits(state_BC[:, 3].astype(np.uint64))
+        self._steps_to_ban = int((state_BC[:, 4] - state_BC[:, 2]).max())
+        knobs_BC = np.array([_sampling_values(sequence.params) for sequence in sequences], dtype=np.float32)
+        knobs_BC[(knobs_BC[:, 1] <= 0) | (knobs_BC[:, 1] > vocabulary), 1] = vocabulary
+        greedy_B = knobs_BC[:, 0] == 0
+        self.all_greedy = bool(greedy_B.all())
+        knobs_BC[greedy_B, 0] = 1.0
+        self.greedy_B1 = self._column(greedy_B, neutral=False)
+        self.temperature_B1 = self._column(knobs_BC[:, 0], neutral=1.0)
+        self.top_k_B1 = self._column(knobs_BC[:, 1], neutral=vocabulary)
+        self.top_p_B1 = self._column(knobs_BC[:, 2], neutral=1.0)
+        self.min_p_B1 = self._column(knobs_BC[:, 3], neutral=0.0)
+
+    def _column(self, values_B: Array, *, neutral: float) -> Tensor | None:
+        """Return a column of one value per row; None if all rows have the neutral value."""
+        if (values_B == neutral).all():
+            return None
+        return torch.from_numpy(values_B.copy()).to(self._device).unsqueeze(1)
+
+    def advance(self, tokens_B: Tensor) -> None:
+        """Make the sampled tokens the next step's inputs."""
+        self.tokens_B = tokens_B
+        self.positions_B += 1
+        self.longest += 1
+        self._drawn_B += np.uint64(1)
+        self._steps_to_ban -= 1
+
+    def banned(self) -> tuple[Tensor, Tensor] | None:
+        """Return the index pairs (row, token) of the end tokens that may not be drawn yet."""
+        if self._steps_to_ban <= 0:
+            return None
+        pairs = [
+            (row, token)
+            for row, sequence in enumerate(self.sequences)
+            if len(sequence.tokens) < sequence.params.min_tokens
+            for token in sequence.end_tokens
+        ]
+        if not pairs:
+            return None
+        rows, tokens = torch.tensor(pairs, device=self._device).unbind(1)
+        return rows, tokens
+
+    def uniforms_B1(self) -> Tensor:
+        """Return a number in [0, 1) for each row, a function of its seed and number of drawn tokens alone."""
+        bits = _mix_bits(self._seeds_B + GOLDEN * (self._drawn_B + np.uint64(1)))
+        # 24 bits: every value and its product with a total near 1 is exact enough in float32 to stay below the total.
+        values = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return torch.from_numpy(values).to(self._device).unsqueeze(1)
+
+
+def _state(sequence: RunningSequence) -> tuple[int, int, int, int, int]:
+    """Return last token, its position, tokens drawn, seed, minimum tokens before an end token."""
+    tokens = sequence.tokens
+    drawn = len(tokens)
+    last = tokens[-1] if tokens else sequence.prompt[-1]
+    return last, len(sequence.prompt) + drawn - 1, drawn, sequence.seed, sequence.params.min_tokens
+
+
+def _sampling_values(params: SamplingParams) -> tuple[float, float, float, float]:
+    return params.temperature, params.top_k, params.top_p, params.min_p
+
+
+def _mix_bits(state: Array) -> Array:
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014), which decorrelates neighbouring counters."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = state ^ (state >> np.uint64(31))
+    return mixed

@@ -1,0 +1,1 @@
+"""HTTP clients of inference servers: transport, dispatch, generation, weight updates, log-probabilities."""

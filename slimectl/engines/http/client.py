@@ -1,0 +1,184 @@
+"""HTTP client engine: for SGLang's servers, `slimectl serve`, or a router in front of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
+from slimectl.engines.http.payloads import Forms, buckets
+from slimectl.engines.http.request import PendingRequest, sampling_body
+from slimectl.engines.http.transport import NO_KEYS, Background, get
+from slimectl.engines.limits import check_prompt
+from slimectl.errors import BackendError
+from slimectl.protocols import NamedTensors, WeightUpdateClient
+from slimectl.types import Completion, SamplingParams
+
+BUCKET_BYTES = 512 * 2**20
+
+
+class SglangEngine:
+    """ports.Engine and ports.WeightReceiver over HTTP, for any event loop and thread.
+
+    `urls` take generation requests (one router, or servers, among which requests are balanced here); `workers` are the
+    servers themselves, if they differ. A request whose server fails is retried from its beginning, on a server of the
+    latest `set_urls`: one server gives the whole answer. `vocabulary` and `max_context` bound prompts; `decode`
+    converts tokens to text (without it the server's text is used). `troubled` is called with every server that failed,
+    so that its monitor checks it now. For `load_weights`: `receiver` builds the engines' side of a push from worker
+    addresses, `forms` returns the tensors of the model. `keys` authenticate the requests.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        vocabulary: int,
+        max_context: int,
+        workers: Sequence[str] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        concurrency: int = 512,
+        affinity: bool = True,
+        request_timeout_s: float = 14400.0,
+        connect_timeout_s: float = 120.0,
+        routed_experts: bool = False,
+        troubled: Callable[[str], None] | None = None,
+        receiver: Callable[[Sequence[str]], WeightUpdateClient] | None = None,
+        forms: Callable[[], Forms] | None = None,
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        self.max_context = max_context
+        self.troubled = troubled
+        self._vocabulary, self._decode = vocabulary, decode
+        self._request_options = {"return_logprob": True, "stream": True}
+        if routed_experts:
+            self._request_options["return_routed_experts"] = True
+        self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
+        self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
+        self._receiver, self._forms = receiver, forms
+        self._keys = keys
+        self._urls, self._workers = list(urls), list(workers or urls)
+        self._lost_weights = False
+        self._failure: BaseException | None = None
+        self._background = Background("slimectl-engine-client")
+        self._dispatch: Dispatch | None = None
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        """Continue `tokens`.
+
+        Raises SettingsError if they leave no room in the context, BackendError if no server answers.
+        """
+        check_prompt(tokens, params, vocabulary=self._vocabulary, max_context=self.max_context)
+        if self._lost_weights:
+            raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
+        limit = min(params.max_tokens, self.max_context - len(tokens))
+        flight = PendingRequest(
+            {"input_ids": tokens, "sampling_params": sampling_body(params, limit=limit), **self._request_options},
+            key=hash(tuple(tokens)),
+            stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
+            min_tokens=params.min_tokens,
+            decode=self._decode,
+        )
+        return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
+
+    async def abort(self) -> None:
+        """End every request in flight; each returns its tokens so far, with finish "abort"."""
+        if self._background.runs:
+            await asyncio.wrap_future(self._background.submit(self._abort()))
+
+    async def close(self) -> None:
+        """Abort, and close all connections; the engine may be used again."""
+        if self._background.runs:
+            await asyncio.wrap_future(self._background.submit(self._close_dispatch()))
+            self._background.stop()
+
+    def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
+        """Replace the servers; waiting requests go there. An empty list makes requests wait for the next call."""
+        self._urls, self._workers = list(urls), list(urls if workers is None else workers)
+        if self._background.runs:
+            self._background.submit(self._announce()).result()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all waiting requests with this error: no server will come back."""
+        self._failure = error
+        if self._background.runs:
+            self._background.submit(self._announce()).result()
+
+    def check_model(self, expected: Mapping[str, Any]) -> None:
+        """Check the model of every worker: `expected` may have model_type, architectures, vocab_size and the like.
+
+        Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
+        """
+        for url in self._workers:
+            try:
+                headers = self._keys.headers(url, "/model_info")
+                reply = asyncio.run(get(f"{url}/model_info", timeout_s=CONNECT_S, headers=headers))
+            except BackendError as error:
+                raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
+            if reply.status != 200 or not isinstance(reply.body, dict):
+                raise BackendError(f"engine at {url}: /model_info: {reply.words}; is it SGLang or `slimectl serve`?")
+            for name, value in expected.items():
+                served = reply.body.get(name)
+                if served is not None and value is not None and served != value:
+                    raise BackendError(
+                        f"engine at {url} serves another model: its {name} is {served}, that of model.path {value}"
+                    )
+            self._limit_context(url)
+
+    def _limit_context(self, url: str) -> None:
+        """Limit `max_context` to that of a server, which may have been started with less than the model's."""
+        reply = asyncio.run(get(f"{url}/server_info", timeout_s=CONNECT_S))
+        length = reply.body.get("context_length") if reply.status == 200 and isinstance(reply.body, dict) else None
+        if isinstance(length, int) and length > 0:
+            self.max_context = min(self.max_context, length)
+
+    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
+
+        After an error nothing is sampled until whole weights are loaded: a part of the new ones may be in place.
+        """
+        assert self._receiver is not None, "made without `receiver`"
+        assert self._forms is not None, "made without `forms`"
+        workers = self._receiver(self._workers)
+        self._lost_weights = True
+        workers.begin(mode="in_place")
+        try:
+            for bucket in buckets(tensors, self._forms(), bucket_bytes=BUCKET_BYTES):
+                workers.load_tensors(bucket, version=version)
+        finally:
+            workers.end()
+        self._lost_weights = False
+
+    def _report_failure(self, url: str) -> None:
+        if self.troubled is not None:
+            self.troubled(url)
+
+    # The methods below run in the background loop.
+
+    async def _complete(self, flight: PendingRequest) -> Completion:
+        return await self._get_dispatch().complete(flight)
+
+    async def _abort(self) -> None:
+        if self._dispatch is not None:
+            await self._dispatch.abort(self._workers)
+
+    async def _announce(self) -> None:
+        if self._dispatch is not None:
+            self._dispatch.announce(self._urls)
+            if self._failure is not None:
+                self._dispatch.balance.fail(self._failure)
+
+    async def _close_dispatch(self) -> None:
+        await self._abort()
+        dispatch, self._dispatch = self._dispatch, None
+        if dispatch is not None:
+            await dispatch.close()
+
+    def _get_dispatch(self) -> Dispatch:
+        if self._dispatch is None:
+            balance = LoadBalancer(self._urls, **self._balance_options)
+            if self._failure is not None:
+                balance.fail(self._failure)
+            self._dispatch = Dispatch(balance, troubled=self._report_failure, keys=self._keys, **self._timeouts)
+        return self._dispatch

@@ -1,0 +1,232 @@
+"""Load balancer: selects the server of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.request import Paused, PendingRequest, Unavailable, generate
+from slimectl.engines.http.transport import NO_KEYS, UNREACHABLE, request, short
+from slimectl.errors import BackendError
+from slimectl.types import Completion
+
+COOLDOWN_S = 1.0
+"""Seconds that a failed server is skipped while others answer."""
+
+REMEMBERED = 8192
+"""Maximum number of keys whose server is remembered."""
+
+
+class LoadBalancer:
+    """Selects the server with the fewest requests in flight, at most `concurrency` on each.
+
+    With `affinity`, equal keys go to the same server while it is available. Belongs to one event loop.
+    """
+
+    def __init__(self, urls: Sequence[str], *, concurrency: int, affinity: bool) -> None:
+        self._concurrency, self._affinity = concurrency, affinity
+        self._urls = tuple(urls)
+        self._in_flight: Counter[str] = Counter()
+        self._cooldown_until: dict[str, float] = {}
+        self._url_by_key: OrderedDict[int, str] = OrderedDict()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    async def take(self, key: int) -> str:
+        """Wait for a server with a free slot and take the slot; `give_back` returns it.
+
+        Raises the error that was passed to `fail`.
+        """
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            url = self._choose_url(key)
+            if url is not None:
+                self._in_flight[url] += 1
+                return url
+            self._changed.clear()
+            await self._changed.wait()
+
+    def give_back(self, url: str, *, failed: bool) -> None:
+        self._in_flight[url] -= 1
+        self._cooldown_until[url] = time.monotonic() + COOLDOWN_S if failed else 0.0
+        self._changed.set()
+
+    def announce(self, urls: Sequence[str]) -> None:
+        """Replace the servers."""
+        self._urls = tuple(urls)
+        self._cooldown_until.clear()
+        self._changed.set()
+
+    def knows(self, url: str) -> bool:
+        return url in self._urls
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all waiting and future `take` calls: no server will come back."""
+        self._failure = error
+        self._changed.set()
+
+    def _choose_url(self, key: int) -> str | None:
+        now = time.monotonic()
+        ready = [url for url in self._urls if self._cooldown_until.get(url, 0.0) <= now] or self._urls
+        home = self._url_by_key.get(key) if self._affinity else None
+        if home not in ready:
+            if not ready:
+                return None
+            home = min(ready, key=lambda url: self._in_flight[url])
+        if home is None or self._in_flight[home] >= self._concurrency:
+            return None
+        if self._affinity:
+            self._url_by_key[key] = home
+            self._url_by_key.move_to_end(key)
+            if len(self._url_by_key) > REMEMBERED:
+                self._url_by_key.popitem(last=False)
+        return home
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Bounds of the exponential backoff between tries; each pause is drawn uniformly from zero to the backoff."""
+
+PAUSED_S = 2.0
+"""Maximum seconds before a paused server is asked again."""
+
+CONNECT_S = 10.0
+ABORT_GRACE_S = 5.0
+"""Seconds that servers may take to return the tokens of an aborted request; then those received so far count."""
+
+ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
+
+
+class Dispatch:
+    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers."""
+
+    def __init__(
+        self,
+        balance: LoadBalancer,
+        *,
+        request_timeout_s: float,
+        connect_timeout_s: float,
+        troubled: Callable[[str], None],
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        self.balance = balance
+        self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
+        self._troubled, self._keys = troubled, keys
+        self._flights: dict[int, tuple[PendingRequest, asyncio.Task[Completion]]] = {}
+        self._asking: dict[int, tuple[str, asyncio.Timeout]] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+
+    async def complete(self, flight: PendingRequest) -> Completion:
+        """Return the completion of a request. Raises SettingsError or BackendError if there will be none."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._flights[id(flight)] = flight, task
+        try:
+            await self._ask_until_answered(flight)
+            return flight.completion()
+        except asyncio.CancelledError:
+            if not flight.aborted:
+                raise
+            return flight.completion("abort")
+        finally:
+            del self._flights[id(flight)]
+
+    async def abort(self, workers: Sequence[str]) -> None:
+        """Abort all requests: servers return their tokens so far; requests without an answering server end at once."""
+        pending = set()
+        for flight, task in list(self._flights.values()):
+            flight.aborted = True
+            pending.add(task)
+            if not flight.asking:
+                task.cancel()
+        deadline = time.monotonic() + ABORT_GRACE_S
+        while pending and time.monotonic() < deadline:
+            await asyncio.gather(*(_abort_at(url, self._keys) for url in workers))
+            # Repeated: a request that had not reached its server yet was not among those it ended.
+            _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+
+    def announce(self, urls: Sequence[str]) -> None:
+        """Replace the servers; requests on removed servers are retried: a machine that is lost reports nothing."""
+        self.balance.announce(urls)
+        for url, limit in self._asking.values():
+            if url not in urls and not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _ask_until_answered(self, flight: PendingRequest) -> None:
+        """Retry a request until it is answered.
+
+        Raises BackendError once no server has answered for `connect_timeout_s`; waiting for a server to be announced is
+        not counted.
+        """
+        tries, silent_s, started = 0, 0.0, time.monotonic()
+        while True:
+            url = await self.balance.take(flight.key)
+            try_started = time.monotonic()
+            failure = await self._try_server(url, flight)
+            if failure is None:
+                return
+            if isinstance(failure, Paused):
+                # It is alive, and continues when weights are loaded or the trainer yields the GPU: this is no silence.
+                if time.monotonic() - started > self._request_timeout_s:
+                    raise BackendError(f"engine at {url}: {failure} (engine.request_timeout_s)") from failure
+                await asyncio.sleep(random.uniform(FIRST_PAUSE_S, PAUSED_S))
+                continue
+            await asyncio.to_thread(self._troubled, url)
+            if flight.tokens:
+                tries, silent_s = 0, 0.0
+            tries += 1
+            silent_s += time.monotonic() - try_started
+            if silent_s >= self._connect_timeout_s:
+                raise BackendError(
+                    f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {short(failure)}; "
+                    f"start one with `slimectl serve`"
+                ) from failure
+            pause_s = random.uniform(0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries))
+            silent_s += pause_s
+            await asyncio.sleep(pause_s)
+
+    async def _try_server(self, url: str, flight: PendingRequest) -> Exception | None:
+        """Try one server; returns None with an answer, else the error after which another try may succeed."""
+        failure: Exception | None = None
+        flight.restart()
+        flight.asking = True
+        try:
+            async with asyncio.timeout(self._request_timeout_s) as limit:
+                self._asking[id(flight)] = url, limit
+                await generate(self._session, url, flight, headers=self._keys.headers(url, "/generate"))
+        except (*UNREACHABLE, Unavailable) as error:
+            if limit.expired() and self.balance.knows(url):
+                raise BackendError(
+                    f"engine at {url}: no whole answer within {self._request_timeout_s:.0f} s "
+                    f"(engine.request_timeout_s)"
+                ) from error
+            failure = error
+        finally:
+            flight.asking = False
+            del self._asking[id(flight)]
+            self.balance.give_back(url, failed=failure is not None)
+        return failure
+
+
+async def _abort_at(url: str, keys: Keys) -> None:
+    with contextlib.suppress(BackendError):
+        body = {"rid": "", "abort_all": True}
+        headers = keys.headers(url, "/abort_request")
+        await request("POST", f"{url}/abort_request", timeout_s=ABORT_REPLY_S, body=body, headers=headers)

@@ -1,0 +1,153 @@
+"""Payloads of tensors for another process of this machine: one flat buffer, pickled for SGLang or in shared memory.
+
+SGLang's own payloads name classes of SGLang, which the trainer's Python may not have. It reads the fields of a tensor's
+metadata by name only and its unpickler accepts plain namespaces (checked in 0.5.18, 0.5.20 and 0.5.21), so these are
+used.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import CheckpointError, StorageError
+from slimectl.protocols import NamedTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+NamedTensor = tuple[str, Tensor]
+SHARED = "/dev/shm"
+DEVICE_INDEX = 6
+"""Index of the device in the arguments of torch's reduction of a CUDA tensor."""
+
+
+def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Sort tensors by element width, widest first, so that each begins at a multiple of its width when concatenated."""
+    return sorted(tensors, key=lambda named: -named[1].element_size())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def flatten(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespace]]:
+    """Concatenate the bytes of all tensors into one [N] uint8 tensor on their device; also returns their ranges."""
+    parts, places, end = [], [], 0
+    for name, tensor in aligned(tensors):
+        part = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        start, end = end, end + part.numel()
+        places.append(
+            SimpleNamespace(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=part.numel()
+            )
+        )
+        parts.append(part)
+    return torch.cat(parts), places
+
+
+def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
+    """Pickle a flat buffer as SGLang's load_format "flattened_bucket".
+
+    On a CPU the bytes themselves: handles of torch's shared memory either need the receiver to know this process's
+    authentication key, and kill SGLang's scheduler when it does not, or leave a daemon behind. On a GPU a handle of
+    CUDA IPC, good as long as `flat` lives.
+    """
+    return pickle.dumps({"flattened_tensor": _Handle(flat) if flat.is_cuda else flat, "metadata": places})
+
+
+class _Handle:
+    """CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID instead of the index.
+
+    The two processes may number the devices differently; SGLang looks the UUID up.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(self.tensor)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_INDEX]).uuid)
+        return rebuild, (*arguments[:DEVICE_INDEX], uuid, *arguments[DEVICE_INDEX + 1 :])
+
+
+class SharedMemoryBlock:
+    """Shared memory that successive messages reuse: to touch pages for the first time costs more than to fill them.
+
+    Released with this object. Raises StorageError if there is no room for it.
+    """
+
+    def __init__(self, size: int) -> None:
+        _check_room(size)
+        self.size = size
+        self._memory = SharedMemory(create=True, size=max(1, size))
+        self.free = weakref.finalize(self, _release, self._memory)
+
+    def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
+        """Write tensors into the block; returns the load_format "shared_memory" of `slimectl serve`: name and table."""
+        places, end = [], 0
+        for name, tensor in aligned(tensors):
+            start, end = end, end + tensor.nbytes
+            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), start])
+            if tensor.numel():
+                target = torch.frombuffer(self._memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                target.copy_(tensor.detach().reshape(-1))
+                del target  # a block cannot be closed while a view of it exists
+        return {"name": self._memory.name, "tensors": places}
+
+
+def _release(memory: SharedMemory) -> None:
+    memory.close()
+    memory.unlink()
+
+
+def _check_room(size: int) -> None:
+    """Check the free space of /dev/shm: beyond it a write kills the process by SIGBUS; containers often have 64 MiB."""
+    if os.path.isdir(SHARED):
+        status = os.statvfs(SHARED)
+        free = status.f_bavail * status.f_frsize
+        if free < size:
+            raise StorageError(
+                f"{SHARED}: {free / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}; give the"
+                " container more shared memory, or lower sync.update_weight_buffer_size"
+            )
+
+
+Forms = Mapping[str, "tuple[tuple[int, ...], dtype]"]
+
+
+def buckets(tensors: NamedTensors, forms: Forms, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield buckets of about `bucket_bytes`; `forms` has the names and shapes of the model.
+
+    Raises CheckpointError on an extra or misshapen tensor before it is yielded, and at the end on a missing one.
+    """
+    missing = set(forms)
+    bucket: list[tuple[str, Tensor]] = []
+    bucket_size = 0
+    for name, tensor in tensors:
+        if name not in forms:
+            raise CheckpointError(f"weights: {name} is not part of this model")
+        shape = tuple(forms[name][0])
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        missing.discard(name)
+        bucket.append((name, tensor))
+        bucket_size += tensor.numel() * tensor.element_size()
+        if bucket_size >= bucket_bytes:
+            yield bucket
+            bucket, bucket_size = [], 0
+    if missing:
+        raise CheckpointError(f"weights: {min(missing)} is missing ({len(missing)} in all)")
+    if bucket:
+        yield bucket

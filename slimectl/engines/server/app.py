@@ -1,0 +1,181 @@
+"""HTTP server around an engine: routes, startup and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.server import admin, openai_api, sglang_api, weight_updates
+from slimectl.engines.server.access import ACCESS, GUARD, Access, Guard, admitted
+from slimectl.engines.server.connections import KEEP_ALIVE_S, ConnectionLimiter, counted, raise_descriptor_limit
+from slimectl.engines.server.engine_thread import EngineThread
+from slimectl.engines.server.errors import NOTICES, Notices, error_middleware, line
+from slimectl.engines.server.requests import RequestTable
+from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
+from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
+from slimectl.errors import BackendError, SettingsError
+
+BACKLOG = 4096
+GRACE_S = 0.5
+"""Seconds that open connections get at shutdown."""
+LOOK_S = 0.25
+"""Seconds between checks for requests that wait too long."""
+
+GET, POST = ("GET",), ("POST",)
+ASKING, STEERING = Access.API_KEY, Access.ADMIN_KEY
+ROUTES = {
+    "/ping": (admin.ping, GET, Access.OPEN),
+    "/health": (admin.health, GET, Access.OPEN),
+    "/ready": (admin.health, GET, Access.OPEN),
+    "/health_generate": (admin.health_generate, GET, Access.OPEN),
+    "/model_info": (admin.model_info, GET, ASKING),
+    "/get_model_info": (admin.model_info, GET, ASKING),
+    "/server_info": (admin.server_info, GET, ASKING),
+    "/get_server_info": (admin.server_info, GET, ASKING),
+    "/v1/models": (admin.models, GET, ASKING),
+    "/v1/models/{name:.+}": (admin.model, GET, ASKING),
+    "/v1/loads": (admin.loads, GET, ASKING),
+    "/generate": (sglang_api.generate, ("POST", "PUT"), ASKING),
+    "/v1/completions": (openai_api.completions, POST, ASKING),
+    "/v1/chat/completions": (openai_api.chat, POST, ASKING),
+    "/abort_request": (admin.abort_request, POST, STEERING),
+    "/pause_generation": (admin.pause_generation, POST, STEERING),
+    "/continue_generation": (admin.continue_generation, POST, STEERING),
+    "/flush_cache": (admin.flush_cache, POST, STEERING),
+    "/release_memory_occupation": (admin.release_memory_occupation, POST, STEERING),
+    "/resume_memory_occupation": (admin.resume_memory_occupation, POST, STEERING),
+    "/begin_weight_update": (weight_updates.begin_update, POST, STEERING),
+    "/end_weight_update": (weight_updates.end_update, POST, STEERING),
+    "/update_weights_from_disk": (weight_updates.update_from_disk, POST, STEERING),
+    "/update_weights_from_tensor": (weight_updates.update_from_tensor, POST, STEERING),
+    "/update_weights_from_distributed": (weight_updates.update_from_distributed, POST, STEERING),
+    "/init_weights_update_group": (weight_updates.init_group, POST, STEERING),
+    "/destroy_weights_update_group": (weight_updates.destroy_group, POST, STEERING),
+    "/update_weight_version": (weight_updates.update_version, POST, STEERING),
+    "/weights_checker": (weight_updates.check, POST, STEERING),
+}
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (socket.gaierror, UnicodeError):
+        raise SettingsError(f"--host: {host} is no address; give one of this machine, or 0.0.0.0 for all") from None
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
+
+
+def _free_port(host: str) -> int:
+    with bound(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def running(
+    engine: EmbeddedEngine,
+    served: ServerConfig,
+    listening: socket.socket,
+    *,
+    guard: Guard,
+    streaming: Streaming = Streaming(),
+    pause_timeout_s: float = 60.0,
+) -> AsyncIterator[Service]:
+    """Run the server within the block."""
+    thread, notices = EngineThread(engine), Notices()
+    service = Service(served, thread, RequestTable(thread, served.tokenizer), streaming=streaming)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
+    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[counted, error_middleware, admitted])
+    app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
+    app[ACCESS] = {handler: access for handler, _, access in ROUTES.values()}
+    for path, (handler, methods, _) in ROUTES.items():
+        for method in methods:
+            app.router.add_route(method, path, handler)
+    # A client that disconnects cancels its handler, and its sequences end.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
+    await runner.setup()
+    assert runner.server is not None
+    door = ConnectionLimiter(notices)
+    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEP_ALIVE_S, "lingering_time": 2.0}
+    accepting = door.accept(listening, runner.server, auto_decompress=False, **options)
+    work = (accepting, door.sweep(), _end_waits(service, pause_timeout_s))
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        yield service
+    finally:
+        for task in tasks:
+            task.cancel()
+        listening.close()
+        thread.end_all()
+        await runner.cleanup()
+        service.clean = thread.stop() and not service.groups
+
+
+async def _end_waits(service: Service, longest_s: float) -> None:
+    """Fail requests that wait too long for a paused engine, until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        service.desk.end_waits(longest_s)
+
+
+def _describe(context: Mapping[str, Any]) -> str:
+    """Describe an error that nobody awaited, as asyncio reports it, in one line."""
+    error = context.get("exception")
+    return f"{context.get('message')}: {line(error)}" if isinstance(error, Exception) else str(context.get("message"))
+
+
+async def serve(
+    engine: EmbeddedEngine,
+    served: ServerConfig,
+    listening: socket.socket,
+    *,
+    load: bool,
+    guard: Guard,
+    streaming: Streaming,
+    pause_timeout_s: float,
+    ready: Callable[[], None],
+) -> tuple[int, bool]:
+    """Serve until SIGINT or SIGTERM; returns (signal number, whether all threads have ended).
+
+    With `load` the weights of the folder are read first, else a push brings them; `ready` is called after reading, or
+    at once. Raises CheckpointError if they cannot be read.
+    """
+    raise_descriptor_limit()
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
+    async with running(
+        engine, served, listening, guard=guard, streaming=streaming, pause_timeout_s=pause_timeout_s
+    ) as service:
+        if load:
+            loading: asyncio.Future[None] = asyncio.ensure_future(
+                service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))
+            )
+            futures: list[asyncio.Future[Any]] = [loading, stopped]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+        if not stopped.done():
+            service.status = "they were lost to a failed update" if load else "waiting for weights"
+            ready()
+        await stopped
+    return stopped.result(), service.clean
+
+
+def _settle(future: asyncio.Future[int], number: int) -> None:
+    if not future.done():
+        future.set_result(number)

@@ -1,0 +1,230 @@
+"""Running answers of a server, and the table of requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
+from slimectl.engines.embedded.scheduler import RunningSequence as Running
+from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
+from slimectl.engines.server.errors import PAUSED, RequestError
+from slimectl.engines.server.sampling_params import GenerationRequest
+from slimectl.types import Completion
+
+HOLDS = {
+    "memory": "/resume_memory_occupation",
+    "update": "/end_weight_update",
+    "pause": "/continue_generation",
+}
+"""Endpoint that ends each hold of the engine."""
+MOST_IN_FLIGHT = 65536
+"""Maximum number of answers that run or wait."""
+
+
+class RunningAnswer:
+    """One sequence, and the part of it that is already sent (`told` tokens, `told_text` characters)."""
+
+    def __init__(
+        self, sequence: Running, wish: GenerationRequest, detokenizer: Detokenizer, *, rid: str, index: int
+    ) -> None:
+        self.sequence = sequence
+        self.rid = rid
+        self.index = index
+        self.told = 0
+        self.told_text = 0
+        self.over = False  # its last part has been sent
+        self._wish = wish
+        self._detokenizer = detokenizer
+        self._scanner = StopScanner(detokenizer, ())
+        self.begun = time.monotonic()
+
+    @property
+    def count(self) -> int:
+        """Tokens generated so far, each with its log-probability; the engine may be adding more."""
+        return len(self.sequence.log_probs)
+
+    @property
+    def done(self) -> bool:
+        return self.sequence.future.done()
+
+    @property
+    def completion(self) -> Completion:
+        """Finished completion. Raises what the engine raised."""
+        return self.sequence.future.result()
+
+    @property
+    def latency_s(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def cut_at(self) -> str | None:
+        """Stop string that ended the answer and was cut."""
+        matched = self.sequence.matched if self.done else None
+        return matched if isinstance(matched, str) and not self._wish.keep_stop else None
+
+    def text(self) -> str:
+        """Return the whole text of a finished answer, else the part that can no longer change."""
+        if self.done:
+            return self._final_text()
+        self._scanner.scan(self.sequence.tokens[: self.count], stopping=False)
+        text, stops = self._scanner.text, () if self._wish.keep_stop else self.sequence.params.stop
+        return text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]
+
+    def due(self) -> bool:
+        """Whether a stream has to send a chunk."""
+        return not self.over and (self.done or self.count - self.told >= self._wish.interval)
+
+    def _final_text(self) -> str:
+        if not (self._wish.keep_special or self._wish.keep_stop):
+            return self.completion.text
+        text, cut = self._detokenizer.decode(self.completion.tokens), self.cut_at
+        return text if cut is None or cut not in text else text[: text.rindex(cut)]
+
+    def finish_reason(self) -> dict[str, Any] | None:
+        """Return the finish reason in SGLang's format; None while the answer runs."""
+        finish = self.completion.finish if self.done else ""
+        if finish == "stop":
+            return {"type": "stop", "matched": self.sequence.matched}
+        if finish == "length":
+            return {"type": "length", "length": self.count}
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None} if finish else None
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Return the token span of each weight version, in SGLang's format."""
+        spans, count = list(self.sequence.spans), self.count
+        ends = [*(start for _, start in spans), count][1:]
+        return [
+            {"version": version, "start": start, "end": min(end, count)}
+            for (version, start), end in zip(spans, ends, strict=True)
+            if start < count
+        ]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class RequestTable:
+    """Table of all requests in flight, by their ids."""
+
+    def __init__(self, thread: EngineThread, tokenizer: Any) -> None:
+        self._thread = thread
+        self._bell = LoopNotifier()
+        self._by_rid: dict[str, list[RunningAnswer]] = {}
+        self._in_flight = 0
+        self._detokenizers = {keep: Detokenizer(tokenizer, keep_special=keep) for keep in (False, True)}
+
+    def token_text(self, token: int) -> str:
+        return self._detokenizers[True].decode([token])
+
+    @contextmanager
+    def ask(
+        self, prompts: Sequence[tuple[list[int], GenerationRequest]], rids: Sequence[str], *, rid: str
+    ) -> Iterator[RequestState]:
+        """Start the answers to prompts; those that still run at the end of the block are ended.
+
+        `rid` names the request, `rids` its prompts. Raises Refused for an id in flight already, SettingsError for a
+        prompt that cannot be continued.
+        """
+        if self._in_flight + sum(wish.n for _, wish in prompts) > MOST_IN_FLIGHT:
+            raise RequestError(f"{self._in_flight} answers are in flight; ask again in a moment", status=503)
+        by_rid: dict[str, list[RunningAnswer]] = {rid: []}
+        for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
+            for i in range(wish.n):
+                sequence = self._thread.engine.request(tokens, wish.seeded(i))
+                name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
+                detokenizer = self._detokenizers[wish.keep_special]
+                answer = RunningAnswer(sequence, wish, detokenizer, rid=name, index=len(by_rid[rid]))
+                for alias in {rid, prompt_rid, name}:
+                    by_rid.setdefault(alias, []).append(answer)
+        for duplicate in by_rid.keys() & self._by_rid.keys():
+            raise RequestError(f"rid: {duplicate[:60]!a} is in flight already; give another, or none", field="rid")
+        self._by_rid |= by_rid
+        self._in_flight += len(by_rid[rid])
+        for answer in by_rid[rid]:
+            self._thread.submit(answer.sequence)
+        try:
+            yield RequestState(by_rid[rid], self._bell)
+        finally:
+            self._in_flight -= len(by_rid[rid])
+            for name in by_rid:
+                del self._by_rid[name]
+            for answer in by_rid[rid]:
+                self._release(answer)
+
+    def _release(self, answer: RunningAnswer) -> None:
+        future = answer.sequence.future
+        if not future.done():
+            answer.sequence.grown = None
+            future.cancel()
+            self._thread.end(answer.sequence)
+        elif not future.cancelled():
+            future.exception()  # retrieved, so that asyncio does not report it
+
+    def abort(self, rid: str) -> None:
+        """End a request or one answer of it; does nothing if it is not in flight."""
+        for answer in self._by_rid.get(rid, []):
+            self._thread.end(answer.sequence)
+
+    def end_waits(self, longest_s: float) -> None:
+        """Fail answers that have waited too long for a paused engine, so that their client retries, here or elsewhere.
+
+        Raises nothing; the task that awaits the answer gets Refused.
+        """
+        since = self._thread.engine.held_since
+        if since is None:
+            return
+        latest = time.monotonic() - longest_s
+        for answer in {id(answer): answer for answers in self._by_rid.values() for answer in answers}.values():
+            if not answer.done and max(since, answer.begun) < latest:
+                error = RequestError(_paused_message(self._thread.engine.holds, longest_s), status=503, kind=PAUSED)
+                answer.sequence.future.set_exception(error)
+                self._thread.end(answer.sequence)
+
+
+def _paused_message(holds: list[str], seconds: float) -> str:
+    way_out = next((HOLDS[hold] for hold in HOLDS if hold in holds), HOLDS["pause"])
+    return f"the engine has been paused for {seconds:g} s and more; ask again after {way_out}"
+
+
+class RequestState:
+    """Answers to one HTTP request."""
+
+    def __init__(self, answers: list[RunningAnswer], bell: LoopNotifier) -> None:
+        self.answers = answers
+        self._event = asyncio.Event()
+        for answer in answers:
+            answer.sequence.future.add_done_callback(lambda _: self._event.set())
+        self._ring = partial(bell.ring, self._event)
+
+    async def finished(self) -> list[RunningAnswer]:
+        """Wait for all answers. Raises what the engine raised."""
+        while not all(answer.done for answer in self.answers):
+            await self._event.wait()
+            self._event.clear()
+        for answer in self.answers:
+            answer.sequence.future.result()
+        return self.answers
+
+    async def growing(self) -> AsyncIterator[RunningAnswer]:
+        """Yield each answer when it has new tokens, until all are finished. Raises what the engine raised."""
+        for answer in self.answers:
+            answer.sequence.grown = self._ring
+        pending = self.answers
+        self._event.set()
+        while pending:
+            await self._event.wait()
+            self._event.clear()
+            for answer in pending:
+                if answer.due():
+                    answer.over = answer.done
+                    if answer.over:
+                        answer.sequence.future.result()
+                    yield answer
+            pending = [answer for answer in pending if not answer.over]

@@ -1,0 +1,247 @@
+"""Log-probabilities of prompt tokens, which /generate returns from logprob_start_len on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from slimectl.engines.server.errors import RequestError
+from slimectl.engines.server.requests import RunningAnswer
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_sglang
+from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
+
+TOGETHER = 4096
+"""Tokens, padding included, per pass; between two passes other requests get their next token."""
+
+PromptLogProbs = list[tuple[float | None, int]]
+"""(log-probability, token) of a prompt's tokens; the first has none, because it has no context."""
+
+
+def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int | None]:
+    """Parse logprob_start_len, one for all prompts or a list: the first token to score of each; None for none.
+
+    Raises Refused for one outside its prompt.
+    """
+    name, raw = "logprob_start_len", fields.raw("logprob_start_len")
+    if not fields.flag("return_logprob") or raw is None:
+        return [None] * len(prompts)
+    listed = raw if isinstance(raw, list) else [raw] * len(prompts)
+    if len(listed) != len(prompts):
+        raise fields.refuse(name, f"are {len(listed)} for {len(prompts)} prompts")
+    positions: list[int | None] = []
+    for prompt, start in zip(prompts, listed, strict=True):
+        if type(start) is not int or not -1 <= start < max(1, len(prompt)):
+            raise fields.refuse(name, f"is no place in a prompt of {len(prompt)} tokens, nor -1 for none")
+        positions.append(None if start == -1 else start)
+    return positions
+
+
+async def prompt_log_probs(
+    service: Service, prompts: list[list[int]], begins: list[int | None]
+) -> list[PromptLogProbs]:
+    """Score each prompt from its start position on. Raises what the engine raises."""
+    scores: list[PromptLogProbs] = [[] for _ in prompts]
+    for members in _passes([i for i, start in enumerate(begins) if start is not None], prompts):
+        places = [begins[i] or 0 for i in members]
+        engine = service.thread.engine
+        batch_log_probs = await service.thread.call(partial(engine.log_probs, [prompts[i] for i in members], places))
+        for i, start, log_probs in zip(members, places, batch_log_probs, strict=True):
+            scores[i] = list(zip([None, *log_probs], prompts[i][start:], strict=True))
+    return scores
+
+
+def _passes(indices: list[int], prompts: list[list[int]]) -> list[list[int]]:
+    """Group the prompt indices that one pass of the model computes together, in order."""
+    passes: list[list[int]] = []
+    longest = 0
+    for i in indices:
+        longest = max(longest, len(prompts[i]))
+        if passes and (len(passes[-1]) + 1) * longest <= TOGETHER:
+            passes[-1].append(i)
+        else:
+            passes.append([i])
+            longest = len(prompts[i])
+    return passes
+
+
+UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
+    "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "token_ids_logprob": (),
+    "top_logprobs_num": (0,), "return_hidden_states": (), "return_sampling_mask": (),
+    "lora_path": (), "session_params": (), "custom_logit_processor": (), "return_routed_experts": (),
+}  # fmt: skip
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    fields = await read(request)
+    service.check_ready()
+    fields.refuse_beyond(UNSUPPORTED)
+    prompts, many = await _prompts(fields, service)
+    wishes = list(zip(prompts, _wishes(fields, len(prompts), service.streaming.interval), strict=True))
+    if sum(wish.n for _, wish in wishes) > MOST_ANSWERS:
+        raise RequestError(f"{sum(wish.n for _, wish in wishes)} answers at once, and {MOST_ANSWERS} are the most")
+    rid, rids = _rids(fields, len(prompts), many)
+    input_scores = await prompt_log_probs(service, prompts, start_positions(fields, prompts))
+    form = ResponseFormat(
+        log_probs=fields.flag("return_logprob"),
+        with_text=fields.flag("return_text_in_logprobs"),
+        incremental=fields.flag("incremental_streaming_output", service.streaming.incremental),
+        listed=many or wishes[0][1].n > 1,
+        token_text=service.desk.token_text,
+        version=service.thread.engine.weight_version,
+        inputs=[score for score, (_, wish) in zip(input_scores, wishes, strict=True) for _ in range(wish.n)],
+    )
+    if fields.flag("stream"):
+        return await _stream_answers(request, service, wishes, rids, rid, form)
+    with service.desk.ask(wishes, rids, rid=rid) as pending:
+        outputs = [form.whole(answer) for answer in await pending.finished()]
+    text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
+    return web.Response(text=text, content_type="application/json")
+
+
+async def _stream_answers(
+    request: web.Request,
+    service: Service,
+    wishes: list[tuple[list[int], GenerationRequest]],
+    rids: list[str],
+    rid: str,
+    form: ResponseFormat,
+) -> web.StreamResponse:
+    stream = EventStream(request)
+    with service.desk.ask(wishes, rids, rid=rid) as pending:
+        try:
+            async for answer in pending.growing():
+                await stream.send(form.chunk(answer))
+        except STREAMED as error:
+            await stream.fail(error)
+    return await stream.end()
+
+
+async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], bool]:
+    """Return the token ids of every prompt, and whether the request has a list of prompts."""
+    text, ids = fields.raw("text"), fields.raw("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("text, input_ids: give one of the two")
+    if text is not None:
+        many, texts = isinstance(text, list), fields.texts("text", max_count=MOST_ANSWERS)
+        encoded = [await service.encoded(prompt) for prompt in texts]
+    else:
+        many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+        encoded = [fields.tokens("input_ids", prompt) for prompt in (ids if many else [ids])]
+    if not encoded:
+        raise RequestError("text: is an empty list", field="text")
+    return encoded, many
+
+
+def _wishes(fields: RequestBody, count: int, interval: int) -> list[GenerationRequest]:
+    """Parse the sampling parameters of each prompt: one object for all, or one for each."""
+    raw = fields.raw("sampling_params")
+    if not isinstance(raw, list):
+        params = RequestBody(fields.object("sampling_params"), at="sampling_params.")
+        return [from_sglang(params, interval=interval)] * count
+    objects = fields.objects("sampling_params") or []
+    if len(objects) != count:
+        raise fields.refuse("sampling_params", f"are {len(objects)} for {count} prompts")
+    all_fields = [RequestBody(params, at=f"sampling_params[{i}].") for i, params in enumerate(objects)]
+    return [from_sglang(params, interval=interval) for params in all_fields]
+
+
+def _rids(fields: RequestBody, count: int, many: bool) -> tuple[str, list[str]]:
+    """Return the id of the request, and one for each of its prompts."""
+    if isinstance(fields.raw("rid"), list):
+        rids = fields.texts("rid", max_count=count)
+        if len(rids) != count or len(set(rids)) != count:
+            raise fields.refuse("rid", f"is not one of its own for each of {count} prompts")
+        return uuid.uuid4().hex, rids
+    rid = fields.text("rid", longest=256) or uuid.uuid4().hex
+    return rid, [f"{rid}_{i}" for i in range(count)] if many else [rid]
+
+
+class ResponseFormat:
+    """Formats the answers of one request as JSON: whole, or chunk by chunk.
+
+    A chunk has all tokens so far, as SGLang's does, or with `incremental` only the new ones. JSON that was encoded once
+    is cached: a stream of n tokens encodes n numbers, not n squared.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_probs: bool,
+        with_text: bool,
+        incremental: bool,
+        listed: bool,
+        token_text: Callable[[int], str],
+        version: str,
+        inputs: list[PromptLogProbs],
+    ) -> None:
+        self.listed = listed
+        self._version = version
+        self._log_probs = log_probs
+        self._with_text = with_text
+        self._incremental = incremental
+        self._token_text = token_text
+        self._inputs = [self._triples(scores) for scores in inputs]
+        self._sent_parts: dict[int, tuple[str, str]] = {}
+
+    def whole(self, answer: RunningAnswer) -> str:
+        return self._to_json(answer, *self._numbers(answer, 0, answer.count), text=answer.text())
+
+    def chunk(self, answer: RunningAnswer) -> str:
+        count, text = answer.count, answer.text()
+        new = self._numbers(answer, answer.told, count)
+        if self._incremental:
+            text, answer.told_text = text[answer.told_text :], max(len(text), answer.told_text)
+        else:
+            previous = self._sent_parts.get(answer.index, ("", ""))
+            new = (_join(previous[0], new[0]), _join(previous[1], new[1]))
+            self._sent_parts[answer.index] = new
+        answer.told = count
+        return self._to_json(answer, *new, text=text, count=count)
+
+    def _numbers(self, answer: RunningAnswer, start: int, end: int) -> tuple[str, str]:
+        """Encode token ids, and log-probabilities as [logprob, id, text or null], as the insides of JSON lists."""
+        tokens = answer.sequence.tokens[start:end]
+        if not self._log_probs:
+            return ",".join(map(str, tokens)), ""
+        pairs = zip(answer.sequence.log_probs[start:end], tokens, strict=True)
+        return ",".join(map(str, tokens)), self._triples(pairs)
+
+    def _triples(self, pairs: Iterable[tuple[float | None, int]]) -> str:
+        """Encode [logprob, id, text or null] as the inside of a JSON list."""
+        text_of = (lambda token: dumped(self._token_text(token))) if self._with_text else (lambda token: "null")
+        return ",".join(f"[{'null' if p is None else repr(p)},{token},{text_of(token)}]" for p, token in pairs)
+
+    def _to_json(
+        self, answer: RunningAnswer, tokens: str, log_probs: str, *, text: str, count: int | None = None
+    ) -> str:
+        count = answer.count if count is None else count
+        meta = dumped(self._meta(answer, count))
+        if self._log_probs:
+            inputs = self._inputs[answer.index]
+            log_prob_fields = f'"input_token_logprobs":[{inputs}],"output_token_logprobs":[{log_probs}]'
+            meta = f'{meta[:-1]},{log_prob_fields},"output_token_logprobs_length":{count}}}'
+        index = f',"index":{answer.index}' if self.listed else ""
+        return f'{{"text":{dumped(text)},"output_ids":[{tokens}],"meta_info":{meta}{index}}}'
+
+    def _meta(self, answer: RunningAnswer, count: int) -> dict[str, Any]:
+        finish, spans = answer.finish_reason(), answer.spans()
+        meta = {
+            "id": answer.rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(answer.sequence.prompt),
+            "completion_tokens": count,
+            "cached_tokens": answer.sequence.cached_tokens,
+            "weight_version": spans[-1]["version"] if spans else self._version,
+            "weight_versions": spans,
+        }
+        return meta if finish is None else meta | {"e2e_latency": round(answer.latency_s, 6)}
+
+
+def _join(previous: str, new: str) -> str:
+    return f"{previous},{new}" if previous and new else previous or new

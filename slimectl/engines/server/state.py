@@ -1,0 +1,134 @@
+"""State that all endpoints of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from torch import Tensor
+
+from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
+from slimectl.engines.server.errors import RequestError, body, line, status_of
+from slimectl.engines.server.requests import RequestTable
+from slimectl.errors import SlimectlError
+
+LONG = 20_000
+"""Characters from which a text is tokenised in a separate thread."""
+
+SEND_S = 60.0
+"""Seconds that a client may read nothing of a stream."""
+
+ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Served model: its folder, config and tokenizer, and the reader of folders with new weights."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tokenizer: Any
+    dtype: str
+    max_running: int
+    read: ReadCheckpoint
+    version: str = "0"
+    """Weight version of the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Default stream options of requests."""
+
+    interval: int = 1
+    """Tokens between two chunks."""
+    incremental: bool = False
+    """Whether a chunk of /generate has only the new tokens."""
+
+
+@dataclass(slots=True)
+class Service:
+    served: ServerConfig
+    thread: EngineThread
+    desk: RequestTable
+    status: str = "loading weights"
+    """Status message while there are no weights."""
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights are loaded: one update at a time."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """Process groups for weight broadcasts, by name."""
+    streaming: Streaming = Streaming()
+    clean: bool = True
+    """Whether all threads have ended at shutdown."""
+    born: float = field(default_factory=time.time)
+
+    @property
+    def ready(self) -> bool:
+        return self.thread.engine.has_weights
+
+    @property
+    def state(self) -> str:
+        """Return "ok", or the status message while there are no weights."""
+        return "ok" if self.ready else self.status
+
+    def check_ready(self) -> None:
+        """Raise Refused while the engine has no weights; requests during an update wait for its end."""
+        if not self.thread.engine.accepts:
+            raise RequestError(f"the engine has no weights yet: {self.status}", status=503)
+
+    async def encoded(self, text: str) -> list[int]:
+        """Tokenise a prompt as SGLang and OpenAI do: with the special tokens that the tokenizer adds."""
+        encode = partial(self.served.tokenizer.encode, text, add_special_tokens=True)
+        return list(encode() if len(text) < LONG else await run_in_daemon_thread(encode))
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+class EventStream:
+    """Response of server-sent events, one JSON value each."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+
+    async def send(self, value: str) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        await self._write(f"data: {value}\n\n".encode())
+
+    async def fail(self, error: Exception) -> None:
+        """Send an error as an event: an HTTP status can no longer be sent."""
+        if not self._response.prepared:
+            raise error
+        await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
+
+    async def end(self) -> web.StreamResponse:
+        await self.send("[DONE]")
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, data: bytes) -> None:
+        """Raise ConnectionResetError if the client does not read, which ends its sequences."""
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._response.write(data)
+        except TimeoutError:
+            raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
+
+
+COMPACT = json.JSONEncoder(separators=(",", ":"))
+STREAMED = (RequestError, SlimectlError)
+"""Errors that are reported within a stream."""
+
+
+def dumped(value: Any) -> str:
+    return COMPACT.encode(value)

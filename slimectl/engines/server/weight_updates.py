@@ -1,0 +1,303 @@
+"""Process groups for weight broadcasts of a trainer, compatible with those of SGLang's scheduler."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import mmap
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from torch import Tensor
+
+from slimectl.data.hashing import tensor_checksum
+from slimectl.engines.server.engine_thread import run_in_daemon_thread
+from slimectl.engines.server.errors import RequestError, line
+from slimectl.engines.server.schema import RequestBody, read
+from slimectl.engines.server.state import SERVICE, Service
+
+Form = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor to receive."""
+
+
+class BroadcastGroup:
+    """Group beside torch's default one; the trainer is rank 0 and hosts the store."""
+
+    def __init__(
+        self, *, host: str, port: int, rank: int, world: int, name: str, backend: str, device: str, timeout_s: float
+    ) -> None:
+        """Block until all ranks have joined, or raise after `timeout_s` seconds."""
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        # The prefixes have to be the sender's: the group's name twice, then the kind of device.
+        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
+        self._group = _backend(backend, store, rank, world, timeout, address=_address_towards(host))
+        self._device, self._timeout = torch.device(device), timeout
+
+    def receive(self, forms: Sequence[Form], *, flattened: bool) -> list[tuple[str, Tensor]]:
+        """Receive the next tensors that rank 0 broadcasts, one by one or as the bytes of all of them."""
+        if flattened:
+            sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in forms]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            self._broadcast(flat).wait()
+            parts = torch.split(flat, sizes)
+            return [
+                (name, part.view(dtype).view(shape)) for (name, dtype, shape), part in zip(forms, parts, strict=True)
+            ]
+        tensors = [(name, torch.empty(shape, dtype=dtype, device=self._device)) for name, dtype, shape in forms]
+        for work in [self._broadcast(tensor) for _, tensor in tensors]:
+            work.wait()
+        return tensors
+
+    def close(self) -> None:
+        """Leave the group; its connections end with it."""
+        del self._group, self._store
+
+    def _broadcast(self, tensor: Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = self._timeout
+        return self._group.broadcast([tensor], options)
+
+
+def _backend(kind: str, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, *, address: str) -> Any:
+    if kind == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, world, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    # By itself gloo listens at whatever address the machine's own name resolves to.
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, world, gloo)
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this machine from which `host` is reached."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing, but picks the route.
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+FOLDER = Path("/dev/shm")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+    )
+}  # fmt: skip
+MOST_ELEMENTS = 2**40
+MOST_DIMENSIONS = 8
+
+
+def dtype_of(fields: RequestBody, name: str, value: Any) -> torch.dtype:
+    dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
+    if dtype is None:
+        raise fields.refuse(name, f"a dtype is not one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def shape_of(fields: RequestBody, name: str, value: Any) -> tuple[int, ...]:
+    sizes = fields.tokens(name, value)
+    if len(sizes) > MOST_DIMENSIONS or not all(0 <= size < MOST_ELEMENTS for size in sizes):
+        raise fields.refuse(name, "a shape is not one of a tensor")
+    if math.prod(sizes) >= MOST_ELEMENTS:
+        raise fields.refuse(name, f"a shape is one of {math.prod(sizes):.0e} elements")
+    return tuple(sizes)
+
+
+def mapped(fields: RequestBody) -> list[tuple[str, Tensor]]:
+    """Map the tensors of {"name": block, "tensors": [[name, dtype, shape, offset], …]}, without a copy.
+
+    The block stays mapped as long as they live. Raises Refused for a block that does not exist, or is too small.
+    """
+    block = fields.needed("name").removeprefix("/")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", block):
+        raise fields.refuse("name", "is not the name of a block of shared memory")
+    try:
+        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
+        with open(os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        reason = "is empty" if isinstance(error, ValueError) else error.strerror
+        raise fields.refuse("name", f"{FOLDER / block}: {reason}; is the sender on this machine?") from None
+    rows = fields.raw("tensors")
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 4 for row in rows):
+        raise fields.refuse("tensors", "is not a list of [name, dtype, shape, offset]")
+    return [_tensor_view(fields, memory, row) for row in rows]
+
+
+def _tensor_view(fields: RequestBody, memory: mmap.mmap, row: list[Any]) -> tuple[str, Tensor]:
+    name, dtype, shape = row[0], dtype_of(fields, "tensors", row[1]), shape_of(fields, "tensors", row[2])
+    if not isinstance(name, str):
+        raise fields.refuse("tensors", "a name is not a string")
+    (offset,) = fields.tokens("tensors", [row[3]])
+    count = math.prod(shape)
+    if not 0 <= offset <= len(memory) - count * dtype.itemsize or offset % dtype.itemsize:
+        raise fields.refuse("tensors", f"{name[:200]} does not lie within the block of {len(memory)} bytes")
+    if not count:
+        return name, torch.empty(shape, dtype=dtype)
+    return name, torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+GROUP = "weight_update_group"
+TIMEOUT_S = 600.0
+"""Seconds that a group waits for its trainer."""
+LONGEST_VERSION = 200
+ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
+
+
+async def update_from_disk(request: web.Request) -> web.Response:
+    """Load all tensors of a Hugging Face directory."""
+    service, fields = request.app[SERVICE], await read(request)
+    folder, version = Path(fields.needed("model_path")), _version(fields)
+    if not folder.is_dir():
+        raise fields.refuse("model_path", f"{str(folder)[:200]} is not a directory on this machine")
+    engine = service.thread.engine
+
+    def load() -> None:
+        engine.load_weights(service.served.read(folder), version=version or engine.weight_version)
+
+    await _load(service, fields, load)
+    return _done("Succeeded to update model weights.", num_paused_requests=0)
+
+
+async def update_from_tensor(request: web.Request) -> web.Response:
+    """Load tensors from shared memory."""
+    service, fields = request.app[SERVICE], await read(request)
+    if "serialized_named_tensors" in fields or fields.text("load_format") != "shared_memory":
+        raise RequestError(
+            "serialized_named_tensors: pickles are not taken, because reading one runs whatever code is in it; "
+            'send load_format "shared_memory" with name and tensors (docs/serving.md)'
+        )
+    tensors, version = mapped(fields), _version(fields)
+    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    return _done("Success")
+
+
+async def update_from_distributed(request: web.Request) -> web.Response:
+    """Load tensors that the trainer broadcasts; received before they are checked, so that it does not block."""
+    service, fields = request.app[SERVICE], await read(request)
+    group = service.groups.get(fields.text("group_name", GROUP) or GROUP)
+    if group is None:
+        raise fields.refuse("group_name", "no such group; call init_weights_update_group first")
+    columns = [fields.raw(name) for name in ("names", "dtypes", "shapes")]
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        raise fields.refuse("names", "names, dtypes and shapes are not lists of one length")
+    names = fields.texts("names", max_count=len(columns[0]))
+    dtypes = [dtype_of(fields, "dtypes", value) for value in columns[1]]
+    shapes = [shape_of(fields, "shapes", value) for value in columns[2]]
+    forms, version = list(zip(names, dtypes, shapes, strict=True)), _version(fields)
+    flattened = fields.choice("load_format", "auto", ("auto", "flattened_bucket")) == "flattened_bucket"
+    try:
+        tensors = await run_in_daemon_thread(partial(group.receive, forms, flattened=flattened))
+    except (RuntimeError, ValueError) as error:  # errors of gloo and nccl: the trainer went away, or sent others
+        raise RequestError(f"the broadcast failed; has the trainer gone? {line(error)}") from None
+    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    return _done("Succeeded to update parameter online.")
+
+
+async def init_group(request: web.Request) -> web.Response:
+    """Join a trainer's process group."""
+    service, fields = request.app[SERVICE], await read(request)
+    name = fields.text("group_name", GROUP, longest=200) or GROUP
+    if name in service.groups:
+        raise fields.refuse("group_name", f"{name!a} exists already; destroy it first")
+    world = fields.whole("world_size", 0, low=2, high=65536)
+    host = fields.needed("master_address")
+    if not ADDRESS.fullmatch(host):
+        raise fields.refuse("master_address", f"{host[:100]!a} is neither a host name nor an address")
+    join = partial(
+        BroadcastGroup,
+        host=host,
+        port=fields.whole("master_port", 0, low=1, high=65535),
+        rank=fields.whole("rank_offset", 1, low=1, high=max(1, world - 1)),
+        world=world,
+        name=name,
+        backend=fields.choice("backend", "gloo", ("gloo", "nccl")),
+        device=service.thread.engine.device,
+        timeout_s=TIMEOUT_S,
+    )
+    if not world or "master_port" not in fields:
+        raise RequestError("world_size, master_port: are missing")
+    service.groups[name] = None  # reserved while waiting for the other ranks
+    try:
+        service.groups[name] = await run_in_daemon_thread(join)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RequestError(f"cannot join the group {name!a}: {line(error)}") from None
+    finally:
+        if service.groups[name] is None:
+            del service.groups[name]
+    return _done("Succeeded to initialize custom process group.")
+
+
+async def destroy_group(request: web.Request) -> web.Response:
+    service, fields = request.app[SERVICE], await read(request)
+    group = service.groups.pop(fields.text("group_name", GROUP) or GROUP, None)
+    if group is None:
+        raise fields.refuse("group_name", "the group to be destroyed does not exist")
+    await run_in_daemon_thread(group.close)
+    return _done("Succeeded to destroy custom process group.")
+
+
+async def begin_update(request: web.Request) -> web.Response:
+    """Open an update session: tensors until end_weight_update are one version; until then nothing is sampled."""
+    service = request.app[SERVICE]
+    await read(request)
+    await service.thread.call(service.thread.engine.begin_update)
+    return _done("Success")
+
+
+async def end_update(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    await read(request)
+    await service.thread.call(service.thread.engine.end_update)
+    return _done("Success")
+
+
+async def update_version(request: web.Request) -> web.Response:
+    """Rename the weight version."""
+    service, fields = request.app[SERVICE], await read(request)
+    version = fields.needed("new_version")[:LONGEST_VERSION]
+    if fields.flag("abort_all_requests", True):
+        await service.thread.call(service.thread.engine.end_all)
+    await service.thread.call(lambda: service.thread.engine.update_weights([], version=version))
+    return _done(f"Weight version updated to {version}", new_version=version)
+
+
+async def check(request: web.Request) -> web.Response:
+    """Return a checksum of every tensor as the engine stores it, by its Hugging Face name."""
+    service, fields = request.app[SERVICE], await read(request)
+    fields.choice("action", "checksum", ("checksum",))
+    checksums = await service.thread.call(lambda: service.thread.engine.checksums(tensor_checksum))
+    return _done("Success", ranks=[{"checksums": checksums}])
+
+
+async def _load(service: Service, fields: RequestBody, load: Callable[[], None]) -> None:
+    """Load weights between two steps. Raises CheckpointError for those that do not fit."""
+    if fields.flag("abort_all_requests"):
+        await service.thread.call(service.thread.engine.end_all)
+    async with service.updating:
+        await service.thread.call(load)
+
+
+def _version(fields: RequestBody) -> str | None:
+    return fields.text("weight_version", longest=LONGEST_VERSION) or None
+
+
+def _done(message: str, **more: Any) -> web.Response:
+    return web.json_response({"success": True, "message": message, **more})

@@ -1,0 +1,73 @@
+"""Starts a real SGLang server: `python launch_server.py --model-path DIR …` takes the flags of sglang.launch_server.
+
+`python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead. SGLang's worker
+processes run the top of this file again, so that the shims for machines without a GPU apply there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import hidden_keys
+import torch
+
+hidden_keys.mask_logs()
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang 0.5.21 compiles small functions, which needs a C++ compiler at run time and gains nothing on a CPU.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import cpu_shims
+
+    cpu_shims.apply()
+
+
+def described() -> dict[str, dict[str, Any]]:
+    """Describe every field of ServerArgs that has a flag: the flag, the values that it takes, and the default."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
+    return {action.dest: _describe_action(action) for action in parser._actions if action.dest in fields}
+
+
+def _describe_action(action: argparse.Action) -> dict[str, Any]:
+    flags = [flag for flag in action.option_strings if flag.startswith("--")]
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        takes = "nothing"
+    else:
+        takes = "many" if action.nargs in ("*", "+") or isinstance(action.nargs, int) else "one"
+    return {
+        "flag": flags[0],
+        "off": next((flag for flag in flags if flag.startswith("--no-")), None),
+        "takes": takes,
+        "type": getattr(action.type, "__name__", None),
+        "choices": sorted(map(str, action.choices)) if action.choices else None,
+        "default": action.default if isinstance(action.default, bool) else None,
+    }
+
+
+def serve() -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], *hidden_keys.flags(fields)]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--describe"]:
+        print(json.dumps(described()))
+    else:
+        from parent_watch import leave_with_parent
+
+        leave_with_parent()
+        serve()

@@ -1,0 +1,175 @@
+"""Launch commands of the servers that slimectl starts: SGLang, `slimectl serve`, and sglang-router."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.transport import NO_KEYS
+from slimectl.engines.sglang.args import BOOTSTRAP, flags, interpreter, router_interpreter
+from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.redaction import is_secret_name
+
+NO_WEIGHTS = "unpushed"
+"""Weight version of a server that waits for its first push: no answer under this name is ever used."""
+
+HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
+"""Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of
+SGLang as a JSON list, and the API key and the admin key."""
+
+SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
+"""The settings engine.api_key and engine.admin_api_key in the environment of `slimectl serve`."""
+
+SLACK = 8
+"""Tokens that SGLang 0.5.21 reserves of a context; the client enforces the real bound."""
+
+STREAM_INTERVAL = 16
+"""Tokens per chunk of a stream: chunks of one token cost a CPU a fifth of its speed, and no user reads them live."""
+
+ON_CPU = {
+    "attention_backend": "--attention-backend=torch_native",
+    "sampling_backend": "--sampling-backend=pytorch",
+    "grammar_backend": "--grammar-backend=none",
+    "disable_overlap_schedule": "--disable-overlap-schedule",
+    "sleep_on_idle": "--sleep-on-idle",  # an idle server would burn a core
+    "max_total_tokens": "--max-total-tokens=20000",  # the cache's share of memory is computed from a GPU's
+    "enable_deterministic_inference": "--enable-deterministic-inference",  # else sampling_seed has no effect
+}
+"""Flags by the field that they set; a field in `args` replaces its flag."""
+
+
+def sglang_server(
+    model: Path,
+    *,
+    log: Path,
+    python: str | None = None,
+    tensor_parallel: int = 1,
+    args: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_context: int | None = None,
+    weight_version: str = NO_WEIGHTS,
+    role: str | None = None,
+    bootstrap_port: int | None = None,
+    name: str = "sglang",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
+) -> ServerProcess:
+    """Build the process of an SGLang server for the model in a folder.
+
+    `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
+    `role` is prefill or decode (disaggregation). Raises BackendError if `python` has no SGLang, SettingsError for
+    `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
+    """
+    interpreter_path = interpreter(python)
+    options = dict(args or {})
+    arguments = [
+        f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
+        f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
+        f"--context-length={(max_context or _context(model)) + SLACK}",
+        *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
+        *([f"--disaggregation-mode={role}"] if role else []),
+        *([f"--disaggregation-bootstrap-port={bootstrap_port}"] if bootstrap_port else []),
+        *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
+        *flags({field: value for field, value in options.items() if not is_secret_name(field)}, interpreter_path),
+    ]  # fmt: skip
+    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SLACK
+    hidden = flags({field: value for field, value in options.items() if is_secret_name(field)}, interpreter_path)
+    environment |= {HIDDEN_FLAGS: json.dumps(hidden), HIDDEN_KEYS: json.dumps([keys.api_key, keys.admin_api_key])}
+    if device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if tensor_parallel > 1:  # SGLang requires a NUMA node per rank, unless cores are set; without sgl-kernel, any
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
+    return ServerProcess(
+        partial(_script_command, interpreter_path, "launch_server.py", arguments),
+        name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
+        own_tmp=True,  # SGLang creates sockets there and never removes them
+    )  # fmt: skip
+
+
+def serve_server(
+    model: Path,
+    *,
+    log: Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_running: int = 64,
+    max_context: int | None = None,
+    wait_for_weights: bool = False,
+    name: str = "serve",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+    pause_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
+) -> ServerProcess:
+    """Build the process of `slimectl serve` for the model in a folder.
+
+    With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
+    environment; without an admin key it stores a generated one where this user finds it.
+    """
+    settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
+    if max_context:
+        settings["rollout.max_context_len"] = max_context
+    arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
+    arguments += ["--pause-timeout", f"{pause_timeout_s:g}"]
+    secrets = {SERVE_KEYS[0]: keys.api_key, SERVE_KEYS[1]: keys.admin_api_key}
+    arguments += [argument for key, value in settings.items() for argument in ("-s", f"{key}={value}")]
+    return ServerProcess(
+        partial(_serve_command, arguments),
+        name=name, log=log, env={name: key for name, key in secrets.items() if key} | dict(env or {}), host=host,
+        start_timeout_s=start_timeout_s, ready="/ping" if wait_for_weights else "/health",
+    )  # fmt: skip
+
+
+def router_server(
+    policy: str,
+    *,
+    log: Path,
+    python: str | None = None,
+    disaggregated: bool = False,
+    health: str = "/ping",
+    host: str | None = "127.0.0.1",
+    request_timeout_s: float = 14400.0,
+    start_timeout_s: float = 120.0,
+) -> ServerProcess:
+    """Build the process of sglang-router, without workers.
+
+    `policy` is cache_aware, round_robin, random or power_of_two. `disaggregated`: some workers prefill, the others
+    decode. `health` is the health endpoint of workers: /ping answers also while they wait for weights or are paused
+    to load some. Raises BackendError if `python` has no sglang-router.
+    """
+    arguments = [
+        f"--policy={policy}", f"--health-check-endpoint={health}",
+        f"--request-timeout-secs={int(request_timeout_s)}", "--log-level=warn",
+        # The client retries itself, elsewhere and for longer; and a push's pause would open the circuit breaker.
+        "--disable-retries", "--disable-circuit-breaker",
+        *(["--pd-disaggregation"] if disaggregated else []),
+    ]  # fmt: skip
+    return ServerProcess(
+        partial(_script_command, router_interpreter(python), "launch_router.py", arguments),
+        name="sglang-router", log=log, host=host, start_timeout_s=start_timeout_s, ready="/liveness",
+    )  # fmt: skip
+
+
+def _context(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("text_config", config)["max_position_embeddings"])
+
+
+def _script_command(python: str, script: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
+    # -E: our PYTHONPATH is not meant for another Python.
+    return [python, "-E", str(BOOTSTRAP / script), *arguments, f"--host={host}", f"--port={port}"]
+
+
+def _serve_command(arguments: Sequence[str], host: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "slimectl", "serve", *arguments, "--host", host, "--port", str(port)]
+    return [*command, "--with-parent"]

@@ -1,0 +1,1 @@
+"""Server processes: start, health checks, restarts."""

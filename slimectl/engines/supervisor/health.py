@@ -1,0 +1,99 @@
+"""Members of a server pool: servers, an optional router in front, and health checks of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slimectl.engines.http.transport import get
+from slimectl.errors import BackendError
+
+ANSWER_S = 30.0
+RETRY_S = 0.5
+"""Seconds between health requests to a server that has not answered well, until its time is over."""
+
+
+class Server(Protocol):
+    """Process that serves HTTP; the object may live on another machine."""
+
+    def start(self) -> str: ...
+
+    def alive(self) -> bool: ...
+
+    def death(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+class RouterProcess(Server, Protocol):
+    """Router: one address for all servers."""
+
+    def add(self, worker: str, **kind: Any) -> None: ...
+
+    def remove(self, worker: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Member:
+    server: Server
+    kind: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its registration with the router."""
+
+    url: str = ""
+    up: bool = False
+    """Whether it takes requests: it answers, and has the current weights."""
+
+    routed: bool = False
+    """Whether it is registered with the router."""
+
+
+async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:
+    """Return for each member whether it is alive and answers /health with 200 in time."""
+    return await asyncio.gather(*(_healthy(member, timeout_s) for member in members))
+
+
+def is_ready(member: Member) -> bool:
+    """Whether a server has weights. Raises BackendError if it does not answer."""
+    return asyncio.run(get(f"{member.url}/health", timeout_s=ANSWER_S)).status == 200
+
+
+async def _healthy(member: Member, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0 and await asyncio.to_thread(is_alive, member.server):
+        with contextlib.suppress(BackendError):
+            reply = await get(f"{member.url}/health", timeout_s=left_s)
+            waits = isinstance(reply.body, dict) and "waiting" in str(reply.body.get("status"))
+            if reply.status == 200 or waits:  # `slimectl serve` before its first push
+                return True
+        await asyncio.sleep(min(RETRY_S, left_s))
+    return False
+
+
+def is_alive(server: Server) -> bool:
+    """Whether a server is alive; one whose host is gone is not."""
+    try:
+        return server.alive()
+    except Exception:
+        return False
+
+
+def failure_reason(server: Server) -> str:
+    """Return why a server died, as it reports, or why it cannot be asked."""
+    try:
+        return server.death()
+    except Exception as error:
+        return str(error)
+
+
+def stop_quietly(server: Server) -> None:
+    with contextlib.suppress(Exception):  # its host is gone, and it with it
+        server.stop()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,267 @@
+"""Pool of servers that restarts a server that dies or hangs, pushes it the weights, and announces it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from slimectl.engines.supervisor.health import (
+    Member,
+    RouterProcess,
+    Server,
+    failure_reason,
+    healthy,
+    is_alive,
+    is_ready,
+    say,
+    stop_quietly,
+)
+from slimectl.errors import BackendError
+
+Announce = Callable[[Sequence[str], Sequence[str]], None]
+
+LOOK_S = 1.0
+"""Seconds between checks that the processes are alive; /health is requested every `interval_s`."""
+
+LEAVE_S = 10.0
+"""Seconds that the threads of a pool get to end when it is closed."""
+
+
+class RestartLimitReached(BackendError):
+    """Error: a server died after all restarts were used."""
+
+
+class ServerPool:
+    """Pool of `count` servers from `make(i)`, behind `router` if there is one (`kinds[i]` registers server i there).
+
+    `announce(addresses, workers)` is called whenever the addresses for requests change; a restarted server is included
+    only after `restore(url)` has pushed it the current weights. `failed` is called with the error after which nothing
+    is restarted any more: a server died after all of the `max_restarts` were used. Servers are checked every
+    `interval_s` and get `timeout_s` to answer.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Server],
+        count: int,
+        *,
+        router: RouterProcess | None = None,
+        kinds: Sequence[Mapping[str, Any]] | None = None,
+        interval_s: float = 30.0,
+        timeout_s: float = 30.0,
+        first_wait_s: float = 0.0,
+        max_restarts: int = 10,
+        watch: bool = True,
+        announce: Announce | None = None,
+        restore: Callable[[str], None] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.announce, self.restore, self.failed = announce, restore, failed
+        self.restarts = 0
+        self._make, self._router, self._router_url = make, router, ""
+        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
+        self._max_restarts, self._watch = max_restarts, watch
+        self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
+        self._failure: BaseException | None = None
+        self._weights = threading.RLock()  # held while weights change: by the trainer for all, by a restart for one
+        self._changing = threading.RLock()
+        self._check_now, self._closing = threading.Event(), threading.Event()
+        self._repairs: list[threading.Thread] = []
+        self._monitor: threading.Thread | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the servers that answer."""
+        return [member.url for member in self._members if member.up]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses for requests: the router, else the servers; empty while none answers."""
+        return [self._router_url] if self._router is not None and self.urls else self.urls
+
+    def start(self) -> None:
+        """Start all servers concurrently. Raises the first error, after stopping all of them."""
+        parts = self._parts()
+        pool = ThreadPoolExecutor(max_workers=len(parts))
+        try:
+            starts = [pool.submit(self._start_part, part) for part in parts]
+            for done in as_completed(starts):
+                done.result()
+            for member, start in zip(self._members, starts, strict=False):
+                member.url, member.up = start.result(), True
+            if self._router is not None:
+                self._router_url = starts[-1].result()
+                self._route()
+        except BaseException:
+            self.close()  # which ends what is still starting
+            raise
+        finally:
+            pool.shutdown()
+        self._announce_change()
+        if self._watch:
+            self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-fleet", daemon=True)
+            self._monitor.start()
+
+    def look(self, _url: str = "") -> None:
+        """Request a check of the servers soon, rather than after the interval: a request has failed."""
+        self._check_now.set()
+
+    def settle(self) -> None:
+        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left.
+
+        Must not be called within `pause_watch`: restarts push weights.
+        """
+        self._check_servers()
+        for thread in list(self._repairs):
+            thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error after which nothing is restarted any more, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def pause_watch(self) -> Iterator[None]:
+        """Suspend checks and restarts while weights change: a server that loads does not count as hung."""
+        with self._weights:
+            yield
+            with self._changing:
+                self._route()
+
+    def close(self) -> None:
+        """Stop the servers and their monitoring."""
+        self._closing.set()
+        self._check_now.set()
+        self._stop_all()
+        for thread in [*self._repairs, *([self._monitor] if self._monitor is not None else [])]:
+            thread.join(LEAVE_S)
+        self._stop_all()  # servers that a restart was starting at that moment
+        for member in self._members:
+            member.up = False
+
+    def _stop_all(self) -> None:
+        with ThreadPoolExecutor(max_workers=len(self._members) + 1) as pool:
+            list(pool.map(stop_quietly, self._parts()))
+
+    def _parts(self) -> list[Server]:
+        servers: list[Server] = [member.server for member in self._members]
+        return [*servers, *([self._router] if self._router is not None else [])]
+
+    def _start_part(self, part: Server) -> str:
+        if self._closing.is_set():
+            raise BackendError("the fleet is being closed")
+        return part.start()
+
+    def _monitor_loop(self) -> None:
+        self._closing.wait(self._first_wait_s)
+        last_check = time.monotonic()
+        while not self._closing.is_set():
+            requested = self._check_now.wait(min(self._interval_s, LOOK_S))
+            self._check_now.clear()
+            due = requested or time.monotonic() - last_check >= self._interval_s
+            if self._closing.is_set() or self._failure is not None or not (due or self._any_process_died()):
+                continue
+            self._check_servers()
+            last_check = time.monotonic()
+
+    def _any_process_died(self) -> bool:
+        """Whether a process has died: seen without a request, which a process that hangs needs."""
+        return not all(is_alive(member.server) for member in self._members if member.up)
+
+    def _check_servers(self) -> None:
+        """Find servers that died or hang, withdraw them, and start their restart."""
+        with self._weights, self._changing:
+            if self._closing.is_set() or self._failure is not None:
+                return
+            if self._router is not None and not is_alive(self._router):
+                self._restart_router()
+            up = [(i, member) for i, member in enumerate(self._members) if member.up]
+            health = asyncio.run(healthy([member for _, member in up], timeout_s=self._timeout_s))
+            lost = [entry for entry, is_healthy in zip(up, health, strict=True) if not is_healthy]
+            for _, member in lost:
+                member.up = member.routed = False
+            if lost:
+                self._announce_change()
+            self._repairs = [thread for thread in self._repairs if thread.is_alive()]
+            for i, member in lost:
+                thread = threading.Thread(target=self._repair, args=(i, member), daemon=True)
+                self._repairs.append(thread)
+                thread.start()
+
+    def _repair(self, i: int, member: Member) -> None:
+        """Restart a server until it is up with current weights, or no restarts are left."""
+        while not self._closing.is_set():
+            try:
+                self._restart(i, member)
+                return
+            except RestartLimitReached as error:
+                self._give_up(error)
+                return
+            except Exception as error:
+                if not self._closing.is_set():
+                    say(f"engine {i}: {error}")
+
+    def _restart(self, i: int, member: Member) -> None:
+        started_at = time.monotonic()
+        member.up = member.routed = False
+        reason = failure_reason(member.server)
+        with self._changing:
+            if self.restarts >= self._max_restarts:
+                raise RestartLimitReached(
+                    f"engine {i} at {member.url} died ({reason}) and all {self._max_restarts} restarts are used "
+                    f"(engine.max_restarts)"
+                )
+            self.restarts += 1
+        say(f"engine {i} at {member.url} died ({reason}); restart {self.restarts} of {self._max_restarts}")
+        if self._router is not None:
+            with contextlib.suppress(BackendError):
+                self._router.remove(member.url)
+        try:
+            member.server.stop()
+        except Exception:  # its host is gone: another one
+            member.server = self._make(i)
+        if self._closing.is_set():
+            return
+        member.url = member.server.start()
+        with self._weights:
+            if self.restore is not None:
+                self.restore(member.url)
+            with self._changing:
+                member.up = True
+                self._route()
+                self._announce_change()
+        say(f"engine {i} is back at {member.url} after {time.monotonic() - started_at:.0f} s")
+
+    def _restart_router(self) -> None:
+        assert self._router is not None
+        say(f"sglang-router died ({failure_reason(self._router)}); starting it again")
+        try:
+            self._router_url = self._router.start()
+            for member in self._members:
+                member.routed = False
+            self._route()
+        except BackendError as error:
+            self._give_up(error)
+        self._announce_change()
+
+    def _route(self) -> None:
+        """Register servers with the router that are not yet: it accepts no server that still waits for weights."""
+        for member in self._members:
+            if self._router is not None and member.up and not member.routed and is_ready(member):
+                self._router.add(member.url, **member.kind)
+                member.routed = True
+
+    def _give_up(self, error: BackendError) -> None:
+        self._failure = error
+        if self.failed is not None and not self._closing.is_set():
+            self.failed(error)
+
+    def _announce_change(self) -> None:
+        if self.announce is not None and not self._closing.is_set():
+            self.announce(self.addresses, self.urls)

@@ -1,0 +1,229 @@
+"""Extracts the error line of a server's log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from slimectl.engines.http.transport import get
+from slimectl.engines.sglang.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
+from slimectl.errors import BackendError
+
+TAIL_BYTES = 256 * 1024
+
+MEMORY = re.compile(
+    r"out of memory|OutOfMemory|not enough memory|MemoryError|bad_alloc|can(no|')t allocate memory|leave no GPU memory",
+    re.I,
+)
+ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:[\w.]*\.)?\w*(?:Error|Exception)\b.*:\s*\S")
+NOISE = re.compile(r"warn|^\s*$|^\s*(File |\^|~)", re.I)
+
+
+def tail(log: Path, lines: int, *, since: int = 0) -> str:
+    """Return the last lines of a file, from byte `since` on; "" if there is no file."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(since, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def error_line(text: str) -> str:
+    """Return the line that explains a failure.
+
+    It is the first about memory, else the first error (later ones are its consequences), else the last line that is not
+    a warning.
+    """
+    lines = text.splitlines()
+    for pattern in (MEMORY, ERROR):
+        match = next((line for line in lines if pattern.search(line)), None)
+        if match is not None:
+            return _short(match)
+    return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "it wrote nothing"))
+
+
+def names_error(line: str) -> bool:
+    return ERROR.search(line) is not None
+
+
+def _short(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+Command = Callable[[str, int], Sequence[str]]
+"""Function of host and port that returns the command line."""
+
+PORTS_TRIED = 5
+POLL_S = 0.25
+
+
+class ServerProcess:
+    """Child process that serves HTTP and answers `GET {ready}` with 200 once it is ready.
+
+    Until `start` it can be pickled; its interface is methods only, so that an executor can host it. The child has a
+    separate session (the parent handles Ctrl-C), exits when this process dies (the command implements that, by
+    SLIMECTL_PARENT), and writes to `log`. `host` None means the address of this machine; `own_tmp` gives the child a
+    temporary folder, which is removed with it.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        name: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        host: str | None = "127.0.0.1",
+        port: int | None = None,
+        ready: str = "/health",
+        own_tmp: bool = False,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
+        self._host, self._preferred_port, self._ready = host, port, ready
+        self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: str | None = None
+        self._segments: set[Path] = set()
+        self._log_start = 0
+        self._should_run = False
+
+    def start(self) -> str:
+        """Start the server; returns its address once it is ready. Raises BackendError with its log's error line."""
+        self.stop()
+        self._should_run = True
+        host = self._host or own_address()
+        started_at = time.monotonic()
+        for attempt in range(PORTS_TRIED):
+            port = free_port(host, self._preferred_port if attempt == 0 else None)
+            process = self._spawn(host, port)
+            if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
+                return f"http://{host}:{port}"
+            message = self._error_line()
+            self.stop(again=True)
+            if "address already in use" not in message.lower():
+                break
+        self.stop()
+        code = process.returncode
+        late = time.monotonic() - started_at >= self._start_timeout_s
+        description = (
+            f"did not answer within {self._start_timeout_s:.0f} s"
+            if late
+            else f"died while starting ({_exit_reason(code, message)})"
+        )
+        raise BackendError(f"{self._name} {description}: {message}; its log: {self._log}")
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def pid(self) -> int | None:
+        """Return the process id of the server, which is also that of its process group."""
+        return self._process.pid if self._process is not None else None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines that the server wrote since its last start."""
+        return tail(self._log, lines, since=self._log_start)
+
+    def death(self) -> str:
+        """Return why it died, from its exit code and its log."""
+        code = self._process.poll() if self._process is not None else None
+        message = self._error_line()
+        return f"{_exit_reason(code, message)}: {message}"
+
+    def stop(self, *, again: bool = False) -> None:
+        """End the server and all its children; does nothing without one. `again`: `start` is trying another port."""
+        self._should_run = self._should_run and again
+        process = self._process
+        if process is not None:
+            self._segments |= segments(members(process.pid))
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+            kill_group(process.pid)
+            for segment in self._segments:
+                segment.unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid())} | self._env
+        if self._own_tmp:
+            self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
+        command = list(self._command(host, port))
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                )
+            except OSError as error:
+                raise BackendError(f"{self._name}: {command[0]} cannot be run: {error.strerror}") from error
+        return self._process
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
+        """Wait until the server is ready; returns False if it died, was stopped, or the time is over."""
+        while process.poll() is None and self._should_run and time.monotonic() < deadline:
+            ready = self._is_ready(url) and process.poll() is None
+            self._segments |= segments(members(process.pid))  # those of a dead server cannot be listed any more
+            if ready:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _is_ready(self, url: str) -> bool:
+        with contextlib.suppress(BackendError):
+            return asyncio.run(get(url + self._ready, timeout_s=10)).status == 200
+        return False
+
+    def _error_line(self) -> str:
+        return error_line(tail(self._log, 2000, since=self._log_start))
+
+
+def free_port(host: str, preferred: int | None = None) -> int:
+    """Return `preferred` if it is free, else any free port. Raises BackendError if the machine has no such address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in [0] if preferred is None else [preferred, 0]:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if port:
+                    continue
+                raise BackendError(f"{host}: is not an address of this machine: {error.strerror}") from error
+            return int(probe.getsockname()[1])
+    raise AssertionError("port 0 is always tried")
+
+
+def own_address() -> str:
+    """Return the address by which other machines reach this one; 127.0.0.1 without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): routes are looked up, nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _exit_reason(code: int | None, message: str) -> str:
+    """Explain an exit code; SGLang kills itself too, after it has logged the reason."""
+    if code is None:
+        return "it runs but does not answer"
+    if code != -signal.SIGKILL:
+        return f"exit code {code}"
+    return "killed" if names_error(message) else "killed; out of memory?"

@@ -1,0 +1,52 @@
+"""Output of processes: to stderr, or to a log file whose last lines explain a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+Failure = TypeVar("Failure", bound=BaseException)
+
+TAIL_LINES = 20
+"""Number of last lines of a log that are attached to an error."""
+TAIL_BYTES = 16_384
+
+
+def redirect(log: Path | None) -> None:
+    """Redirect the output of this process and its children to `log`, or to stderr without one: stdout is for data."""
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stderr.flush()
+        os.dup2(file, 2)
+        os.close(file)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+
+
+def tail(log: Path) -> str:
+    """Return the last lines of a log under its name; empty if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([f"last lines of {log}:", *lines[-TAIL_LINES:]]) if lines else ""
+
+
+def attach_log_tail(error: Failure, tail: str) -> Failure:
+    """Attach the last log lines of its process to an error, as a note."""
+    if tail:
+        error.add_note(tail)
+    return error
+
+
+def log_files(logs: Path | None, ranks: int, living: int) -> list[Path] | None:
+    """Return a log file per rank: rank-0.log; a group beside `living` others gets other files, rank-0.group-1.log."""
+    if logs is None:
+        return None
+    group = f".group-{living}" if living else ""
+    return [logs / f"rank-{rank}{group}.log" for rank in range(ranks)]

@@ -1,0 +1,206 @@
+"""Rank group that is driven over one pipe per rank: requests go to every rank, each rank answers.
+
+A rank answers a request with ("part", …)* and then ("done", …) or ("error", …); parts and results of rank 0 are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import DiedError
+from slimectl.executors.logs import attach_log_tail, log_files, redirect, tail
+from slimectl.executors.rank_process import LOCALHOST, RankInfo, RankPipe, Serve, host_store, run_rank
+
+GRACE_S = 10.0
+"""Seconds that ranks get to answer after another has failed, or to exit after a request to."""
+LOOK_S = 2.0
+"""Seconds between checks for dead ranks whose pipes do not report the end of their process."""
+
+
+class RankGroupBase:
+    """Driver side of ports.Ranks; a subclass starts the processes and explains how they ended.
+
+    After a failure that leaves some rank waiting for another, the processes are ended.
+    """
+
+    def __init__(self, ranks: int, logs: list[Path] | None) -> None:
+        self.ranks = ranks
+        self.ended = False
+        self._logs = logs
+        self._pipes: list[Connection] = []
+
+    def send(self, *request: Any) -> None:
+        """Send one request to every rank. Raises DiedError if the group has ended."""
+        if self.ended:
+            raise DiedError("the rank processes have ended; build the policy again")
+        data = pickle.dumps(request)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(data)
+            except OSError as error:
+                raise self._with_log_tail(self._death_error(rank), rank) from error
+
+    def answers(self) -> Iterator[Any]:
+        """Yield the parts that rank 0 sends, then its result; every rank has answered once this is exhausted.
+
+        Raises what a rank raised, with its traceback as a note, or DiedError if one died: a death is the cause of
+        what other ranks raise.
+        """
+        pending = dict(enumerate(self._pipes))
+        failure: BaseException | None = None
+        deadline = float("inf")
+        while pending and time.monotonic() <= deadline:
+            for rank, kind, value in self._receive(pending, deadline):
+                if kind != "part":
+                    del pending[rank]
+                if kind == "died":
+                    if not isinstance(failure, DiedError):
+                        failure = value
+                    deadline = 0.0
+                elif kind == "error" and failure is None:
+                    failure, deadline = self._with_log_tail(value, rank), time.monotonic() + GRACE_S
+                elif kind != "error" and rank == 0 and failure is None:
+                    yield value
+        if failure is not None:
+            if pending or deadline == 0.0:
+                self.end(polite=False)
+            raise failure
+
+    def end(self, *, polite: bool = True) -> None:
+        """Close the pipes, so that every rank exits; without `polite`, kill the processes at once."""
+        if self.ended:
+            return
+        self.ended = True
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._pipes = []
+        self._reap(time.monotonic() + (GRACE_S if polite else 0.0))
+
+    def _receive(self, pending: dict[int, Connection], deadline: float) -> Iterator[tuple[int, str, Any]]:
+        """Wait for messages; yields (rank, kind, value) of each."""
+        ready = wait(list(pending.values()), timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
+        ready_ranks = [rank for rank, pipe in pending.items() if pipe in ready]
+        for rank in ready_ranks:
+            try:
+                yield rank, *pending[rank].recv()
+            except (EOFError, OSError):
+                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
+        if not ready_ranks:
+            for rank in set(self._ended_ranks()) & set(pending):
+                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
+
+    def _with_log_tail(self, error: BaseException, rank: int) -> BaseException:
+        return attach_log_tail(error, self._tail(rank))
+
+    def _tail(self, rank: int) -> str:
+        """Return the last lines of a rank's log, with its name; empty without logs."""
+        raise NotImplementedError
+
+    def _ended_ranks(self) -> Iterator[int]:
+        """Yield the ranks that are known to have ended."""
+        raise NotImplementedError
+
+    def _death_error(self, rank: int) -> DiedError:
+        """Return the error that explains why a rank's pipe has closed."""
+        raise NotImplementedError
+
+    def _reap(self, deadline: float) -> None:
+        """Wait for the processes until `deadline`, then kill those that still run."""
+        raise NotImplementedError
+
+
+class LocalRanks(RankGroupBase):
+    """N processes that each call `build()` and serve requests; rank i reads them from its pipe.
+
+    A rank ignores Ctrl-C (its parent decides), writes to stderr (or its file in `logs`) only, and exits when its parent
+    is gone, however the parent died.
+    """
+
+    def __init__(
+        self, serve: Serve, build: Callable[[], Any], *, ranks: int, logs: Path | None = None, living: int = 0
+    ) -> None:
+        super().__init__(ranks, log_files(logs, ranks, living))
+        # The parent holds the store, so that its port is taken before any rank asks for it.
+        self._store = host_store(LOCALHOST)
+        spawn = multiprocessing.get_context("spawn")
+        self._processes = []
+        with _no_main_without_file():
+            for rank in range(ranks):
+                seat = RankInfo(rank, ranks, LOCALHOST, self._store.port, local=rank, neighbours=ranks, device=rank)
+                driver_pipe, rank_pipe = spawn.Pipe()
+                log = None if self._logs is None else self._logs[rank]
+                process = spawn.Process(
+                    target=_rank, args=(serve, build, seat, rank_pipe, log), daemon=True, name=f"slimectl-rank-{rank}"
+                )
+                process.start()
+                rank_pipe.close()
+                self._pipes.append(driver_pipe)
+                self._processes.append(process)
+
+    def _ended_ranks(self) -> Iterator[int]:
+        return iter(())  # a process that ends closes its pipe
+
+    def _death_error(self, rank: int) -> DiedError:
+        process = self._processes[rank]
+        process.join(GRACE_S)
+        hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        location = "its messages above" if self._logs is None else self._logs[rank]
+        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}); see {location}")
+
+    def _tail(self, rank: int) -> str:
+        return "" if self._logs is None else tail(self._logs[rank])
+
+    def _reap(self, deadline: float) -> None:
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _no_main_without_file() -> Iterator[None]:
+    """Hide the file name of a main module that was read from stdin.
+
+    Spawned processes import the main module again; this one has a name but no file to import.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def _rank(serve: Serve, build: Callable[[], Any], seat: RankInfo, pipe: Connection, log: Path | None) -> None:
+    """Main function of one rank process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    redirect(log)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    run_rank(serve, build, RankPipe(pipe, seat.rank), seat)
+    # At once: destroying a group whose other ranks are stuck or gone would wait for them.
+    os._exit(0)
+
+
+def _leave_with_parent() -> None:
+    """Exit when the parent does, even in the middle of a collective call, where no pipe is read."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

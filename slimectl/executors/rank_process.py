@@ -1,0 +1,153 @@
+"""Rank side of a rank group: its pipe, its torch.distributed initialization, its main loop."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from slimectl.errors import SlimectlError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LOCALHOST = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+Serve = Callable[[Callable[[], Any], "RankPipe"], None]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Position of a rank: its index among `ranks`, the store for the rendezvous, and its machine.
+
+    `neighbours` of the ranks are on the same machine, this one is number `local` of them; `device` is its GPU among
+    those that it sees; `address` is the machine's own.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    local: int
+    neighbours: int
+    device: int
+    address: str = LOCALHOST
+
+
+class RankPipe:
+    """Receives requests and sends answers of `serve`. Ends the rank, quietly, when the driver is gone."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection, self._rank = connection, rank
+
+    def recv_bytes(self) -> bytes:
+        """Return the next request, pickled."""
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise _DriverGone from None
+
+    def part(self, value: Any) -> None:
+        """Send one part of a result."""
+        self._connection.send(("part", value))
+
+    def done(self, value: Any) -> None:
+        """Send the result of a request, or of building."""
+        self._connection.send(("done", value))
+
+    def failed(self, error: BaseException) -> None:
+        """Send the exception of a request, or of building."""
+        self._connection.send(("error", picklable_error(error, f"rank {self._rank}")))
+
+
+class _DriverGone(Exception):
+    pass
+
+
+def run_rank(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: RankInfo) -> None:
+    """Join the group and serve until the pipe closes; an exception is sent to the driver."""
+    try:
+        _join(seat)
+        serve(build, pipe)
+    except _DriverGone:
+        pass
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            pipe.failed(error)
+    sys.stderr.flush()
+
+
+def _join(seat: RankInfo) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(seat.ranks),
+        "LOCAL_RANK": str(seat.local),
+        "LOCAL_WORLD_SIZE": str(seat.neighbours),
+        "MASTER_ADDR": seat.host,
+        "MASTER_PORT": str(seat.port),
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // seat.neighbours))
+    # gloo would look up the host's own name, which containers often cannot resolve.
+    if name := interface("127.0.0.1" if seat.neighbours == seat.ranks else seat.address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(seat.device)
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.TCPStore(seat.host, seat.port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks)
+
+
+def host_store(host: str) -> TCPStore:
+    """Return a store that listens on `host` alone, at a free port.
+
+    By itself torch (2.13) listens on every address of the machine, and whoever reaches a store may read, change and
+    stop what the ranks agree on.
+    """
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Only the libuv backend takes a descriptor; the store closes it.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
+    )
+
+
+def interface(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None where the system cannot be asked (not Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
+
+
+def picklable_error(error: BaseException, source: str) -> BaseException:
+    """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        picklable = pickle.loads(pickle.dumps(error.with_traceback(None)))
+    except Exception:
+        picklable = SlimectlError(f"{source}: {type(error).__name__}: {error}")
+    picklable.add_note(f"on {source}:\n{text}")
+    return picklable

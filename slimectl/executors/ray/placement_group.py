@@ -1,0 +1,168 @@
+"""Reserves the GPUs of a placement as one Ray placement group, in the placement's order."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+from slimectl.errors import BackendError
+from slimectl.executors.ray.cluster import ray
+from slimectl.executors.ray.failures import is_alive
+from slimectl.planner.placement import Placement
+
+WAIT_S = 60.0
+"""Seconds that resources may be in use by others, or missing after the loss of a machine."""
+GROUPS = 4
+"""Groups of ranks that may share their GPUs: policy, reference, critic, and one that is being replaced."""
+
+Spot = tuple[str, str]
+"""Ray's id of a node, and a GPU of it by number; "" on a CPU."""
+
+
+class PlacedBundles:
+    """Placement group of one-GPU bundles (one-CPU without GPUs), PACKed, so that engines and ranks lie together.
+
+    Place i is bundle i of the placement. Ray chooses machines and GPUs, so places are assigned in the order of what it
+    chose: machines with more bundles first, GPUs by number.
+    """
+
+    def __init__(self, placement: Placement, *, wait_s: float = WAIT_S) -> None:
+        self.placement = placement
+        self._wait_s = wait_s
+        for problem in placement.problems():
+            raise BackendError(problem)
+        resource = {"GPU" if placement.on_gpu else "CPU": 1.0}
+        self._group = ray.util.placement_group([dict(resource) for _ in placement.bundles], strategy="PACK")
+        self._settle_lock = threading.Lock()
+        self._order: list[int] = []
+        self._bundle_spots: list[Spot] = [("", "")] * len(placement.bundles)
+        try:
+            self.settle()
+        except BaseException:
+            self.release()
+            raise
+
+    def settle(self) -> None:
+        """Wait until every bundle is on a live machine, and locate them.
+
+        After the loss of a machine Ray finds other places for its bundles, if there are any; places on other machines
+        stay. Raises BackendError if they do not come.
+        """
+        with self._settle_lock:
+            self._locate(self._wait_for_nodes())
+            self._check_engines()
+
+    def _wait_for_nodes(self) -> list[str]:
+        """Wait for a live node of every bundle, in Ray's order. Raises BackendError when the time is over."""
+        deadline = time.monotonic() + self._wait_s
+        while not (nodes := self._nodes()):
+            if time.monotonic() > deadline:
+                raise BackendError(self._shortage())
+            time.sleep(0.1)
+        return nodes
+
+    def _locate(self, nodes: list[str]) -> None:
+        """Locate the bundles, and assign them to places."""
+        # Only those that have moved are asked for their GPU: a probe takes a bit of it, which others may have taken.
+        moved = [bundle for bundle, node in enumerate(nodes) if node != self._bundle_spots[bundle][0]]
+        if self.placement.on_gpu:
+            by_node = [[bundle for bundle in moved if nodes[bundle] == node] for node in sorted(set(nodes))]
+            # One a machine at a time, so that one process of each answers for all of its bundles.
+            for bundles in map(_without_none, zip_longest(*by_node)):
+                for bundle, spot in zip(
+                    bundles, ray.get([_locate_bundle(self._group, i) for i in bundles]), strict=True
+                ):
+                    self._bundle_spots[bundle] = spot
+        else:
+            self._bundle_spots = [(node, "") for node in nodes]
+        if not self._order:
+            self._order = self._bundle_order()
+
+    @property
+    def spots(self) -> list[Spot]:
+        """Node and GPU of each place of the placement."""
+        return [self._bundle_spots[bundle] for bundle in self._order]
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return the Ray options of a rank's actor."""
+        return self._options(rank, GROUPS)
+
+    def of_engine(self, engine: int) -> dict[str, Any]:
+        """Return the Ray options of an engine's actor: it is in the first of its places, and may use all of them."""
+        return self._options(self.placement.of_engine(engine)[0], 1)
+
+    def gpus_of_engine(self, engine: int) -> list[str]:
+        return [self.spots[place][1] for place in self.placement.of_engine(engine)]
+
+    def release(self) -> None:
+        """Remove the placement group; actors in it end."""
+        with contextlib.suppress(Exception):
+            ray.util.remove_placement_group(self._group)
+
+    def _options(self, place: int, sharing: int) -> dict[str, Any]:
+        share = self.placement.bundles[place].share / sharing if self.placement.on_gpu else 0
+        return {"num_gpus": share, "scheduling_strategy": _strategy(self._group, self._order[place])}
+
+    def _nodes(self) -> list[str]:
+        """Return the node of every bundle, in Ray's order; empty while some have no live one."""
+        table = ray.util.placement_group_table(self._group)
+        if table.get("state") != "CREATED":
+            return []
+        nodes = [table["bundles_to_node_id"][i] for i in range(len(self.placement.bundles))]
+        return nodes if all(map(is_alive, set(nodes))) else []
+
+    def _bundle_order(self) -> list[int]:
+        """Return Ray's bundles in the order of places."""
+        count = Counter(node for node, _ in self._bundle_spots)
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+        def key(bundle: int) -> tuple[int, int, str, int]:
+            node, gpu = self._bundle_spots[bundle]
+            return -count[node], int(ipaddress.ip_address(addresses[node])), node, int(gpu or bundle)
+
+        return sorted(range(len(self._bundle_spots)), key=key)
+
+    def _check_engines(self) -> None:
+        for engine in range(self.placement.engines if self.placement.on_gpu else 0):
+            nodes = {self.spots[place][0] for place in self.placement.of_engine(engine)}
+            if len(nodes) > 1:
+                raise BackendError(
+                    f"the cluster has no machine with {self.placement.gpus_per_engine} free GPUs for engine {engine}; "
+                    "free some, or lower cluster.rollout_num_gpus_per_engine"
+                )
+
+    def _shortage(self) -> str:
+        kind = "GPU" if self.placement.on_gpu else "CPU"
+        counts = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+        free = ray.available_resources().get(kind, 0)
+        needed = len(self.placement.bundles)
+        return (
+            f"the Ray cluster has {sum(counts):g} {kind}s on {sum(n > 0 for n in counts)} machines, {free:g} of them"
+            f" free, and {needed} are asked for (waited {self._wait_s:g} s); add machines, or ask for less: `slimectl"
+            " plan --placement` shows for what"
+        )
+
+
+def _without_none(bundles: Iterable[int | None]) -> list[int]:
+    return [bundle for bundle in bundles if bundle is not None]
+
+
+def _strategy(group: Any, bundle: int) -> Any:
+    return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+
+
+def _locate_bundle(group: Any, bundle: int) -> Any:
+    """Start a task that returns the node and GPU of a bundle; Ray reports them only inside the bundle."""
+    options = {"num_cpus": 0, "num_gpus": 1 / 64, "scheduling_strategy": _strategy(group, bundle)}
+    return ray.remote(_own_spot).options(**options).remote()
+
+
+def _own_spot() -> Spot:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]

@@ -1,0 +1,168 @@
+"""Table of all hooks: their setting, accepted signatures and return value."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from functools import cache
+
+from slimectl.errors import HookError
+from slimectl.hooks import signatures
+from slimectl.hooks.callables import Hook
+from slimectl.settings import Settings
+
+
+@dataclass(frozen=True)
+class HookSpec:
+    """One hook: its setting, accepted signatures and return value.
+
+    `shapes` are the accepted signatures: the second applies if a callable has a parameter that only the second offers.
+    """
+
+    setting: str
+    shapes: tuple[type, ...]
+    returns: str
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """Parameter names of the first signature; `settings` is an alias of `args`."""
+        return _names(self.shapes[0])
+
+    def shape(self) -> str:
+        """Describe the signature: "called with …; returns …"."""
+        alternatives = "".join(f"; or {', '.join(self._additional_names(shape))} instead" for shape in self.shapes[1:])
+        return f"called with {', '.join(self.offers)}{alternatives}; returns {self.returns}"
+
+    def load(self, path: str) -> Hook:
+        """Load the callable at `path`. Raises HookError if its parameters do not fit."""
+        first = self.shapes[0]
+        if first is signatures.DataSource:
+            return self._load_class(path)
+        for shape in self.shapes[1:]:
+            candidate = Hook(path, setting=self.setting, offers=_names(first) + self._additional_names(shape))
+            if set(candidate.wanted) & set(self._additional_names(shape)):
+                return Hook(path, setting=self.setting, offers=_names(shape))
+        return Hook(path, setting=self.setting, offers=self.offers)
+
+    def _additional_names(self, shape: type) -> tuple[str, ...]:
+        return tuple(name for name in _names(shape) if name not in self.offers)
+
+    def _load_class(self, path: str) -> Hook:
+        """Load a class whose instances have the methods of the protocol."""
+        data_source = Hook(path, setting=self.setting, offers=("args", "settings"))
+        methods = [name for name, value in vars(self.shapes[0]).items() if inspect.isfunction(value)]
+        required = [name for name in methods if not name.startswith("_") or name == "__len__"]
+        missing = [name for name in required if not callable(getattr(data_source.function, name, None))]
+        if missing:
+            raise HookError(
+                f"{self.setting}: {path} has no {', '.join(missing)}; "
+                f"a data source is a class with {', '.join(required)}"
+            )
+        return data_source
+
+
+def _names(shape: type) -> tuple[str, ...]:
+    call = shape.__init__ if shape is signatures.DataSource else shape.__call__
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    aliased = [
+        name for parameter in names for name in ((parameter, "settings") if parameter == "args" else (parameter,))
+    ]
+    return tuple(aliased)
+
+
+RETURNS_NONE = "None"
+HOOKS: dict[str, HookSpec] = {
+    setting: HookSpec(setting, tuple(kinds), returns)
+    for setting, kinds, returns in (
+        ("rollout.function_path", [signatures.RolloutFunction], "groups of samples, or (groups, metrics)"),
+        (
+            "rollout.data_source_path",
+            [signatures.DataSource],
+            "a data source: get_samples, add_samples, save, load, len",
+        ),
+        (
+            "rollout.custom_generate_function_path",
+            [signatures.GenerateFunction, signatures.GroupGenerateFunction],
+            "the Sample or a list of them",
+        ),
+        ("rollout.sample_hook_path", [signatures.SampleHook], "a Sample or None"),
+        ("rollout.dynamic_sampling_filter_path", [signatures.DynamicFilter], "True, False or (False, 'the reason')"),
+        ("rollout.buffer_filter_path", [signatures.BufferFilter], "a list of groups"),
+        ("rollout.all_samples_process_path", [signatures.AllSamplesProcess], RETURNS_NONE),
+        ("rollout.sample_filter_path", [signatures.SampleFilter], f"{RETURNS_NONE}; it sets remove_sample"),
+        ("rollout.data_postprocess_path", [signatures.DataPostprocess], f"{RETURNS_NONE}; it changes rollout_data"),
+        (
+            "score.custom_rm_path",
+            [signatures.RewardFunction, signatures.BatchRewardFunction],
+            "a number or a dict of them; a list of those for samples",
+        ),
+        (
+            "score.custom_reward_post_process_path",
+            [signatures.RewardPostProcess],
+            "(raw_rewards, rewards), a number a sample each",
+        ),
+        ("train.custom_convert_samples_to_train_data_path", [signatures.ConvertSamples], "a dict of lists"),
+        (
+            "train.custom_advantage_function_path",
+            [signatures.AdvantageFunction],
+            f'{RETURNS_NONE}; it writes rollout_data["advantages"]',
+        ),
+        ("train.custom_loss_function_path", [signatures.LossFunction], "(a scalar tensor, a dict of them)"),
+        (
+            "train.custom_tis_function_path",
+            [signatures.ImportanceSampling],
+            "(pg_loss, loss_masks, a dict of metrics)",
+        ),
+        ("train.custom_pg_loss_reducer_function_path", [signatures.LossReducer], "a callable: tensor [T] to scalar"),
+        (
+            "megatron.custom_model_provider_path",
+            [signatures.ModelProvider],
+            "the model: what build() makes, or its like",
+        ),
+        ("megatron.custom_init_path", [signatures.MegatronInit], RETURNS_NONE),
+        ("megatron.custom_before_log_prob_hook_path", [signatures.BeforeLogProb], RETURNS_NONE),
+        ("megatron.custom_before_train_step_hook_path", [signatures.BeforeTrainStep], RETURNS_NONE),
+        ("sync.custom_post_write_path", [signatures.PostWrite], RETURNS_NONE),
+        ("track.custom_rollout_log_function_path", [signatures.RolloutLog], "True to skip the default log, else False"),
+        (
+            "track.custom_eval_rollout_log_function_path",
+            [signatures.EvalLog],
+            "True to skip the default log, else False",
+        ),
+    )
+}
+"""All hooks by setting."""
+
+
+def hooks(settings: Settings, setting: str) -> list[Hook]:
+    """Load and check the callables that a setting names. Raises HookError."""
+    section, _, key = setting.partition(".")
+    value = getattr(getattr(settings, section), key)
+    paths = value if isinstance(value, list) else [] if value is None else [value]
+    return [_load_cached(setting, path, os.getcwd()) for path in paths]
+
+
+@cache
+def _load_cached(setting: str, path: str, folder: str) -> Hook:
+    return HOOKS[setting].load(path)
+
+
+def hook(settings: Settings, setting: str) -> Hook | None:
+    """Return the callable of a setting that has at most one; None if it is not set."""
+    callables = hooks(settings, setting)
+    return callables[0] if callables else None
+
+
+def check_hooks(settings: Settings, *prefixes: str) -> None:
+    """Load every callable of the settings with these prefixes (all if none is given), before any model is loaded.
+
+    Raises HookError for a callable that does not exist or does not fit.
+    """
+    for setting in HOOKS:
+        if not prefixes or setting.startswith(prefixes):
+            hooks(settings, setting)
+
+
+TRAINING_HOOKS = ("train.", "megatron.", "rollout.sample_filter", "rollout.data_post", "score.custom_reward_post")
+"""Prefixes of the settings whose hooks are called on training samples."""

@@ -1,0 +1,272 @@
+"""Signatures of all hooks: parameters by name and return value.
+
+T tokens of a pack · R response tokens of one sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimectl.types import Completion, Metrics, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slimectl.hooks.args import FlatSettings
+    from slimectl.protocols import TokenBatch, WeightUpdateClient
+
+Group = list[Sample]
+"""The samples of one prompt."""
+
+Generate = Callable[..., Awaitable[Completion]]
+"""`await generate(tokens, sampling_params)`: returns the engine's completion of these tokens."""
+
+Attempt = Callable[[Group], Awaitable[Group]]
+"""`await attempt(group)`: samples every answer of the group as [rollout] says, with its generate function."""
+
+
+class DataSource(Protocol):
+    """Source of groups: the samples of one prompt together, each with its prompt and an empty response."""
+
+    def __init__(self, args: FlatSettings) -> None: ...
+
+    def get_samples(self, n: int) -> list[Group]:
+        """Return the next `n` groups; fewer at the end."""
+        ...
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Take groups back: `get_samples` returns them again before new ones."""
+        ...
+
+    def save(self, rollout_id: int) -> Any:
+        """Return the state after this round as JSON, which is saved with the run; or None if the source saved it."""
+        ...
+
+    def load(self, rollout_id: int, state: Any) -> None:
+        """Restore the state after this round; `state` is what `save` returned then."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of prompts per epoch."""
+        ...
+
+
+class RolloutFunction(Protocol):
+    """Samples a whole round. Samples without a reward are graded as [score] says."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        rollout_id: int,
+        data_source: DataSource,
+        evaluation: bool,
+        generate: Generate,
+        attempt: Attempt,
+        sampling_params: SamplingParams,
+        tokenizer: Any,
+    ) -> list[Group] | tuple[list[Group], Metrics]: ...
+
+
+class GenerateFunction(Protocol):
+    """Generates one sample, with turns and tools; a returned list is a fan-out."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        sample: Sample,
+        sampling_params: SamplingParams,
+        generate: Generate,
+        evaluation: bool,
+        tokenizer: Any,
+    ) -> Sample | list[Sample]: ...
+
+
+class GroupGenerateFunction(Protocol):
+    """Generates all samples of a prompt in one call."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        samples: Group,
+        sampling_params: SamplingParams,
+        generate: Generate,
+        evaluation: bool,
+        tokenizer: Any,
+    ) -> list[Sample]: ...
+
+
+class RewardFunction(Protocol):
+    """Returns the reward of one sample."""
+
+    def __call__(self, args: FlatSettings, sample: Sample) -> float | dict[str, Any]: ...
+
+
+class BatchRewardFunction(Protocol):
+    """Returns the rewards of many samples: siblings with score.group_rm, else up to score.batch_size."""
+
+    def __call__(self, args: FlatSettings, samples: list[Sample]) -> list[Any]: ...
+
+
+class RewardPostProcess(Protocol):
+    """Returns a round's rewards to log, and rewards that become advantages without comparison with siblings."""
+
+    def __call__(self, args: FlatSettings, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
+
+
+class DynamicFilter(Protocol):
+    """Returns whether a finished group is trained on; a dropped group is replaced by another prompt."""
+
+    def __call__(self, args: FlatSettings, samples: Group) -> bool | tuple[bool, str]: ...
+
+
+class BufferFilter(Protocol):
+    """Removes the groups with which a round starts from `buffer` and returns them."""
+
+    def __call__(self, args: FlatSettings, rollout_id: int, buffer: list[Group], num_samples: int) -> list[Group]: ...
+
+
+class SampleFilter(Protocol):
+    """Sets `remove_sample` of samples that are not to be trained on; `data` is a round's groups."""
+
+    def __call__(self, args: FlatSettings, data: list[Group]) -> None: ...
+
+
+class AllSamplesProcess(Protocol):
+    """Gets the groups of a round and those that the dynamic filter dropped, in the order in which they finished."""
+
+    def __call__(self, args: FlatSettings, all_samples: list[Group], data_source: DataSource) -> None: ...
+
+
+class SampleHook(Protocol):
+    """Called with every sample after generation, before grading; returning None keeps it (changed in place or not)."""
+
+    def __call__(self, args: FlatSettings, sample: Sample, rollout_id: int, evaluation: bool) -> Sample | None: ...
+
+
+class DataPostprocess(Protocol):
+    """May change a round's training data in place: a dict of lists with an entry per sample."""
+
+    def __call__(self, args: FlatSettings, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
+
+
+class LossFunction(Protocol):
+    """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
+    `log_probs` [T] and `entropy` [T] carry gradients."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        batch: TokenBatch,
+        logits: Tensor,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        sum_of_sample_mean: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+class AdvantageFunction(Protocol):
+    """Writes rollout_data["advantages"], R numbers per sample, and "returns" if a critic is trained on them."""
+
+    def __call__(self, args: FlatSettings, rollout_data: dict[str, Any]) -> None: ...
+
+
+class ImportanceSampling(Protocol):
+    """Corrects the loss of each token [T] for the engine's probabilities; all lists have a tensor [R] per sample.
+
+    Tokens that the returned masks drop lose their gradient, and still count in the denominator.
+    """
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        pg_loss: Tensor,
+        train_log_probs: list[Tensor],
+        rollout_log_probs: list[Tensor],
+        loss_masks: list[Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]: ...
+
+
+class LossReducer(Protocol):
+    """Returns a function that reduces the policy loss [T] of a pack to a sum over its samples, which is then divided
+    by the rollouts of the step (with calculate_per_token_loss: over its tokens, divided by the tokens of the step)."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[Tensor],
+        calculate_per_token_loss: bool,
+    ) -> Callable[[Tensor], Tensor]: ...
+
+
+class ConvertSamples(Protocol):
+    """Converts a round's samples to training data: lists "tokens", "response_lengths", "rewards" and other columns of
+    a sample, with any number of rows."""
+
+    def __call__(self, args: FlatSettings, samples: list[Sample]) -> dict[str, Any]: ...
+
+
+class RolloutLog(Protocol):
+    """Returns True to keep a round's sample metrics from the trackers. Its changes to the extra metrics are logged."""
+
+    def __call__(
+        self,
+        rollout_id: int,
+        args: FlatSettings,
+        samples: list[Sample],
+        rollout_extra_metrics: Metrics,
+        rollout_time: float,
+    ) -> bool: ...
+
+
+class EvalLog(Protocol):
+    """Like RolloutLog for an evaluation; data[NAME] has "rewards", "truncated" and "samples" of that dataset."""
+
+    def __call__(
+        self, rollout_id: int, args: FlatSettings, data: dict[str, dict[str, Any]], extra_metrics: Metrics
+    ) -> bool: ...
+
+
+class ModelProvider(Protocol):
+    """Returns a pipeline stage's part of the model; `build()` builds the default one, which may be modified."""
+
+    def __call__(
+        self, args: FlatSettings, pre_process: bool, post_process: bool, vp_stage: int | None, build: Callable[[], Any]
+    ) -> Any: ...
+
+
+class MegatronInit(Protocol):
+    """Called on every rank after Megatron's groups are initialized, before any model is built."""
+
+    def __call__(self, args: FlatSettings) -> None: ...
+
+
+class BeforeLogProb(Protocol):
+    """Called before every pass for log-probabilities; `store_prefix` is "" for the policy, "ref_" or "teacher_"."""
+
+    def __call__(self, args: FlatSettings, model: Sequence[Any], store_prefix: str) -> None: ...
+
+
+class BeforeTrainStep(Protocol):
+    """Called before every optimizer step; `scheduler(step)` returns the learning rate of an optimizer step."""
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        rollout_id: int,
+        step_id: int,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Callable[[int], float],
+    ) -> None: ...
+
+
+class PostWrite(Protocol):
+    """Called after the files of a push are written (disk, delta), before the engines read them."""
+
+    def __call__(self, args: FlatSettings, version_dir: Path, rollout_engines: WeightUpdateClient) -> None: ...

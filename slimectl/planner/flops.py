@@ -1,0 +1,168 @@
+"""FLOPs of a training step, and its time.
+
+One multiplication and one addition are 2 FLOPs. N parameters that a token is multiplied with, without the embedding
+table · S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slimectl.architectures.config import Architecture
+from slimectl.planner.parameters import Part, ResidentModel, activated, count, policy_of
+from slimectl.planner.workload import GIB, Figure, counted, parameters
+
+
+def passed(parts: Sequence[Part], architecture: Architecture) -> int:
+    """Parameters that multiply a token: the activated ones without the embedding table; a tied head counts."""
+    table = 0 if architecture.tied else count(parts, "embedding")
+    return activated(parts, architecture) - table
+
+
+def attention_layers(architecture: Architecture) -> int:
+    """Layers with full attention; the others (delta rule) cost the same at every position."""
+    frequency = architecture.transformer.get("linear_attention_freq")
+    if frequency is None:
+        return architecture.layers
+    if isinstance(frequency, list):
+        return frequency.count(0)
+    return architecture.layers // int(frequency)
+
+
+def attention_width(architecture: Architecture) -> int:
+    """Columns of key and value that a pair of tokens multiplies, over all heads."""
+    t = architecture.transformer
+    if architecture.mla:
+        return int(t["num_attention_heads"] * (t["qk_head_dim"] + t["qk_pos_emb_head_dim"] + t["v_head_dim"]))
+    return int(t["num_attention_heads"] * 2 * t["kv_channels"])
+
+
+def pair_cost(parts: Sequence[Part], architecture: Architecture) -> float:
+    """Attention cost of a pair of tokens, relative to the cost of a token in all products with parameters."""
+    return attention_layers(architecture) * attention_width(architecture) / passed(parts, architecture)
+
+
+def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int) -> Figure:
+    """FLOPs of one token of a sequence, forward and backward, without recomputation."""
+    return _token(policy_of(architecture, parts), seq_len)
+
+
+def _multiplied(model: ResidentModel) -> int:
+    """Parameters that multiply a token; a critic has no logits."""
+    if model.name == "critic":
+        return activated([part for part in model.parts if part.layer is not None], model.architecture)
+    return passed(model.parts, model.architecture)
+
+
+def _forward(model: ResidentModel, seq_len: int) -> float:
+    layers, width = attention_layers(model.architecture), attention_width(model.architecture)
+    return 2 * _multiplied(model) + 2 * layers * width * seq_len / 2
+
+
+def _token(model: ResidentModel, seq_len: int) -> Figure:
+    """FLOPs per parameter: forward 2; backward 2 for the gradient of the input, and 2 for that of a trained weight."""
+    architecture, critic = model.architecture, model.name == "critic"
+    N, L = _multiplied(model), activated(model.trained, architecture)
+    # Forward 2 per pair and column, backward twice that; a token attends to half of its sequence on average.
+    layers, width, pairs = attention_layers(architecture), attention_width(architecture), 6 if model.trained else 2
+    per_token, formula = pairs * N, f"{pairs} x {parameters(N)} parameters"
+    if any(part.inner for part in model.trained):
+        per_token, formula = 4 * N + 2 * L, f"4 x {parameters(N)} parameters + 2 x {parameters(L)} that learn"
+    if critic:  # a forward pass computes values before training
+        pairs, per_token, formula = pairs + 2, per_token + 2 * N, f"{formula} + 2 x {parameters(N)} for values"
+    value = per_token + pairs * layers * width * seq_len / 2
+    name = "FLOPs per token" if model.name == "policy" else f"FLOPs per token, {model.name}"
+    return Figure(name, value, "FLOP", f"{formula} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
+
+
+def flops_figures(
+    models: Sequence[ResidentModel],
+    *,
+    seq_len: int,
+    batch: int,
+    world: int,
+    recomputes: bool,
+    tflops: float | None,
+    mfu: float,
+) -> list[Figure]:
+    """FLOPs of a token and of a step of `batch` sequences; its time on `world` GPUs of `tflops` at `mfu`."""
+    tokens = [_token(model, seq_len) for model in models]
+    formula = " + ".join(counted(token.value) for token in tokens)
+    step = Figure(
+        "FLOPs per step", sum(token.value for token in tokens) * seq_len * batch, "FLOP",
+        f"{f'({formula})' if len(tokens) > 1 else formula} x {seq_len:,} tokens x {batch:,} sequences",
+    )  # fmt: skip
+    result = [*tokens, step]
+    if recomputes:
+        recomputed = sum(_forward(model, seq_len) for model in models if model.trained) * seq_len * batch
+        formula = f"full recomputation runs forward twice: {counted(step.value)} + {counted(recomputed)}"
+        result.append(Figure("FLOPs per step, recomputation included", step.value + recomputed, "FLOP", formula))
+    if tflops is not None:
+        seconds = step.value / (world * tflops * 1e12 * mfu)
+        formula = (
+            f"{counted(step.value)} / ({world} GPUs x {tflops:g} TFLOP/s x {mfu:g} of that, recomputation not counted)"
+        )
+        result.append(Figure("time per step", seconds, "s", formula))
+        result.append(
+            Figure("tokens per GPU and second", seq_len * batch / seconds / world, "", "tokens / time / GPUs")
+        )
+    return result
+
+
+def cache_per_token(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure:
+    """KV cache of one token on one rank; for latent attention the latent, replicated on every rank."""
+    t, layers = architecture.transformer, attention_layers(architecture)
+    if architecture.mla:
+        width = t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]
+        formula = f"{layers} layers x (latent {t['kv_lora_rank']} + rotary {t['qk_pos_emb_head_dim']}) x {dtype_bytes}"
+        return Figure("cache per token", layers * width * dtype_bytes, "bytes", formula)
+    groups = -(-int(t["num_query_groups"]) // tensor)
+    formula = f"2 x {layers} layers x {groups} key-value heads x {t['kv_channels']} x {dtype_bytes}"
+    return Figure("cache per token", 2 * layers * groups * t["kv_channels"] * dtype_bytes, "bytes", formula)
+
+
+def state_per_sequence(architecture: Architecture, *, dtype_bytes: int, tensor: int) -> Figure | None:
+    """Constant state of a sequence in delta rule layers: a matrix per head, and the inputs of the convolution."""
+    t, layers = architecture.transformer, architecture.layers - attention_layers(architecture)
+    if not layers:
+        return None
+    heads, key, value = t["linear_num_value_heads"], t["linear_key_head_dim"], t["linear_value_head_dim"]
+    past = t["linear_conv_kernel_dim"] - 1
+    columns = 2 * t["linear_num_key_heads"] * key + heads * value
+    size = layers * (4 * heads * key * value + dtype_bytes * past * columns) / tensor
+    formula = (
+        f"{layers} layers x (4 x {heads} heads x {key} x {value} + {dtype_bytes} x {past} x {columns:,}) / {tensor}"
+    )
+    return Figure("state per sequence", size, "bytes", formula)
+
+
+def cache_figures(
+    parts: Sequence[Part],
+    architecture: Architecture,
+    *,
+    dtype_bytes: int,
+    tensor: int,
+    memory_gib: float,
+    share: float,
+    seq_len: int,
+    concurrency: int | None,
+) -> list[Figure]:
+    """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank."""
+    P = count(parts)
+    weights = Figure("engine weights", dtype_bytes * P / tensor, "bytes", f"{dtype_bytes} x {P:,} / {tensor} ranks")
+    per_token = cache_per_token(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
+    state = state_per_sequence(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
+    free = max(0.0, memory_gib * GIB * share - weights.value)
+    constant = state.value if state else 0.0
+    fitting = int(free // (per_token.value * seq_len + constant))
+    tokens = Figure(
+        "tokens in cache", fitting * seq_len if state else free // per_token.value, "tokens",
+        f"({share:g} x {memory_gib:g} GiB - {weights.text}) / {counted(per_token.value)} bytes",
+    )  # fmt: skip
+    result = [weights, per_token, *([state] if state else []), tokens]
+    result.append(Figure("sequences at once", fitting, "", f"of {seq_len:,} tokens, prompt and answer"))
+    if concurrency:
+        size = concurrency * (per_token.value * seq_len + constant)
+        formula = f"{concurrency:,} sequences x {seq_len:,} tokens x {counted(per_token.value)} bytes"
+        result.append(Figure("cache for all", size, "bytes", formula))
+    return result

@@ -1,0 +1,190 @@
+"""Parameter counts of a model, and of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slimectl.architectures.config import Architecture
+from slimectl.architectures.lora import adapter_links, chosen, linear_layers
+from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.parallel import ParallelLayout
+from slimectl.planner import workload as formatting
+from slimectl.planner.workload import Figure
+
+Kind = Literal["embedding", "output", "attention", "mlp", "experts", "norms"]
+KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", "output")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one kind in one layer; `cut`: sharded by tensor (for experts, expert tensor) parallelism."""
+
+    kind: Kind
+    layer: int | None
+    count: int
+    cut: bool
+    rows: int = 0
+    """Rows that are padded to a multiple of the tensor-parallel size; 0 for none."""
+    inner: int = 0
+    """Of adapters: elements per token between A and B."""
+
+
+def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
+    """Sum the parameters of a family's links by kind and layer, without buffers."""
+    parts: dict[tuple[Kind, int | None, bool, int], Part] = {}
+    for link in links:
+        if link.buffer:
+            continue
+        key = (_kind(link), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
+        part = parts.get(key) or Part(key[0], key[1], 0, key[2], key[3])
+        inner = link.shape[0] if ".adapter.A." in link.megatron else 0
+        parts[key] = replace(part, count=part.count + math.prod(link.shape), inner=part.inner + inner)
+    return list(parts.values())
+
+
+def adapter_parts(links: Sequence[ParamMapping], rank: int, targets: Sequence[str]) -> list[Part]:
+    """Parameters of adapters of rank `rank`. Raises SettingsError for a target that matches no layer."""
+    layers = set(chosen(linear_layers(links), targets))
+    pairs = [pair for link in links for pair in adapter_links(link, layers, rank)]
+    return parts_of([half for pair in pairs for half in pair])
+
+
+def _layer(name: str) -> int | None:
+    return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
+
+
+def _kind(link: ParamMapping) -> Kind:
+    name = link.megatron
+    if "word_embeddings" in name:
+        return "embedding"
+    if name.startswith("output_layer"):
+        return "output"
+    if link.expert is not None:
+        return "experts"
+    if ".mlp." in name:
+        return "mlp"
+    return "attention" if ".self_attention." in name else "norms"
+
+
+def count(parts: Sequence[Part], *kinds: Kind) -> int:
+    return sum(part.count for part in parts if not kinds or part.kind in kinds)
+
+
+def activated(parts: Sequence[Part], architecture: Architecture) -> int:
+    """Parameters that a token uses: of the experts, only the top k."""
+    experts = count(parts, "experts")
+    if not experts:
+        return count(parts)
+    topk = int(architecture.transformer["moe_router_topk"])
+    return count(parts) - experts + experts * topk // architecture.experts
+
+
+@dataclass(frozen=True)
+class LocalParams:
+    """Parameters on one rank of a pipeline stage."""
+
+    dense: int
+    experts: int
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.experts
+
+
+def local_params(parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, stage: int) -> LocalParams:
+    """Parameters on a rank of pipeline stage `stage`; a tied head is a copy of the embedding on the last stage."""
+    dense = experts = 0
+    for part in parts:
+        if stage not in _stages(part, architecture, layout):
+            continue
+        if part.kind == "experts":
+            experts += part.count // layout.expert // (layout.expert_tensor if part.cut else 1)
+        elif part.rows:
+            dense += -(-part.rows // layout.tensor) * (part.count // part.rows)
+        else:
+            dense += part.count // (layout.tensor if part.cut else 1)
+    return LocalParams(dense, experts)
+
+
+def _stages(part: Part, architecture: Architecture, layout: ParallelLayout) -> set[int]:
+    last = layout.pipeline - 1
+    if part.layer is not None:
+        return {stage_of(part.layer, architecture.layers, layout)}
+    if part.kind == "embedding":
+        return {0, last} if architecture.tied else {0}
+    return {last}
+
+
+def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
+    """Pipeline stage of a layer; with virtual stages every rank has several separate runs of layers.
+
+    >>> [stage_of(layer, 8, ParallelLayout(pipeline=2, virtual_pipeline=2)) for layer in range(8)]
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    """
+    run = layers // layout.pipeline // (layout.virtual_pipeline or 1)
+    return layer // run % layout.pipeline
+
+
+def figures(
+    parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, adapters: Sequence[Part] = ()
+) -> list[Figure]:
+    """Total counts, and the largest count on a rank."""
+    by_kind = [(kind, count(parts, kind)) for kind in KINDS]
+    result = [
+        Figure("parameters", count(parts), "parameters", " + ".join(f"{kind} {n:,}" for kind, n in by_kind if n)),
+    ]
+    if count(parts, "experts"):
+        k, experts = architecture.transformer["moe_router_topk"], architecture.experts
+        dense = count(parts) - count(parts, "experts")
+        formula = f"{dense:,} + experts {count(parts, 'experts'):,} x {k} chosen / {experts}"
+        result.append(Figure("activated parameters", activated(parts, architecture), "parameters", formula))
+    if adapters:
+        adapters_formula = f"adapters; {count(adapters) / count(parts):.2%} of the model, which stays as it is"
+        result.append(Figure("trained parameters", count(adapters), "parameters", adapters_formula))
+    ranks = [local_params(parts, architecture, layout, stage) for stage in range(layout.pipeline)]
+    largest = max(ranks, key=lambda rank: rank.all)
+    formula = f"pipeline stage {ranks.index(largest)} of {layout.pipeline}: matrices / tensor {layout.tensor}"
+    if largest.experts:
+        sizes = f"expert {layout.expert} / expert_tensor {layout.expert_tensor}"
+        formula += (
+            f" = {formatting.parameters(largest.dense)}, experts / {sizes} = {formatting.parameters(largest.experts)}"
+        )
+    return [*result, Figure("parameters per rank", largest.all, "parameters", formula)]
+
+
+@dataclass(frozen=True)
+class ResidentModel:
+    """A model on the ranks: `parts` are all of its parameters, `trained` the trainable ones."""
+
+    name: Literal["policy", "critic", "reference", "teacher"]
+    architecture: Architecture
+    parts: Sequence[Part]
+    trained: Sequence[Part] = ()
+
+    @property
+    def head(self) -> Literal["learns", "stays", "values"]:
+        """Kind of the head, and whether its matrix is trained."""
+        if self.name == "critic":
+            return "values"
+        kind = "embedding" if self.architecture.tied else "output"
+        return "learns" if any(part.kind == kind for part in self.trained) else "stays"
+
+    @property
+    def experts_learn(self) -> bool:
+        """Whether routed experts are trained, rather than their adapters."""
+        return count(self.trained, "experts") == count(self.parts, "experts")
+
+
+def policy_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
+    """Build the policy; if there are adapters, only they are trained."""
+    return ResidentModel("policy", architecture, [*parts, *adapters], adapters or parts)
+
+
+def critic_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
+    """Build a critic on the same backbone; an untied LM head is in memory but not trained."""
+    head = Part("output", None, int(architecture.transformer["hidden_size"]), cut=False)
+    backbone = [part for part in parts if part.kind != "output"]
+    return ResidentModel("critic", architecture, [*parts, *adapters, head], [*(adapters or backbone), head])

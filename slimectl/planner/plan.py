@@ -1,0 +1,176 @@
+"""Plans a run: the layout, and the memory and time of training and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slimectl.architectures.config import Architecture, Config
+from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
+from slimectl.architectures.registry import family_of
+from slimectl.errors import SettingsError
+from slimectl.planner import flops, memory, parameters
+from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, critic_of, parts_of, policy_of
+from slimectl.planner.search import USABLE, fitting
+from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
+
+Suggestion = tuple[ParallelLayout, Recompute]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Inputs of the formulas: the policy's architecture and parameters, and the other models of the run.
+
+    With `adapters`, only they are trained.
+    """
+
+    architecture: Architecture
+    parts: Sequence[Part]
+    adapters: Sequence[Part] = ()
+    other_models: Sequence[ResidentModel] = ()
+
+    @property
+    def all(self) -> list[ResidentModel]:
+        return [policy_of(self.architecture, self.parts, self.adapters), *self.other_models]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run, and its figures by section."""
+
+    run: Run
+    sections: dict[str, list[Figure]]
+    fits: bool
+
+
+def model_of(
+    config: Config,
+    *,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    critic: bool = False,
+    reference: bool = False,
+    teacher: Config | None = None,
+) -> Model:
+    """Build the model from the complete configurations of the policy and of a teacher.
+
+    Raises CheckpointError for an unknown family, SettingsError for an adapter target that matches no layer.
+    """
+    family = family_of(config)
+    architecture, links = family.architecture(config), family.links(config)
+    parts = parts_of(links)
+    adapters = adapter_parts(links, lora_rank, lora_targets) if lora_rank else []
+    other_models = [critic_of(architecture, parts, adapters)] if critic else []
+    if reference:
+        other_models.append(ResidentModel("reference", architecture, parts))
+    if teacher is not None:
+        teacher_model = model_of(teacher)
+        other_models.append(ResidentModel("teacher", teacher_model.architecture, teacher_model.parts))
+    return Model(architecture, parts, adapters, other_models)
+
+
+def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
+    """Layout and recomputation of a card for that many GPUs; None if it has none."""
+    layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
+    if not layout or "note" in layout:
+        return None
+    recompute: Recompute = layout.pop("recompute", "none")
+    return ParallelLayout(**layout), recompute
+
+
+def fits(model: Model, run: Run, memory_gib: float) -> bool:
+    peak = memory.peak(_memory(model, run))
+    return peak <= USABLE * memory_gib * GIB
+
+
+def _memory(model: Model, run: Run) -> list[Figure]:
+    return memory.figures(
+        model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
+    )
+
+
+def check(model: Model, run: Run) -> None:
+    """Raises SettingsError, one line, for a run that the trainer would refuse."""
+    for standing in model.all:
+        _check(standing.architecture, run)
+
+
+def _check(architecture: Architecture, run: Run) -> None:
+    if run.policy == "fsdp":
+        plain = architecture.layer in ("plain", "sandwich") and not architecture.mla and not architecture.experts
+        if not plain:
+            raise SettingsError("--policy fsdp: trains plain dense decoders only; plan this one with --policy megatron")
+        if run.recompute == "selective":
+            raise SettingsError("--recompute selective: the fsdp policy recomputes whole layers; use full or none")
+        if run.layout != ParallelLayout():
+            raise SettingsError("--policy fsdp: takes no parallel sizes; drop them, or plan with --policy megatron")
+        return
+    for problem in problems(run.layout, architecture.transformer, run.world):
+        raise SettingsError(problem)
+
+
+def with_layout(
+    model: Model, run: Run, suggestion: Suggestion | None, *, recompute: Recompute | None, batch: int, memory_gib: float
+) -> Run:
+    """Return `run` with the suggested layout if that fits, else with the best that fits. Raises SettingsError."""
+    if suggestion is not None:
+        candidate = replace(run, layout=suggestion[0], recompute=recompute or suggestion[1])
+        if fits(model, candidate, memory_gib):
+            return candidate
+    for choice in fitting(
+        model.parts, model.architecture, run, batch=batch, memory_gib=memory_gib, adapters=model.adapters,
+        other_models=model.other_models,
+    ):  # fmt: skip
+        if recompute in (None, choice.recompute):
+            return replace(run, layout=choice.layout, recompute=choice.recompute)
+    minimum = memory.least(model.all, run)
+    raise SettingsError(
+        f"--gpus {run.world}: no layout fits {USABLE:.0%} of {memory_gib:g} GiB a GPU; weights, gradients and optimizer"
+        f" alone take {sized(minimum)} in all; give more --gpus, shorter --seq-len, or a layout to see its figures"
+    )
+
+
+def plan_run(
+    model: Model,
+    run: Run,
+    *,
+    batch: int,
+    memory_gib: float,
+    tflops: float | None,
+    mfu: float,
+    engine_tensor: int,
+    engine_share: float,
+    concurrency: int | None,
+) -> Plan:
+    """Compute all figures of a checked run."""
+    parts, architecture = model.parts, model.architecture
+    training = _memory(model, run)
+    return Plan(
+        run,
+        {
+            "parameters": parameters.figures(parts, architecture, run.layout, model.adapters),
+            "training memory": training,
+            "arithmetic": flops.flops_figures(
+                model.all, seq_len=run.seq_len, batch=batch, world=run.world,
+                recomputes=run.recompute == "full", tflops=tflops, mfu=mfu,
+            ),
+            "engine": flops.cache_figures(
+                parts, architecture, dtype_bytes=run.bytes, tensor=engine_tensor, memory_gib=memory_gib,
+                share=engine_share, seq_len=run.seq_len, concurrency=concurrency,
+            ),
+        },
+        memory.peak(training) <= USABLE * memory_gib * GIB,
+    )  # fmt: skip
+
+
+def describe(run: Run) -> str:
+    """Describe the layout with the names of the settings.
+
+    >>> told(Run(8, ParallelLayout(tensor=2), recompute="full"))
+    '8 ranks: tensor 2, data 4; recompute full'
+    """
+    if run.policy == "fsdp":
+        return f"{run.world} ranks: fsdp; recompute {run.recompute}"
+    sizes = [f"{name} {size}" for name in SETTINGS if (size := getattr(run.layout, name)) not in (None, 1)]
+    return f"{run.world} ranks: {', '.join([*sizes, f'data {run.data}'])}; recompute {run.recompute}"

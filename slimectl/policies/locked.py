@@ -1,0 +1,69 @@
+"""Thread-safe wrapper around a policy: one call runs at a time, other threads wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl.protocols import Loss, NamedTensors, Policy
+from slimectl.types import Metrics, TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LockedPolicy:
+    """ports.Policy behind a lock: a restarted engine reads weights while training continues."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._lock = threading.RLock()
+
+    @property
+    def weight_version(self) -> str:
+        return self._policy.weight_version
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        with self._lock:
+            return self._policy.log_probs(rows)
+
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        with self._lock:
+            return self._policy.forward_backward(rows, loss)
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """ports.Critic.values, for a policy with a value head."""
+        with self._lock:
+            return self._policy.values(rows)  # type: ignore[attr-defined]
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """ports.Stepped.before_step, for a policy that implements it."""
+        with self._lock:
+            self._policy.before_step(rollout_id, step_id)  # type: ignore[attr-defined]
+
+    def optim_step(self) -> Metrics:
+        with self._lock:
+            return self._policy.optim_step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights; holds the lock until the iterator is exhausted or closed."""
+        with self._lock:
+            yield from self._policy.weights()
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        with self._lock:
+            return self._policy.hand_weights(to)
+
+    def save(self, path: Path) -> None:
+        with self._lock:
+            self._policy.save(path)
+
+    def load(self, path: Path) -> None:
+        with self._lock:
+            self._policy.load(path)
+
+    def close(self) -> None:
+        with self._lock:
+            self._policy.close()

@@ -1,0 +1,274 @@
+"""Saves and loads model and optimizer in Megatron's torch_dist checkpoint format with mcore's dist_checkpointing.
+
+For exchange with Megatron-LM; a run saves and resumes by MegatronTrainer.save, which is exact at every layout.
+ mcore (0.16.1) reshards optimizers over tensor, pipeline and data sizes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.utils import _ReaderView
+
+from slimectl.architectures.mapping import ParamMapping
+from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
+from slimectl.checkpoints.torch_dist.metadata import read_metadata
+from slimectl.errors import CheckpointError
+from slimectl.model_files import check_file, check_model_files, open_file
+from slimectl.policies.checkpoint import MOMENTS, OPTIMIZER, copy_companions, read_tensors, write_float32, write_trainer
+from slimectl.policies.lora import FOLDER, LoraOptions, read_adapter, write_adapter
+from slimectl.policies.megatron.master_weights import PARAM
+from slimectl.policies.megatron.optimizer import drop_gradients, inners
+from slimectl.policies.megatron.parameters import DistributedParameters
+from slimectl.protocols import CheckpointFormat
+
+CONTENT = {
+    # Every moment in the shape of its parameter: the only form that can be resharded.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""Metadata that mcore stores with a checkpoint and needs on loading."""
+MAX_OBJECT_BYTES = 1024**3
+"""Size limit of an object that is not a tensor: schedules, random states, the state of fp8 modules."""
+
+
+def save_model(
+    path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, *, step: int, updates: int
+) -> None:
+    """Write the weights, masters, moments and counts of all ranks into the existing folder `path`."""
+    _init_moments(optimizer)
+    state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": {"step": step, "updates": updates}}
+    with _write_in_process():
+        dist_checkpointing.save(state, str(path), content_metadata=CONTENT)
+
+
+def load_model(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> tuple[int, int]:
+    """Load it all at this layout; returns steps and updates. Raises CheckpointError."""
+    _init_moments(optimizer)
+    try:
+        with _plain_data_only(path):
+            content = dist_checkpointing.load_content_metadata(str(path))
+            loaded = dist_checkpointing.load(_state(chunks, optimizer, content or {}, loading=True), str(path))
+        step, updates = (int(loaded["slimectl"][name]) for name in ("step", "updates"))
+    except (Exception, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise CheckpointError(
+            f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}); convert its weights instead: slimectl"
+            f" convert {path} DIR --to hf"
+        ) from error
+    for name, chunk in _named_chunks(chunks):
+        chunk.module.load_state_dict(loaded[name])
+    with _per_parameter_steps(optimizer, updates):
+        optimizer.load_state_dict(loaded["optimizer"])
+    drop_gradients(chunks, optimizer)
+    return step, updates
+
+
+@contextmanager
+def _plain_data_only(folder: Path) -> Iterator[None]:
+    """Let mcore load `folder` without executing code in it. Raises CheckpointError for files outside of it.
+
+    mcore (0.16.1) and torch (2.13) read `.metadata` by pickle.load and objects that are no tensors by torch.load with
+    weights_only=False: either executes code of an untrusted file. Inside, this package reads `.metadata`, and every
+    torch.load accepts plain data only, from the same bytes that were checked. Delete when both read safely.
+    """
+    check_model_files(folder)
+    load, reads = torch.load, FileSystemReader.read_metadata
+
+    def load_plain(source: Any, *args: Any, **options: Any) -> Any:
+        view, length = _open_view(source)
+        check_stored(view, length)
+        return load(view, *args, **{**options, "weights_only": True, "pickle_module": None})
+
+    def read_plain(reader: FileSystemReader, *_: Any, **__: Any) -> Any:
+        metadata = read_metadata(Path(reader.path))
+        for name in {location.relative_path for location in metadata.storage_data.values()}:
+            check_file(Path(reader.path) / name)
+        return metadata
+
+    torch.load, FileSystemReader.read_metadata = load_plain, read_plain
+    try:
+        # TransformerEngine keeps a module's state as bytes.
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+    finally:
+        torch.load, FileSystemReader.read_metadata = load, reads
+
+
+def _open_view(source: Any) -> tuple[FileRange, int]:
+    """View of the source that mcore passes to torch.load, and its length: a path, a part of an open file, or bytes."""
+    if isinstance(source, _ReaderView):
+        return FileRange(source.base_stream, source.offset, source.len), source.len
+    if isinstance(source, str | os.PathLike):
+        with open_file(Path(source)) as file:
+            source = io.BytesIO(file.read(MAX_OBJECT_BYTES + 1))
+    length = source.seek(0, os.SEEK_END)
+    if length > MAX_OBJECT_BYTES:
+        raise ValueError(f"an object of over {MAX_OBJECT_BYTES} bytes")
+    return FileRange(source, 0, length), length
+
+
+def _named_chunks(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
+    """Pair the chunks with mcore's names for them."""
+    return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, content: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    models = {name: chunk.module.sharded_state_dict(metadata=dict(content)) for name, chunk in _named_chunks(chunks)}
+    return models | {"optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(content))}
+
+
+@contextmanager
+def _write_in_process() -> Iterator[None]:
+    """Make mcore write files in this process.
+
+    megatron-core (0.16.1) forks writers, and starts a manager process that outlives them; a rank cannot have children
+    (it is a daemon), and exits without stopping any. Delete when a synchronous save starts no process.
+    """
+    forks, results = FileSystemWriterAsync.write_preloaded_data_multiproc, filesystem_async._results_queue
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(forks)
+        filesystem_async._results_queue = results
+
+
+def _write(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+    """Replace FileSystemWriterAsync.write_preloaded_data_multiproc: write one file after another."""
+    result_queue: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for i, bucket in enumerate(buckets):
+        waiting: queue.Queue[int] = queue.Queue()
+        waiting.put(i)
+        FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, result_queue, waiting, True, use_msc=use_msc)
+    results_by_bucket = dict(result_queue.get() for _ in buckets)
+    failures = [result for result in results_by_bucket.values() if isinstance(result, Exception)]
+    results.put(failures[0] if failures else results_by_bucket)
+
+
+def _init_moments(optimizer: Any) -> None:
+    """Create zero moments for torch's AdamW before its first update.
+
+    megatron-core (0.16.1) reads the step count from them. Delete when it saves an optimizer without any.
+    """
+    for inner in inners(optimizer):
+        if isinstance(inner, torch.optim.AdamW):
+            for master in [master for group in inner.param_groups for master in group["params"]]:
+                if not inner.state[master]:
+                    inner.state[master] = {
+                        "step": torch.zeros((), device=master.device),
+                        "exp_avg": torch.zeros_like(master),
+                        "exp_avg_sq": torch.zeros_like(master),
+                    }
+
+
+@contextmanager
+def _per_parameter_steps(optimizer: Any, updates: int) -> Iterator[None]:
+    """Set a separate step count for every parameter of torch's AdamW while states are loaded.
+
+    megatron-core (0.16.1) has none to copy into the parameters' states (KeyError: 'step'), and then shares one tensor
+    between them: each would count every other's updates. Delete when DistributedOptimizer.load_state_dict does it.
+    """
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+    for part in (part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)):
+        part._set_main_param_and_optimizer_states = partial(_set_state_with_step, part, torch.tensor(float(updates)))
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part).pop("_set_main_param_and_optimizer_states", None)
+    for inner in inners(optimizer):
+        if isinstance(inner, torch.optim.AdamW):
+            for master, slots in inner.state.items():
+                slots["step"] = torch.tensor(float(updates), device=master.device)
+
+
+def _set_state_with_step(
+    part: DistributedOptimizer, step: torch.Tensor, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {**tensors, "step": step})
+
+
+def save_checkpoint(
+    path: Path,
+    checkpoint: CheckpointFormat,
+    state: DistributedParameters,
+    *,
+    weights: Iterator[tuple[str, Tensor]],
+    updated: Sequence[ParamMapping],
+    companions: Path,
+    trainer_state: dict[str, Any],
+    adapter: tuple[LoraOptions, Path] | None = None,
+) -> None:
+    """Write float32 `weights` as a Hugging Face directory, the moments of `updated`, and `trainer_state`.
+
+    Config and tokenizer are copied from `companions`. With `adapter` (its options and its base model), the trained
+    parameters are written in peft's format too.
+    """
+    moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
+    if dist.get_rank() == 0:
+        checkpoint.write(path, weights)
+        write_float32(path / OPTIMIZER, _moment_shapes(updated), moments)
+        if adapter is not None:
+            write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
+        copy_companions(companions, path, torch.float32)
+        write_trainer(path, **trainer_state)
+    else:
+        # Collective: rank 0 gathers its tensors from the parts of all ranks.
+        for _ in chain(weights, moments, learned):
+            pass
+    dist.barrier()
+
+
+def load_adapter(path: Path, state: DistributedParameters, links: Iterable[ParamMapping]) -> None:
+    """Load this rank's part of the tensors of `links` from a folder in peft's format. Raises CheckpointError."""
+    local_links = state.mine(links)
+    stream = read_adapter(path, shapes_of(local_links))
+    for link in local_links:
+        parts = dict(next(stream) for _ in link.hf)
+        state.put(link, PARAM, parts.__getitem__)
+
+
+def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
+    """Load this rank's part of the moments of `updated`; `updates` is the step count. Raises CheckpointError."""
+    local_links = state.mine(updated)
+    stream = read_tensors(path / OPTIMIZER, _moment_shapes(local_links))
+    for link in local_links:
+        for moment in MOMENTS:
+            parts = {name: next(stream)[1] for name in link.hf}
+            state.put(link, moment, parts.__getitem__, updates=updates)
+
+
+def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
+    """Shapes of the Hugging Face tensors of the links, in order."""
+    return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
+
+
+def _moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
+    """Shapes of the moments, in the order of LinkedState.each."""
+    return {
+        f"{moment}.{name}": torch.Size(shape)
+        for link in links
+        for moment in MOMENTS
+        for name, shape in zip(link.hf, link.shapes, strict=True)
+    }

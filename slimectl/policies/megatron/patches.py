@@ -1,0 +1,105 @@
+"""Patches for Megatron-core without TransformerEngine and other kernel libraries, on GPUs too.
+
+Other such defects are avoided rather than patched: this package has its own latent attention (mla.py), experts (moe.py)
+and saved optimizer state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+
+from slimectl.errors import BackendError, MissingExtraError
+
+
+def install() -> None:
+    """Patch the loaded modules; idempotent."""
+    _patch_router_gate()
+    _patch_delta_net()
+
+
+def _patch_router_gate() -> None:
+    """Define a name that the router's matrix product reads and only an import of TransformerEngine defines.
+
+    megatron-core (0.16.1): NameError on `te_general_gemm` in RouterGatingLinearFunction. Delete when moe_utils
+    defines it without TransformerEngine.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _patch_delta_net() -> None:
+    """Allow building gated delta nets without flash-linear-attention.
+
+    megatron-core (0.16.1) refuses to build the module, whose parameters we take and whose computation we do not
+    (delta_net.py). Delete when it refuses only to run.
+    """
+    from megatron.core.ssm import gated_delta_net
+
+    gated_delta_net.HAVE_FLA = True
+
+
+OLDEST, NEWER = (0, 16), (0, 20)
+"""megatron-core from the first of these versions, below the second."""
+
+_PARTS = (
+    "models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "transformer.multi_latent_attention",
+    "transformer.moe.moe_layer", "transformer.moe.experts", "ssm.gated_delta_net",
+    "distributed", "distributed.finalize_model_grads",
+    "optimizer", "optimizer_param_scheduler", "pipeline_parallel", "pipeline_parallel.p2p_communication",
+    "dist_checkpointing", "dist_checkpointing.strategies.fully_parallel", "dist_checkpointing.strategies.torch",
+)  # fmt: skip
+"""Modules imported before patching: all of megatron.core that this package calls, with their dependencies."""
+
+_QUIET = (
+    r"Transformer Engine and Apex are not installed", r"Apex is not installed",
+    r"The following imports from `dynamic_context.py`", r"\s*The 'megatron.core.transformer.custom_layers",
+    r"`torch.jit.script_method` is deprecated", r"`torch.jit.script` is deprecated",
+)  # fmt: skip
+"""Import warnings about missing optional libraries: their absence is intended."""
+_QUIET_LATER = (
+    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+    r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+)
+"""Run-time warnings that concern its developers, or only GPUs older than Blackwell."""
+
+
+def prepare() -> None:
+    """Import megatron.core and patch it where this machine needs that.
+
+    Raises MissingExtraError if megatron-core or psutil is absent, BackendError for a version that is not supported.
+    """
+    version = _version()
+    with warnings.catch_warnings():
+        for message in _QUIET:
+            warnings.filterwarnings("ignore", message=message)
+        for part in _PARTS:
+            importlib.import_module(f"megatron.core.{part}")
+    for message in _QUIET_LATER:
+        warnings.filterwarnings("ignore", message=message)
+    from slimectl.policies.megatron import cpu_patches
+
+    install()
+    if cpu_patches.needed():
+        cpu_patches.install(version)
+
+
+def _version() -> str:
+    """The installed version of megatron-core."""
+    for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
+        # Without psutil saving a checkpoint hangs (megatron-core 0.16.1).
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(package, extra="megatron", wanted_by='train.policy = "megatron"')
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"') from error
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= numbers < NEWER:
+        raise BackendError(f"megatron-core {version} is not supported; run: pip install 'megatron-core>=0.16.1,<0.20'")
+    return version

@@ -1,0 +1,165 @@
+"""Routing replay: a token is routed to the experts of the pass that computed its old log-probability.
+
+Without it a mixture of experts changes its routing between the two passes (other kernels, an update in between), and
+the ratio of their probabilities reflects routers more than the policy. Zheng et al. 2025, arXiv:2507.18071,
+section 5.3.
+
+S tokens of the whole pack · T tokens of this context-parallel rank · I inputs of one row · L routers of this rank's
+chunk · k experts of a token · E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from slimectl.policies.megatron.batch import Batch
+from slimectl.types import TrainingSample
+
+KEPT_PASSES = 2
+"""Number of recorded passes in memory: that of the round, and the one before for rollouts that waited."""
+
+Routing = dict[bytes, list[Tensor]]
+"""By row: the experts [I, L, k] of its tokens for each chunk of this rank, on the host."""
+
+
+class RouterRecorder:
+    """Implements mcore's `router_replay`: selects the top experts of scores [N, E], or replays recorded ones."""
+
+    def __init__(self) -> None:
+        self.recorded: Tensor | None = None
+        self.given: Tensor | None = None
+        """Experts [N, k] for the next forward, -1 where the router selects; None: it selects all."""
+        self._recompute_queue: deque[Tensor | None] = deque()
+        """Experts of forwards that the backward pass will recompute, in order (FIFO)."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        forced = self._next_replay()
+        values, experts = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if forced is not None:
+            experts = torch.where(forced < 0, experts, forced)
+            values = scores.gather(1, experts)
+        self.recorded = experts
+        return values, experts
+
+    def _next_replay(self) -> Tensor | None:
+        # Recomputation runs a layer once without gradients and again, in the same order, with them.
+        if torch.is_grad_enabled():
+            return self._recompute_queue.popleft() if self._recompute_queue else self.given
+        self._recompute_queue.append(self.given)
+        return self.given
+
+    def reset(self) -> None:
+        self.recorded = self.given = None
+        self._recompute_queue.clear()
+
+
+class RoutingReplay:
+    """Records the routing of rows in one pass and replays it in another, independent of packing and data ranks.
+
+    Routing that an engine reports (Sample.rollout_routed_experts, [I, all layers, k]) would be one more recorded
+    pass, reduced to this rank's layers; rows do not carry it yet.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.taps: list[list[RouterRecorder]] = []
+        for chunk in chunks:
+            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            for router in routers:
+                router.router_replay = RouterRecorder()
+            self.taps.append([router.router_replay for router in routers])
+        self._passes: deque[Routing] = deque(maxlen=KEPT_PASSES)
+        self._current_pass: Routing = {}
+
+    def record(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
+        """Record the experts that the routers of a chunk selected; called after its forward."""
+        if not self.taps[chunk]:
+            return
+        experts_SLk = _gather_pack(torch.stack([tap.recorded for tap in self.taps[chunk]], dim=1), batch).cpu()
+        for i, (start, length) in zip(batch.members, _spans(rows, batch), strict=True):
+            by_chunk = self._current_pass.setdefault(key(rows[i]), [torch.empty(0)] * len(self.taps))
+            by_chunk[chunk] = experts_SLk[start : start + length].to(torch.int16)
+
+    def end(self, *, recorded: bool) -> None:
+        """End a run: exchange the recorded routing between all data-parallel ranks."""
+        self._reset()
+        if not recorded:
+            return
+        group = parallel_state.get_data_parallel_group()
+        parts: list[Routing] = [{} for _ in range(group.size())]
+        dist.all_gather_object(parts, self._current_pass, group=group)
+        self._passes.append({name: routing for part in parts for name, routing in part.items()})
+        self._current_pass = {}
+
+    def replay(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
+        """Set the recorded experts of these rows for the routers of a chunk; called before its forward.
+
+        Routers select the experts of rows without a record.
+        """
+        if not self.taps[chunk]:
+            return
+        routings = [self._latest_routing(rows[i]) for i in batch.members]
+        if not any(routings):
+            for tap in self.taps[chunk]:
+                tap.given = None
+            return
+        width = next(routing for routing in routings if routing is not None)[chunk].shape[1:]
+        experts_SLk = torch.full((batch.sequences.tokens, *width), -1, dtype=torch.long)
+        for routing, (start, length) in zip(routings, _spans(rows, batch), strict=True):
+            if routing is not None:
+                experts_SLk[start : start + length] = routing[chunk]
+        local_NLk = _local_tokens(experts_SLk.to(batch.tokens_T.device), batch)
+        for i, tap in enumerate(self.taps[chunk]):
+            tap.given = local_NLk[:, i]
+
+    def _latest_routing(self, row: TrainingSample) -> list[Tensor] | None:
+        """Return the routing of the row in the latest pass that contains it."""
+        name = key(row)
+        return next((routing[name] for routing in reversed(self._passes) if name in routing), None)
+
+    def _reset(self) -> None:
+        for tap in (tap for taps in self.taps for tap in taps):
+            tap.reset()
+
+
+def key(row: TrainingSample) -> bytes:
+    """Hash of a row's tokens, which alone determine its routing."""
+    return hashlib.blake2b(array("q", row.tokens).tobytes(), digest_size=16).digest()
+
+
+def _spans(rows: Sequence[TrainingSample], batch: Batch) -> list[tuple[int, int]]:
+    """(first position, inputs) of each row in the pack."""
+    lengths = [len(rows[i].tokens) - (rows[i].response_length > 0) for i in batch.members]
+    return list(zip(batch.sequences.starts, lengths, strict=False))
+
+
+def _gather_pack(local_NLk: Tensor, batch: Batch) -> Tensor:
+    """Gather the experts of all tensor- and context-parallel ranks' tokens, in the order of the pack."""
+    rank_TLk = _all_gather(local_NLk, parallel_state.get_tensor_model_parallel_group())
+    all_SLk = _all_gather(rank_TLk, parallel_state.get_context_parallel_group())
+    return all_SLk if batch.sequences.order_S is None else all_SLk[batch.sequences.order_S]
+
+
+def _local_tokens(experts_SLk: Tensor, batch: Batch) -> Tensor:
+    rank_TLk = experts_SLk[batch.sequences.index_T]
+    group = parallel_state.get_tensor_model_parallel_group()
+    return rank_TLk.chunk(group.size())[group.rank()]
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)

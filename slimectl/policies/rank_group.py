@@ -1,0 +1,163 @@
+"""A policy that runs on N rank processes, called as one."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimectl.errors import SettingsError
+from slimectl.protocols import Executor, Loss, NamedTensors, Policy
+from slimectl.types import Metrics, TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RankPipe(Protocol):
+    """A rank's end of the pipe to its driver."""
+
+    def recv_bytes(self) -> bytes: ...
+
+    def part(self, value: Any) -> None: ...
+
+    def done(self, value: Any) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+
+class DistributedPolicy:
+    """ports.Policy over `ranks` processes placed by `executor`: gloo on CPU, nccl on GPUs.
+
+    `build` is called in every rank, after it has joined the process group; it and the losses must be picklable. A
+    rank's exception is raised here with its original type, its traceback as a note. Thread-safe: one call at a time,
+    other threads wait.
+    """
+
+    def __init__(self, executor: Executor, build: Callable[[], Policy], *, ranks: int) -> None:
+        if ranks < 1:
+            raise SettingsError(f"ranks {ranks}: a policy needs at least one")
+        self.weight_version = "0"
+        self._lock = threading.Lock()
+        self._reader_thread: int | None = None
+        self._ranks = executor.group(_rank_main, build, ranks=ranks)
+        try:
+            self._await_result()
+        except BaseException:
+            self._ranks.end(polite=False)
+            raise
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        return self._call("log_probs", rows)
+
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        return self._call("forward_backward", rows, loss)
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """ports.Critic.values, if the ranks run a critic."""
+        return self._call("values", rows)
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """ports.Stepped.before_step, if the ranks implement it."""
+        self._call("before_step", rollout_id, step_id)
+
+    def optim_step(self) -> Metrics:
+        return self._call("optim_step")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream tensors from rank 0; other calls are refused or wait until the iterator is exhausted or closed."""
+        import torch
+
+        self._acquire_lock("weights")
+        self._reader_thread = threading.get_ident()
+        try:
+            self._ranks.send("weights")
+            answers = self._ranks.answers()
+            try:
+                for answer in answers:
+                    if len(answer) == 4:
+                        name, dtype, shape, data = answer
+                        yield name, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+            finally:
+                # A reader that stops early must not leave the ranks in the middle of their stream.
+                for _ in answers:
+                    pass
+        finally:
+            self._reader_thread = None
+            self._lock.release()
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        """Call `to(weights)` on rank 0 and return its result; `to` and the result must be picklable."""
+        return self._call("hand_weights", to)
+
+    def save(self, path: Path) -> None:
+        self._call("save", path)
+
+    def load(self, path: Path) -> None:
+        self._call("load", path)
+
+    def close(self) -> None:
+        """Stop every rank process."""
+        self._ranks.end()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._acquire_lock(method)
+        try:
+            self._ranks.send(method, *arguments)
+            return self._await_result()
+        finally:
+            self._lock.release()
+
+    def _acquire_lock(self, method: str) -> None:
+        """Wait until other threads' calls end. Raises RuntimeError where this thread would wait for itself."""
+        if self._reader_thread == threading.get_ident():
+            raise RuntimeError(f"{method}: the weights are still being read; exhaust or close that iterator first")
+        self._lock.acquire()
+
+    def _await_result(self) -> Any:
+        result, self.weight_version = list(self._ranks.answers())[-1]
+        return result
+
+
+def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
+    """Serve requests until the pipe closes. An exception of a method is sent back; one of `build` ends the rank."""
+    import torch.distributed as dist
+
+    policy = build()
+    rank = dist.get_rank()
+    pipe.done((None, policy.weight_version))
+    while True:
+        request = pipe.recv_bytes()
+        try:
+            result = _dispatch(policy, request, pipe, rank)
+            pipe.done((result if rank == 0 else None, policy.weight_version))
+        except Exception as error:
+            pipe.failed(error)
+
+
+def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
+    import torch
+
+    method, *arguments = pickle.loads(request)
+    if method == "hand_weights":
+        return _hand_weights(policy, arguments[0], rank)
+    if method != "weights":
+        return getattr(policy, method)(*arguments)
+    for name, tensor in policy.weights():
+        if rank == 0:
+            # A scalar has no bytes to view; every tensor travels flat.
+            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            pipe.part((name, tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()))
+    return None
+
+
+def _hand_weights(policy: Policy, to: Callable[[NamedTensors], Any], rank: int) -> Any:
+    """Call `to` on rank 0; every rank iterates over all weights, because gathering a tensor is collective."""
+    weights = policy.weights()
+    try:
+        return to(weights) if rank == 0 else None
+    finally:
+        for _ in weights:
+            pass

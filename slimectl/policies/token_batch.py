@@ -1,0 +1,97 @@
+"""Response tokens of one pack: the columns that a loss reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.errors import RecordError
+from slimectl.types import TrainingSample
+
+CONSTANTS = {
+    "weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
+    "ref_log_probs": "ref_logprobs_T", "rollout_log_probs": "rollout_logprobs_T",
+    "values": "values_T", "returns": "returns_T",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseBatch:
+    """ports.TokenPack: one pack of response tokens as tensors."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    row_T: Tensor
+    rows: int
+    weights_T: Tensor
+    advantages_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    total_lengths: Sequence[int] = ()
+    predicted_T: Tensor | None = None
+    """Current values, with their gradient, if policy and critic share a backbone."""
+    logits_T: Tensor | None = None
+    """[T, vocabulary], if the loss needs them."""
+    targets_T: Tensor | None = None
+    """Token ids of the response."""
+
+
+def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
+    """Names of the constant columns in the batch; a column is in all rows or in none. Raises RecordError."""
+    names = []
+    for name in CONSTANTS:
+        lengths = [len(getattr(row, name) or ()) for row in rows]
+        if not any(lengths) and name != "weights":
+            continue
+        for i, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            if length != row.response_length:
+                raise RecordError(f"row {i}: Row.{name}: {length} values for {row.response_length} response tokens")
+        names.append(name)
+    return names
+
+
+def response_tokens(
+    rows: Sequence[TrainingSample],
+    names: Sequence[str],
+    *,
+    members: Sequence[int],
+    row_R: Tensor,
+    logprobs_R: Tensor,
+    entropy_R: Tensor | None,
+    predicted_R: Tensor | None = None,
+) -> ResponseBatch:
+    """Build the pack of the rows `members` of `rows`, with the constant columns `names`.
+
+    `row_R` is the position in `members` that each token belongs to.
+    """
+    columns = {
+        CONSTANTS[name]: torch.tensor(
+            [value for i in members for value in getattr(rows[i], name)], dtype=torch.float32, device=logprobs_R.device
+        )
+        for name in names
+    }
+    lengths = [len(rows[i].tokens) for i in members]
+    return ResponseBatch(
+        logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R
+    )
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge metrics of packs or ranks: sums by name, in order; extremes where a name ends in _max or _min."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name.endswith(("_max", "_min")):
+                merged[name] = (max if name.endswith("_max") else min)(merged[name], value)
+            else:
+                merged[name] = merged[name] + value
+    return merged

@@ -1,0 +1,305 @@
+"""Protocols of the parts that stages use. One contract suite per protocol runs against every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from slimectl.types import Completion, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Engine(Protocol):
+    """Samples text; many requests in flight at once."""
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        """Continue `tokens`. Raises SettingsError if they leave no room in the context."""
+        ...
+
+    async def abort(self) -> None:
+        """Abort every request in flight; each returns its tokens so far, with finish "abort"."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """An engine whose weights can be updated in place."""
+
+    def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
+        """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor."""
+        ...
+
+
+class Loss(Protocol):
+    """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
+
+    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
+    name ends in _max or _min is an extreme instead.
+    """
+
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+class TokenBatch(Protocol):
+    """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
+
+    `logprobs_T` (and `entropy_T`, if the loss needs it, `predicted_T`, the values of a policy that is its own critic,
+    and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the tokens;
+    the other tensors are constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows,
+    `total_lengths` the number of tokens of each, its prompt included.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    weights_T: Tensor
+    advantages_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    rollout_logprobs_T: Tensor | None
+    values_T: Tensor | None
+    returns_T: Tensor | None
+    row_T: Tensor
+    rows: int
+    total_lengths: Sequence[int]
+    predicted_T: Tensor | None
+    logits_T: Tensor | None
+    targets_T: Tensor | None
+
+
+class Policy(Protocol):
+    """Weights and their optimizer; one object for one process or 512."""
+
+    @property
+    def weight_version(self) -> str:
+        """ "0" before the first optimizer step, then the number of steps taken, resumes included."""
+        ...
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """Return log p(token) of every response token at the rollout temperature, without gradients; R floats a row."""
+        ...
+
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        """Accumulate the gradient of `loss` over all rows (the global batch); return summed metrics, with "loss"."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Clip, step, advance the schedule, zero the gradients; return "grad_norm" (before clipping) and "lr"."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
+        ...
+
+    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write weights (a loadable HF directory), optimizer, schedule and RNG into the empty folder `path`."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Restore the state of `save` bit for bit, from any number of ranks. Raises CheckpointError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LogProbModel(Protocol):
+    """Computes log-probabilities only: a frozen policy, or a server that has one."""
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """Return log-probabilities like `Policy.log_probs`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PreStepHook(Protocol):
+    """A policy with a call before every optimizer step, for hooks on its ranks."""
+
+    def before_step(self, rollout_id: int, step_id: int) -> None:
+        """Announce the `step_id`-th step (from 0) of round `rollout_id`."""
+        ...
+
+
+class Critic(Protocol):
+    """A model with one value per response token, and its optimizer; methods shared with Policy mean the same."""
+
+    @property
+    def weight_version(self) -> str: ...
+
+    def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        """Return the value of the state before every response token, without gradients; R floats a row."""
+        ...
+
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        """Accumulate gradients like a policy; the pack has values, with gradients, in place of log-probabilities."""
+        ...
+
+    def optim_step(self) -> Metrics: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WeightUpdateClient(Protocol):
+    """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
+
+    Picklable, so that the update can start in the process that holds the weights. Every method raises BackendError,
+    with the worker's message, if a worker does not answer in time or refuses. Nothing is sampled between `begin` and
+    `end`.
+    """
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Addresses of the workers."""
+        ...
+
+    @property
+    def ranks(self) -> list[int]:
+        """Number of model processes of each worker: its tensor-parallel size."""
+        ...
+
+    def begin(self, *, mode: str) -> None:
+        """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
+        ...
+
+    def end(self, *, within_s: float | None = None) -> None:
+        """Flush the prefix caches and continue generation; `within_s` is a timeout if workers may be dead."""
+        ...
+
+    def load_disk(self, folder: Path, *, version: str) -> None:
+        """Load every tensor from a Hugging Face directory that the workers can read."""
+        ...
+
+    def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
+        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
+        ...
+
+    def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:
+        """Join a process group: the trainer is rank 0, the workers follow in order. Blocks until all have joined."""
+        ...
+
+    def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
+        """Receive these tensors, in this order, in the group `name`; returns when they have been loaded."""
+        ...
+
+    def leave(self, *, name: str) -> None: ...
+
+    @property
+    def checksums_by_hf_name(self) -> bool:
+        """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
+        ...
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Return a checksum of every tensor, by worker."""
+        ...
+
+    def scramble(self) -> None:
+        """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
+        ...
+
+
+class RankGroup(Protocol):
+    """Processes of one torch.distributed group, driven together."""
+
+    def send(self, *request: Any) -> None:
+        """Send one request to every rank. Raises BackendError if the group has ended."""
+        ...
+
+    def answers(self) -> Iterator[Any]:
+        """Yield the parts that rank 0 sends, then its result; raises a rank's error with traceback and log as notes."""
+        ...
+
+    def end(self, *, polite: bool = True) -> None:
+        """End every rank: by request if `polite`, else by force."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs work in local processes or on a cluster."""
+
+    def group(self, serve: Callable[..., None], build: Callable[[], Any], *, ranks: int) -> RankGroup:
+        """Start N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        ...
+
+    def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
+        """Build an object in a process of the executor's choice; its methods can be called, its generators streamed."""
+        ...
+
+    def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
+        """Stream an iterator; at most `ahead` items are produced before they are requested (0: none)."""
+        ...
+
+    def map(
+        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+    ) -> Iterator[Result | BaseException]:
+        """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
+        ...
+
+
+class Tracker(Protocol):
+    """Logs metrics and tables to a service or file."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Log a table of texts; all rows have the same keys. The step is that of the table's axis."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Weights(Protocol):
+    """The tensors of a model by Hugging Face name, each read on demand."""
+
+    def forms(self) -> Mapping[str, tuple[tuple[int, ...], dtype]]:
+        """Return shape and dtype of every tensor, in the order in which reading is cheapest."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """Return one tensor, owned by the caller. Raises CheckpointError if it cannot be read."""
+        ...
+
+
+class CheckpointFormat(Protocol):
+    """A layout of weights on disk."""
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]: ...
+
+    def open(self, path: Path) -> Weights: ...
+
+    def write(self, path: Path, tensors: NamedTensors) -> None: ...
+
+
+RewardFn = Callable[[Sample], "float | dict[str, Any]"]
+"""Grades one sample; never raises on model output."""
+
+Agent = Callable[..., Any]
+"""`async (prompt, sample, generate, …) -> Sample`: generates one sample; called by parameter name."""
+
+SampleHook = Callable[[Sample, int | None, bool], Awaitable[Sample]]
+"""Called with (sample, round if known, evaluation) after generation; returns the sample or a replacement."""
+
+GroupFilter = Callable[[list[Sample]], "bool | tuple[bool, str]"]
+"""Returns whether a finished group is trained on, and a reason if not."""
+
+BufferFilter = Callable[[list[list[Sample]], int, int], list[list[Sample]]]
+"""Called with (buffer, maximum count, round); removes groups from the buffer and returns them."""
+
+PromptSource = Callable[[], Iterator[Prompt]]

@@ -1,0 +1,147 @@
+"""Base classes of verifiers, and grades: a reward together with its explanation, so that the two cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
+
+from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.rewards.http import HttpClient
+
+SHOWN = 60
+"""Length in characters to which explanations shorten quoted text."""
+
+
+class Span(NamedTuple):
+    """A part of a response: `text` is `response[start:end]`."""
+
+    text: str
+    start: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, self.start + len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    r"""A verifier's grade of one response: the reward and its explanation.
+
+    >>> Verdict(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
+    'last \\boxed{}'
+
+    `source` names the part of the response that was searched, `extracted` is the answer found there (None: none) and
+    `span` its start and end in the response, in characters, if it occurs there verbatim.
+    """
+
+    reward: float | dict[str, Any]
+    source: str
+    why: str
+    extracted: str | None = None
+    span: tuple[int, int] | None = None
+
+    def moved(self, start: int, source: str) -> Grade:
+        """The same grade with its span shifted by `start`, for a grade of the part of a response called `source`."""
+        span = (start + self.span[0], start + self.span[1]) if self.span else None
+        return replace(self, source=f"{self.source} of the {source}", span=span)
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as `score --explain` writes it to metadata.explanation; the reward is in the sample."""
+        span = list(self.span) if self.span else None
+        return {"extracted": self.extracted, "from": self.source, "span": span, "why": self.why}
+
+
+class Verifier(ABC):
+    """Grades samples; a picklable value. Raises on a bad label or metadata, never on model output."""
+
+    ALIASES: ClassVar[dict[str, str]] = {}
+    """Older names of options."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lowest and highest possible reward; for a dict, of the number under "score"."""
+        return 0.0, 1.0
+
+    @abstractmethod
+    def explain(self, sample: Sample) -> Grade:
+        """Grade a sample: the reward, the graded text and the reason."""
+
+    @abstractmethod
+    def extract(self, sample: Sample) -> str | None:
+        """The part of the response that is graded; None if there is none."""
+
+    def __call__(self, sample: Sample) -> float | dict[str, Any]:
+        return self.explain(sample).reward
+
+    @property
+    def waits(self) -> bool:
+        """Whether grading mostly waits for a server; then many samples are graded concurrently through `asked`."""
+        return False
+
+    @property
+    def together(self) -> int:
+        """Maximum number of samples per request."""
+        return 1
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether one request may hold all samples of a group."""
+        return False
+
+    @property
+    def patience_s(self) -> float:
+        """Maximum time in seconds to wait for one sample."""
+        return 0.0
+
+    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+        """Grade several samples asynchronously; by default, `explain` for each."""
+        return [self.explain(sample) for sample in samples]
+
+
+class Remote(Verifier):
+    """Grades through a server. Raises BackendError if the request fails; model output never raises."""
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+    @abstractmethod
+    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...
+
+    def explain(self, sample: Sample) -> Grade:
+        from slimectl.rewards.http import run_sync
+
+        return run_sync(lambda asker: self.asked([sample], asker))[0]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether the value is a finite number that fits a float; JSON also has NaN, and integers of any length."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def quote(text: str) -> str:
+    """Quote a text for an explanation: in quotes, on one line, its middle elided if it is long."""
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]}…{text[-(SHOWN // 2) :]}"
+    return repr(text)
+
+
+def binary_grade(
+    right: bool, source: str, answer: Span, label: str, relations: tuple[str, str] = ("is", "is not"), note: str = ""
+) -> Grade:
+    """Binary grade of an extracted answer: 1.0 or 0.0; `relations` are the phrases for a right and a wrong answer."""
+    reason = f"{relations[not right]} the label {quote(label)}{note}"
+    return Grade(float(right), source, reason, answer.text, answer.span)
+
+
+def no_answer(source: str, reason: str, reward: float | dict[str, Any] = 0.0) -> Grade:
+    """The grade of a response without an answer."""
+    return Grade(reward, source, reason)

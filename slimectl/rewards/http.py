@@ -1,0 +1,205 @@
+"""HTTP client for reward servers: a shared connection pool, retries with jitter and an overall time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slimectl.errors import BackendError, SettingsError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+Result = TypeVar("Result")
+
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP statuses that are worth a retry."""
+
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 30.0
+MOST_BYTES = 16 << 20
+"""Upper limit on the size of a response body."""
+
+MOST_WORDS = 300
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Retry policy of one request: at most `tries` attempts, with `timeout_s` covering all attempts and waits."""
+
+    timeout_s: float
+    tries: int
+
+
+def check_url(url: str) -> None:
+    """Raise SettingsError if `url` is not an HTTP address."""
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"score.rm_options.url: {url!r} is no address; write http://HOST:PORT/PATH")
+
+
+class RequestRefused(Exception):
+    """One attempt failed; `passing` says whether a retry may succeed, `after_s` how long the server asks to wait."""
+
+    def __init__(self, message: str, *, passing: bool, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.passing = passing
+        self.after_s = after_s
+
+
+class HttpClient:
+    """HTTP client on its own event loop in a daemon thread; a context manager that keeps connections until its exit.
+
+    Any thread may use it, including one that runs an event loop. Requests still in flight at the exit are cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
+        self._session: aiohttp.ClientSession | None = None
+        self._next_times: dict[str, float] = {}
+
+    def __enter__(self) -> HttpClient:
+        self._thread.start()
+        return self
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # Everything below runs in the event loop.
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped, and again after a SystemExit: asyncio lets sys.exit of any task end it.
+
+        Other tasks would then wait for ever. The awaiter of the exiting task gets the SystemExit as its exception.
+        """
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+                return
+
+    async def turn(self, url: str, per_s: float) -> None:
+        """Wait until the rate limit of `url` admits the next request: at most `per_s` per second (0: no limit)."""
+        if per_s > 0:
+            now = self._loop.time()
+            at = max(now, self._next_times.get(url, now))
+            self._next_times[url] = at + 1 / per_s
+            await asyncio.sleep(at - now)
+
+    async def post(
+        self, url: str, body: Any, *, patience: RetryPolicy, wanted_by: str, api_key: str = "", per_s: float = 0.0
+    ) -> Any:
+        """POST a JSON body and return the response's JSON. Raises BackendError with the server's message, if any."""
+        started, message, tries = time.monotonic(), "no answer", 0
+        try:
+            async with asyncio.timeout(patience.timeout_s):
+                for tries in range(1, patience.tries + 1):
+                    await self.turn(url, per_s)
+                    try:
+                        return await self._try_once(url, body, api_key)
+                    except RequestRefused as refused:
+                        message = str(refused)
+                        if not refused.passing or tries == patience.tries:
+                            break
+                        await asyncio.sleep(max(refused.after_s, _pause(tries)))
+        except TimeoutError:
+            message = f"{message}; no time left"
+        took = f"{tries} {'try' if tries == 1 else 'tries'}, {time.monotonic() - started:.0f} s"
+        raise BackendError(f"{wanted_by} at {url}: {message} ({took})")
+
+    async def _try_once(self, url: str, body: Any, api_key: str) -> Any:
+        import aiohttp
+
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            # Encoded here rather than by aiohttp: half a surrogate pair in a response is escaped, not an error.
+            data = json.dumps(body).encode()
+            async with self._open_session().post(url, data=data, headers=headers, allow_redirects=False) as response:
+                text = await _read(response)
+                if response.status != 200:
+                    raise _refusal(response.status, text, response.headers.get("Retry-After", ""))
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.InvalidURL):
+                raise RequestRefused("this is no address; write http://HOST:PORT/PATH", passing=False) from None
+            raise RequestRefused(f"no answer: {error or type(error).__name__}", passing=True) from None
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise RequestRefused(f"the answer is no JSON: {_short(text)}", passing=False) from None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            # The callers limit the number of concurrent requests.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        return self._session
+
+    async def _shut_down(self) -> None:
+        pending = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+def run_sync(make: Callable[[HttpClient], Awaitable[Result]]) -> Result:
+    """Run the awaitable that `make` returns to its result, for synchronous callers."""
+
+    async def awaited(asker: HttpClient) -> Result:
+        return await make(asker)
+
+    with HttpClient() as asker:
+        return asker.submit(awaited(asker)).result()
+
+
+async def _read(response: aiohttp.ClientResponse) -> str:
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MOST_BYTES:
+            raise RequestRefused(f"the answer is longer than {MOST_BYTES >> 20} MiB", passing=False)
+    return b"".join(chunks).decode(errors="replace")
+
+
+def _refusal(status: int, text: str, after: str) -> RequestRefused:
+    after_s = min(float(after), LONGEST_WAIT_S) if after.isdigit() else 0.0
+    return RequestRefused(f"answered {status}: {_short(text)}", passing=status in PASSING, after_s=after_s)
+
+
+def _pause(tries: int) -> float:
+    """Back-off with jitter: 50 to 100 % of 0.5 s, 1 s, 2 s, …, so that clients that failed together retry apart."""
+    longest: float = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1))
+    return longest * random.uniform(0.5, 1.0)
+
+
+def _short(text: str) -> str:
+    """A server's response on one line; of the usual JSON error shapes only the message."""
+    try:
+        body = json.loads(text)
+        for key in ("error", "message", "detail"):
+            body = body.get(key, body) if isinstance(body, dict) else body
+        text = body if isinstance(body, str) else text
+    except (ValueError, RecursionError):
+        pass
+    return " ".join(text.split())[:MOST_WORDS] or "nothing"

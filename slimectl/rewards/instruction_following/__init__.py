@@ -1,0 +1,1 @@
+"""Verifiers of instructions: IFEval and IFBench."""

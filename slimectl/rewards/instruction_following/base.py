@@ -1,0 +1,102 @@
+"""Base of the instruction-following verifiers: scores a list of programmatically checkable instructions."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from slimectl.errors import RecordError
+from slimectl.rewards.base import Grade, Span, Verifier
+from slimectl.rewards.extraction import trimmed
+from slimectl.types import Sample
+
+Check = Callable[..., bool]
+"""(text, **arguments of the instruction) -> whether the text follows it."""
+
+Checks = Mapping[str, Check]
+
+
+@dataclass(frozen=True)
+class Instructions(Verifier):
+    """The share of metadata.instruction_id_list that is followed, each with its entry of metadata.kwargs.
+
+    With `count` "prompt" the score is all or nothing. `mode` "loose" also tries the response without its first line,
+    its last line, both, and without asterisks, as published: greetings and emphasis are tolerated. Text before the
+    last </think> is ignored. Raises RecordError for an unknown instruction or a missing argument.
+    """
+
+    mode: Literal["strict", "loose"] = "strict"
+    count: Literal["instructions", "prompt"] = "instructions"
+
+    @property
+    @abstractmethod
+    def checks(self) -> Checks:
+        """Every instruction by its id."""
+
+    def explain(self, sample: Sample) -> Grade:
+        checked = _read_instructions(sample, self.checks)
+        answer = _find_answer(sample.response)
+        source = "whole response" if answer.start == 0 else "response after </think>"
+        variants = _loose_variants(answer.text) if self.mode == "loose" else [answer.text]
+        texts = [text for text in variants if text.strip()]
+        missed = [name for name, check, arguments in checked if not any(check(text, **arguments) for text in texts)]
+        share = 1 - len(missed) / len(checked)
+        not_followed = f", not {', '.join(missed)}" if missed else ""
+        reason = f"follows {len(checked) - len(missed)} of {len(checked)}{not_followed}"
+        return Grade(float(not missed) if self.count == "prompt" else share, source, reason, answer.text, answer.span)
+
+    def extract(self, sample: Sample) -> str | None:
+        return _find_answer(sample.response).text
+
+
+def _find_answer(response: str) -> Span:
+    """The response after its thinking; empty if the thinking has not ended."""
+    thought = response.rfind("</think>")
+    if thought >= 0:
+        return trimmed(response, thought + len("</think>"))
+    return trimmed(response, len(response)) if response.lstrip().startswith("<think>") else trimmed(response)
+
+
+def _loose_variants(text: str) -> list[str]:
+    rows = text.split("\n")
+    variants = [text, "\n".join(rows[1:]).strip(), "\n".join(rows[:-1]).strip(), "\n".join(rows[1:-1]).strip()]
+    return [*variants, *(variant.replace("*", "") for variant in variants)]
+
+
+def _read_instructions(sample: Sample, checks: Checks) -> list[tuple[str, Check, dict[str, Any]]]:
+    """(id, check, arguments) of each instruction. Raises RecordError."""
+    location = f"sample {sample.index}: metadata"
+    names, kwargs = sample.metadata.get("instruction_id_list"), sample.metadata.get("kwargs")
+    if not isinstance(names, list) or not names:
+        raise RecordError(f"{location}.instruction_id_list: missing or empty; it names the instructions to check")
+    entries = [{} for _ in names] if kwargs is None else kwargs
+    if not isinstance(entries, list) or len(entries) != len(names):
+        raise RecordError(f"{location}.kwargs: not a list of {len(names)} objects, one for each instruction")
+    instructions = []
+    for name, entry in zip(names, entries, strict=True):
+        if name not in checks:
+            raise RecordError(
+                f"{location}.instruction_id_list: {name!r} is unknown; known are {', '.join(sorted(checks))}"
+            )
+        accepted, required = _parameters(checks[name])
+        arguments = {key: value for key, value in (entry or {}).items() if key in accepted and value is not None}
+        if missing := [key for key in required if key not in arguments]:
+            raise RecordError(f"{location}.kwargs: {name} needs {', '.join(missing)}")
+        instructions.append((name, checks[name], arguments))
+    return instructions
+
+
+@cache
+def _parameters(check: Check) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Parameter names of a check except the text, and those without a default."""
+    parameters = list(inspect.signature(check).parameters.values())[1:]
+    return frozenset(p.name for p in parameters), tuple(p.name for p in parameters if p.default is p.empty)
+
+
+def compared(number: int, relation: str, bound: float) -> bool:
+    """Whether `number` is "at least", or else "less than", `bound`."""
+    return number < bound if relation == "less than" else number >= bound

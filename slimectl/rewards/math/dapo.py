@@ -1,0 +1,111 @@
+"""DAPO's rule-based reward on the last `Answer:` line."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
+from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing, text_of, trimmed
+from slimectl.rewards.math.latex import normalized
+from slimectl.rewards.math.numbers import exact_number
+from slimectl.types import Sample
+
+TAIL = 300
+"""Characters at the end of a response that are searched; this also bounds the cost."""
+
+MAX_LABEL = 2000
+
+_EMPHASIS = " \t\r\n*_`~#"
+_ANSWER = re.compile(r"answer[\s*_`~]*[:：]\s*(?=[^\n]*[^\s*_`~#][^\n]*)", re.IGNORECASE)
+_FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\d|[A-Za-z]|\{[^{}]*\})\s*(\d|[A-Za-z]|\{[^{}]*\})")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([\dA-Za-z])")
+_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[A-Za-z]{2})", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Dapo(Verifier):
+    r"""{score: 1.0 or -1.0, acc: 1.0 or 0.0, pred: the answer} for the last `Answer:` line.
+
+    >>> Dapo()(Sample(response="so\n**Answer:** $x = 5.0$", label="5"))
+    {'score': 1.0, 'acc': 1.0, 'pred': '5.0'}
+
+    Yu et al. 2025, arXiv:2503.14476, sec. 3.1 (rule-based reward, 1 or -1), with the normalisation of Lewkowycz et al.
+    2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $ and thousands separators are
+    ignored, and of an equation only the right side counts. Numbers are compared as numbers, anything else as text,
+    case-sensitively. Only the last 300 characters are read. `source="boxed"`, which is what `boxed_dapo` means, reads
+    the last \boxed{} there instead of the line. Without an answer `pred` is "".
+    """
+
+    source: Literal["answer_line", "boxed"] = "answer_line"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return -1.0, 1.0
+
+    def explain(self, sample: Sample) -> Grade:
+        label, answer = label_text(sample, "dapo"), self._find(sample.response)
+        location = "last Answer: line" if self.source == "answer_line" else SOURCE_WORDS["boxed"]
+        source = f"{location} of the last {TAIL} characters"
+        if answer is None:
+            reason = "no line with Answer: and something after it" if self.source == "answer_line" else missing("boxed")
+            return no_answer(source, reason, _reward(False, ""))
+        expected, actual = canonical(label[:MAX_LABEL]), canonical(answer.text)
+        right = _equal(expected, actual)
+        reason = f"{quote(actual)} {'equals' if right else 'does not equal'} the label {quote(expected)}"
+        return Grade(_reward(right, actual), source, reason, answer.text, answer.span)
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(self._find(sample.response))
+
+    def _find(self, response: str) -> Span | None:
+        before = max(0, len(response) - TAIL)
+        tail = response[before:]
+        if self.source == "boxed":
+            match = find_boxed(tail)
+        else:
+            headers = deque(_ANSWER.finditer(tail), maxlen=1)
+            match = _line(tail, headers[0].end()) if headers else None
+        return Span(match.text, before + match.start) if match else None
+
+
+def canonical(text: str) -> str:
+    r"""Normalise an answer for comparison.
+
+    >>> [canonical(text) for text in (r"The area is $\dfrac12$ cm.", "x = 1,200 dollars", r"\text{an apple}")]
+    ['\\frac{1}{2}', '1200', 'apple']
+    """
+    boxed = last_boxed(text)
+    text = (text if boxed is None else boxed).strip(_EMPHASIS)
+    if formula := _FORMULA.search(text):
+        text = formula[1] or formula[2]
+    text = normalized(text.rpartition("=")[2])
+    text = _SHORT_FRACTION.sub(
+        lambda match: rf"\frac{{{_without_braces(match[1])}}}{{{_without_braces(match[2])}}}", text
+    )
+    text = _ARTICLE.sub("", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
+    return re.sub(r"\s+", "", text)
+
+
+def _without_braces(argument: str) -> str:
+    return argument.removeprefix("{").removesuffix("}")
+
+
+def _line(text: str, start: int) -> Span:
+    """The rest of the line, without the emphasis around it."""
+    end = text.find("\n", start)
+    line = text[start : len(text) if end < 0 else end]
+    stripped = line.strip(_EMPHASIS)
+    return trimmed(text, start + line.index(stripped), start + line.index(stripped) + len(stripped))
+
+
+def _equal(expected: str, actual: str) -> bool:
+    numbers = exact_number(expected), exact_number(actual)
+    return actual != "" and (numbers[0] == numbers[1] if None not in numbers else expected == actual)
+
+
+def _reward(right: bool, answer: str) -> dict[str, Any]:
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

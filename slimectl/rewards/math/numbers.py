@@ -1,0 +1,84 @@
+"""Exact parsing of written numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from fractions import Fraction
+
+from slimectl.rewards.base import Span
+
+MAX_DIGITS = 1000
+MAX_EXPONENT = 300
+MAX_SEARCHED = 10_000
+"""Characters at the end of a text that are searched for the last number."""
+
+NEAR = 100
+"""Characters at the end that usually contain the last number; searched first."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
+_NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
+_IN_TEXT = re.compile(rf"(?:(?<![\w).])[-+])?(?<![\w.]){_DECIMAL}(?:/{_DECIMAL})?")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
+
+
+def exact_number(text: str) -> Fraction | None:
+    r"""Parse the whole text as a number, None if it is not one: 1,234 · -3.50 · .5 · 3/4 · 1e3 · 0.\overline{3}.
+
+    >>> exact_number("1,234.50"), exact_number("0.50") == exact_number("1/2"), exact_number("5 or 6")
+    (Fraction(2469, 2), True, None)
+
+    Numbers of over 1000 characters and exponents over 300 are rejected: parsing them costs too much.
+    """
+    text = text.strip().replace("−", "-")
+    if len(text) > MAX_DIGITS:
+        return None
+    if text.isdecimal():
+        return Fraction(int(text))
+    if repeating := _REPEATING.fullmatch(text):
+        sign, integer, fixed, period = repeating.groups()
+        head, scale = int(integer + fixed or "0"), 10 ** len(fixed)
+        value = Fraction(head, scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+        return -value if sign == "-" else value
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    sign, above, sign_below, below = match.groups()
+    numerator, denominator = _decimal(above), _decimal(below or "1")
+    if numerator is None or not denominator:
+        return None
+    value = numerator / denominator
+    return -value if (sign == "-") != (sign_below == "-") else value
+
+
+def find_last_number(text: str) -> Span | None:
+    """Find the last number of a text, as written; a minus after a digit is not its sign. None if there is none.
+
+    >>> find_last_number("From 5-3 follows $1,234.50.")
+    Found(text='1,234.50', start=18)
+    """
+    before = max(0, len(text) - MAX_SEARCHED)
+    searched = text[before:].replace("−", "-")
+    # No number contains a blank: a search from a blank near the end finds the same last number.
+    near = searched.rfind(" ", 0, max(0, len(searched) - NEAR))
+    matches = deque(_IN_TEXT.finditer(searched, max(0, near)), maxlen=1)
+    if not matches and near > 0:
+        matches = deque(_IN_TEXT.finditer(searched, 0, near), maxlen=1)
+    if not matches:
+        return None
+    start, end = (before + at for at in matches[0].span())
+    return Span(text[start:end].rstrip("."), start)
+
+
+def last_number(text: str) -> str | None:
+    """The text of `find_last_number`."""
+    span = find_last_number(text)
+    return None if span is None else span.text
+
+
+def _decimal(text: str) -> Fraction | None:
+    exponent = re.search(r"[eE]([-+]?\d+)$", text)
+    if exponent and abs(int(exponent[1])) > MAX_EXPONENT:
+        return None
+    return Fraction(text.replace(",", ""))

@@ -1,0 +1,128 @@
+"""Penalties on response length."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from slimectl.errors import SettingsError
+from slimectl.rewards.base import Grade, Verifier, no_answer
+from slimectl.types import Sample
+
+
+@dataclass(frozen=True)
+class LengthPenalty(Verifier):
+    """0.0 up to `free` response tokens, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
+
+    >>> LengthPenalty(limit=1000, free=200)(Sample(response_length=600))
+    0.5
+
+    With `free` 0 the penalty is proportional to the length, as in Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
+    """
+
+    limit: int
+    free: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.free < self.limit:
+            raise SettingsError(
+                f"score.rm_options.free: {self.free} is not from 0 to below limit: {self.limit}; change one"
+            )
+
+    def explain(self, sample: Sample) -> Grade:
+        length = sample.response_length
+        value = min(1.0, max(0.0, (length - self.free) / (self.limit - self.free)))
+        return no_answer("response length", f"{length} tokens: free up to {self.free}, limit {self.limit}", value)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Overlong(Verifier):
+    """DAPO's soft overlong punishment: 0.0 up to `limit - buffer` response tokens, -1.0 at `limit` and beyond.
+
+    >>> [Overlong(limit=20, buffer=4)(Sample(response_length=n)) for n in (16, 17, 20, 99)]
+    [0.0, -0.25, -1.0, -1.0]
+
+    Yu et al. 2025, arXiv:2503.14476, eq. 13: (limit - buffer - length) / buffer inside the buffer.
+    """
+
+    limit: int
+    buffer: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer <= self.limit:
+            raise SettingsError(
+                f"score.rm_options.buffer: {self.buffer} is not from 1 to limit: {self.limit}; change one"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return -1.0, 0.0
+
+    def explain(self, sample: Sample) -> Grade:
+        length, start = sample.response_length, self.limit - self.buffer
+        value = -1.0 if length > self.limit else min(0.0, (start - length) / self.buffer)
+        return no_answer("response length", f"{length} tokens: the buffer begins at {start}, limit {self.limit}", value)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Repetition(Verifier):
+    """The share of n-grams that occurred before, 0.0 (none) to below 1.0; use a negative weight.
+
+    >>> Repetition(n=2)(Sample(response="up down up down up"))  # four pairs, two of them again
+    0.5
+
+    One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
+    arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other character a separate word;
+    `of` tokens: the policy's tokens, which suits scripts without spaces. Fewer than n units count as no repetition.
+    """
+
+    n: int = 3
+    of: Literal["words", "tokens"] = "words"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise SettingsError(f"score.rm_options.n: {self.n} is no length of an n-gram; give 1 or more")
+
+    def explain(self, sample: Sample) -> Grade:
+        if self.of == "tokens":
+            pieces: list[int] | list[str] = sample.tokens[len(sample.tokens) - sample.response_length :]
+        else:
+            pieces = re.findall(r"\w+|[^\w\s]", sample.response.lower())
+        total = max(0, len(pieces) - self.n + 1)
+        distinct = len(set(zip(*(pieces[at:] for at in range(self.n)), strict=False)))
+        reason = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
+        return no_answer("whole response", reason, 1 - distinct / total if total else 0.0)
+
+    def extract(self, sample: Sample) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Random(Verifier):
+    """1.0 with probability `p`, else 0.0; deterministic for a sample (index and response) and `seed`."""
+
+    seed: int = 0
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise SettingsError(f"score.rm_options.p: {self.p} is no probability; give 0 to 1")
+
+    def explain(self, sample: Sample) -> Grade:
+        key = f"{self.seed}\0{sample.index}\0{sample.response}".encode("utf-8", "surrogatepass")
+        drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+        right = drawn < self.p
+        return no_answer(
+            "seeded coin", f"drew {drawn:.3f}, {'below' if right else 'not below'} {self.p:g}", float(right)
+        )
+
+    def extract(self, sample: Sample) -> str | None:
+        return None

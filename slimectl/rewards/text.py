@@ -1,0 +1,182 @@
+"""Regular-expression match of the answer."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter, deque
+from dataclasses import dataclass
+from fractions import Fraction
+
+from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
+from slimectl.rewards.extraction import SOURCE_WORDS, Source, find, label_text, missing, text_of, trimmed
+from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
+from slimectl.types import Sample
+
+
+@dataclass(frozen=True)
+class Regex(Verifier):
+    r"""With a `pattern`, 1.0 if its last match captures the label; without, if the label matches as a pattern.
+
+    >>> Regex(pattern=r"Answer:\s*(\w+)").extract(Sample(response="Answer: A. No, wait. Answer: B"))
+    'B'
+
+    The captured answer is the group `answer`, else the first group, else the whole match; compared stripped. Raises
+    SettingsError for an invalid pattern, RecordError for a label that is an invalid pattern. Some patterns, such as
+    (a+)+$, take exponential time on some texts: the time limit holds for them only in worker processes (score.workers).
+    """
+
+    pattern: str | None = None
+    source: Source = "response"
+    ignore_case: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise SettingsError(
+                f"score.rm_options.pattern: {self.pattern!r} is no regular expression: {error}"
+            ) from None
+
+    def explain(self, sample: Sample) -> Grade:
+        label, answer = label_text(sample, "regex"), self._find(sample)
+        pattern = label if self.pattern is None else self.pattern
+        source = f"last match in the {SOURCE_WORDS[self.source]}"
+        if answer is None:
+            absent = find(sample, self.source) is None
+            return no_answer(source, missing(self.source) if absent else f"no match of {quote(pattern)}")
+        if self.pattern is None:
+            return Grade(1.0, source, f"the label {quote(label)} matches", answer.text, answer.span)
+        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+        return binary_grade(right, source, answer, label)
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(self._find(sample))
+
+    def _find(self, sample: Sample) -> Span | None:
+        part = find(sample, self.source)
+        pattern = label_text(sample, "regex") if self.pattern is None else self.pattern
+        try:
+            compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
+        except re.error as error:
+            raise RecordError(f"sample {sample.index}: label: no regular expression: {error}") from None
+        matches = deque(compiled.finditer(part.text), maxlen=1) if part else None
+        if not part or not matches:
+            return None
+        start, end = matches[0].span("answer" if "answer" in compiled.groupindex else min(compiled.groups, 1))
+        return None if start < 0 else trimmed(sample.response, part.start + start, part.start + end)
+
+
+CLOSED = ("yes", "no", "noanswer")
+"""Answers that must match exactly and get no partial credit."""
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class F1(Verifier):
+    """Harmonic mean of precision and recall over the words that answer and label have in common, 0 to 1.
+
+    >>> F1()(Sample(response="The Eiffel Tower, Paris", label="the eiffel tower"))
+    0.8
+
+    Rajpurkar et al. 2016, arXiv:1606.05250, sec. 6.1: in lower case, without punctuation and articles. If either side
+    is yes, no or noanswer, the other must be the same (Yang et al. 2018, arXiv:1809.09600). Two empty sides are equal.
+    """
+
+    source: Source = "response"
+
+    def explain(self, sample: Sample) -> Grade:
+        label, answer = label_text(sample, "f1"), find(sample, self.source)
+        if answer is None:
+            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
+        label_words, answer_words = words(label), words(answer.text)
+        common = (Counter(label_words) & Counter(answer_words)).total()
+        score = 2 * common / (len(label_words) + len(answer_words)) if common else float(label_words == answer_words)
+        reason = f"{common} words in common: {len(answer_words)} given, {len(label_words)} in the label {quote(label)}"
+        if label_words != answer_words and (" ".join(label_words) in CLOSED or " ".join(answer_words) in CLOSED):
+            score, reason = 0.0, f"is not the label {quote(label)}, and yes, no and noanswer must match exactly"
+        return Grade(score, SOURCE_WORDS[self.source], reason, answer.text, answer.span)
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(find(sample, self.source))
+
+
+def words(text: str) -> list[str]:
+    """Normalised words: lower case, without punctuation and articles.
+
+    >>> words("An apple; the Pear-tree's")
+    ['apple', 'peartrees']
+    """
+    return re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+@dataclass(frozen=True)
+class Numeric(Verifier):
+    """1.0 if the last number of the answer equals the label's, as numbers: 5.0 is 5, 042 is 42, 1/2 is 0.5.
+
+    `tolerance` is the largest accepted absolute difference. Raises RecordError for a label without a number.
+    """
+
+    source: Source = "response"
+    tolerance: float = 0.0
+
+    def explain(self, sample: Sample) -> Grade:
+        label = label_text(sample, "numeric")
+        expected = exact_number(last_number(label) or "")
+        if expected is None:
+            raise RecordError(f"sample {sample.index}: label: {label[:60]!r} holds no number to compare with")
+        source = f"last number of the {SOURCE_WORDS[self.source]}"
+        part = find(sample, self.source)
+        answer = self._find(sample)
+        if answer is None:
+            return no_answer(source, missing(self.source) if part is None else "no number there")
+        value = exact_number(answer.text)
+        right = value is not None and abs(value - expected) <= Fraction(self.tolerance)
+        return binary_grade(right, source, answer, label)
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(self._find(sample))
+
+    def _find(self, sample: Sample) -> Span | None:
+        part = find(sample, self.source)
+        number = find_last_number(part.text) if part else None
+        return Span(number.text, part.start + number.start) if part and number else None
+
+
+@dataclass(frozen=True)
+class Contains(Verifier):
+    """1.0 if the label occurs in the answer; case-sensitive unless `ignore_case`. An empty label never occurs."""
+
+    source: Source = "response"
+    ignore_case: bool = False
+
+    def explain(self, sample: Sample) -> Grade:
+        label, answer = label_text(sample, "contains"), find(sample, self.source)
+        if answer is None:
+            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
+        folded = (label.casefold(), answer.text.casefold()) if self.ignore_case else (label, answer.text)
+        right = bool(label) and folded[0] in folded[1]
+        return binary_grade(right, SOURCE_WORDS[self.source], answer, label, ("contains", "does not contain"))
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(find(sample, self.source))
+
+
+@dataclass(frozen=True)
+class Exact(Verifier):
+    """1.0 if the answer equals the label, both stripped; case-sensitive unless `ignore_case`."""
+
+    source: Source = "response"
+    ignore_case: bool = False
+
+    def explain(self, sample: Sample) -> Grade:
+        label, answer = label_text(sample, "exact"), find(sample, self.source)
+        if answer is None:
+            return no_answer(SOURCE_WORDS[self.source], missing(self.source))
+        right = answer.text.casefold() == label.casefold() if self.ignore_case else answer.text == label
+        return binary_grade(right, SOURCE_WORDS[self.source], answer, label)
+
+    def extract(self, sample: Sample) -> str | None:
+        return text_of(find(sample, self.source))

@@ -1,0 +1,1 @@
+"""A training run: its loop of rollout and training, its checkpoints, its self-test."""

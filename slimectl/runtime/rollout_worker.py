@@ -1,0 +1,228 @@
+"""Sampling side of a run: engine, tokenizer, reward and agent, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl import builders
+from slimectl.data.io import is_pipe
+from slimectl.errors import BackendError
+from slimectl.protocols import Agent, Executor, Policy, RewardFn
+from slimectl.settings import Settings
+from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
+from slimectl.stages.rounds import sampled_rounds
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.engines.supervisor.server_pool import ServerPool
+
+
+class RolloutWorker:
+    """Samples rounds and evaluations with the engine's current weights.
+
+    `addresses` get the requests (a router, or the servers, which are `workers`); without any, the engine is embedded
+    and gets its weights by `load_weights`.
+    """
+
+    def __init__(
+        self, settings: Settings, model: Path, *, addresses: Sequence[str] = (), workers: Sequence[str] = ()
+    ) -> None:
+        self.settings = settings
+        self.tokenizer = builders.tokenizer(model)
+        self.reward = builders.reward(settings)
+        self.agent = builders.agent(settings)
+        self.keep, self.from_buffer = builders.keep(settings), builders.from_buffer(settings)
+        self.source = builders.data_source(settings)
+        self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
+        self.graders = builders.graders()
+        if addresses:
+            self.engine: Any = builders.client(settings, model, self.tokenizer, addresses, workers)
+        else:
+            self.engine = builders.engine(settings, model, self.tokenizer, load=False)
+
+    def rounds(self, state: SamplerState) -> Iterator[RolloutBatch]:
+        """Yield scored rounds, continuing from `state`."""
+        return sampled_rounds(
+            self._prompts(state.position) if self.source is None else iter(()),
+            self.engine,
+            self.tokenizer,
+            self.reward,
+            self.settings,
+            executor=self.graders,
+            agent=self.agent,
+            keep=self.keep,
+            from_buffer=self.from_buffer,
+            source=self.source,
+            count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
+            state=state.snapshot(),
+        )
+
+    def _prompts(self, start: int) -> Iterator[Prompt]:
+        run = self.settings.run
+        epochs = None if run.num_rollout else run.num_epoch or 1
+        return builders.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
+
+    def _count(self) -> int:
+        """Return the number of prompts per epoch."""
+        return sum(1 for _ in builders.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
+
+    def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
+        """Sample and grade a held-out dataset after round `rollout_id`; return its samples and metrics."""
+        if name not in self._datasets:
+            dataset_settings = resolve_dataset_settings(self.settings, name)
+            self._datasets[name] = dataset_settings, builders.reward(dataset_settings), builders.agent(dataset_settings)
+        dataset_settings, reward, agent = self._datasets[name]
+        prompts = builders.prompts(dataset_settings, [dataset_settings.eval.sources[name]], shuffle=False)
+        return self._evaluate(name, prompts, dataset_settings, reward, agent, rollout_id)
+
+    def accuracy(self, sources: Sequence[str], count: int) -> float:
+        """Return the share of correct answers to the first `count` prompts, one answer each."""
+        eval_settings = self.settings.eval.model_copy(update={"n_samples_per_prompt": 1})
+        prompts = islice(builders.prompts(self.settings, list(sources)), count)
+        # Single answers are needed here, also if a user's function samples the rounds.
+        rollout_settings = self.settings.rollout.model_copy(update={"function_path": None})
+        settings = self.settings.model_copy(update={"eval": eval_settings, "rollout": rollout_settings})
+        _, metrics = self._evaluate("warmup", prompts, settings, self.reward, self.agent)
+        return metrics["eval/warmup_accuracy"]
+
+    def _evaluate(
+        self,
+        name: str,
+        prompts: Iterator[Prompt],
+        settings: Settings,
+        reward: RewardFn,
+        agent: Agent | None,
+        rollout_id: int = 0,
+    ) -> tuple[list[Sample], Metrics]:
+        metrics: Metrics = {}
+        too_long: list[Prompt] = []
+        samples = evaluate(
+            prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
+            rollout_id=rollout_id, left_out=too_long.append,
+        )  # fmt: skip
+        answer = answer_extractor(reward)
+        return list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long)), metrics
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
+        """Load new weights into the embedded engine."""
+        self.engine.load_weights(tensors, version=version)
+
+    def set_urls(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
+        """Set the addresses of the servers after one of them died or was restarted."""
+        self.engine.set_urls(addresses, workers)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all pending requests with this error: no server will be restarted."""
+        self.engine.fail(error)
+
+    def close(self) -> None:
+        """Stop the grading processes and close the connections to servers."""
+        self.graders.close()
+        asyncio.run(self.engine.close())
+
+
+class WeightSynchronizer:
+    """Pushes a policy's weights to the engines, restarted ones included, and tracks the version that they have."""
+
+    def __init__(
+        self,
+        transport: builders.Transport,
+        policy: Policy,
+        *,
+        workers: HttpWorkers | None = None,
+        fleet: ServerPool | None = None,
+    ) -> None:
+        self.version: str | None = None
+        self._transport = transport
+        self._policy = policy
+        self._workers, self._fleet = workers, fleet
+
+    def push(self) -> Metrics:
+        """Push the policy's weights to every engine; an engine that dies meanwhile is restarted first.
+
+        Raises BackendError if engines refuse the weights, or the restart limit is reached.
+        """
+        while True:
+            restarts = self._fleet.restarts if self._fleet else 0
+            try:
+                with self._fleet.pause_watch() if self._fleet else nullcontext():
+                    metrics = self._transport.push()
+                    self.version = self._policy.weight_version
+                    return metrics
+            except BackendError:
+                if self._fleet is None:
+                    raise
+                self._fleet.settle()
+                if self._fleet.restarts == restarts:
+                    raise  # all engines are alive: a restart would not help
+
+    def sleep(self) -> None:
+        """Release the GPU memory of the servers; an embedded engine keeps its memory."""
+        if self._workers is not None:
+            self._workers.sleep()
+
+    def wake(self) -> None:
+        """Allocate the servers' memory again; their weights are invalid until the next push."""
+        if self._workers is not None:
+            self._workers.wake()
+            self.version = None
+
+    def close(self) -> None:
+        with suppress(BackendError):  # the transport fails if its policy has died
+            self._transport.close()
+
+
+class RolloutService:
+    """Starts and owns the sampling side of a run: the servers, if any, and the Sampler, in any process."""
+
+    def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
+        settings = builders.keyed(settings)
+        self._settings, self._model, self._folder = settings, model, folder
+        self._companions, sampler_settings = builders.auxiliary_servers(
+            settings, model, executor=executor, folder=folder
+        )
+        self._fleet: ServerPool | None = None
+        try:
+            self._fleet = builders.server_pool(settings, model, executor=executor, folder=folder)
+            urls = builders.urls(settings)
+            addresses, workers = (self._fleet.addresses, self._fleet.urls) if self._fleet else (urls, urls)
+            self._workers = builders.workers(settings, workers) if workers else None
+            build = partial(RolloutWorker, sampler_settings, model, addresses=addresses, workers=workers)
+            self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else builders.engine_gpus(settings))
+        except BaseException:
+            self.close()
+            raise
+
+    def sync(self, policy: Policy) -> WeightSynchronizer:
+        """Return the synchronizer that pushes this policy's weights to the engines."""
+        if self._workers is None:
+            return WeightSynchronizer(builders.in_process(policy, self.sampler), policy)
+        transport = builders.to_servers(
+            self._settings, policy, self._workers, model=self._model, folder=self._folder
+        )  # fmt: skip
+        if self._fleet is not None:
+            # A restarted server gets the weights of the others, or newer ones, before any request.
+            self._fleet.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
+            self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
+            if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
+                self.sampler.engine.troubled = self._fleet.look
+        return WeightSynchronizer(transport, policy, workers=self._workers, fleet=self._fleet)
+
+    def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
+        assert self._workers is not None
+        self._workers.set_urls(workers)
+        self.sampler.set_urls(addresses, workers)
+
+    def close(self) -> None:
+        """Stop the servers that were started here."""
+        for fleet in [*self._companions, *([self._fleet] if self._fleet is not None else [])]:
+            fleet.close()

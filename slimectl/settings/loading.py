@@ -1,0 +1,269 @@
+"""Layered settings from files, environment and command line; later layers win, and origins are recorded."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from slimectl.errors import SettingsError
+from slimectl.redaction import MASK, is_secret_name, redact
+from slimectl.settings.algorithm import ALGORITHMS, Grpo
+from slimectl.settings.root import Settings, conflicts
+
+PREFIX = "SLIMECTL_"
+Values = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings: its display name, and section -> key -> value."""
+
+    origin: str
+    values: Values
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings, and for each dotted key the layer that set it ("default" if none)."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+def from_file(path: Path) -> Layer:
+    """Read a TOML file. Raises SettingsError if it is missing or not TOML."""
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such settings file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    values.pop("recipe", None)  # The description of a recipe is not a setting.
+    for section, keys in values.items():
+        if not isinstance(keys, dict):
+            raise SettingsError(f"{path}: {section}: settings stand in sections; write [section] above `{section} = …`")
+    return Layer(str(path), values)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
+    """Read every environment variable SLIMECTL_SECTION_KEY=value."""
+    values: Values = {}
+    for name, text in sorted(environ.items()):
+        if name.startswith(PREFIX):
+            section, _, key = name[len(PREFIX) :].lower().partition("_")
+            if key:
+                values.setdefault(section, {})[key] = parse_value(text)
+    return Layer("environment", values)
+
+
+def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
+    """Parse assignments `section.key=value`; a third part addresses a table: eval.data.aime=aime.jsonl."""
+    values: Values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        parts = name.strip().split(".")
+        if not equals or len(parts) < 2 or not all(parts):
+            shown = f"{name}={MASK}" if is_secret_name(name) else assignment
+            raise SettingsError(f"-s {shown}: write it as section.key=value, e.g. -s train.lr=1e-5")
+        table: dict[str, Any] = values.setdefault(parts[0], {})
+        for part in parts[1:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = parse_value(text)
+    return Layer(origin, values)
+
+
+def parse_value(text: str) -> Any:
+    """Parse a TOML value, `none` as None; any other text is returned unchanged."""
+    if text.strip().lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Merge the layers, later over earlier, and validate. Raises SettingsError, with one line per error."""
+    merged: Values = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for section, keys in layer.values.items():
+            for key, value in keys.items():
+                name = _canonical_key(section, key, layer, merged)
+                new = None if value == "none" else value
+                merged.setdefault(section, {})[name] = _merge(merged.get(section, {}).get(name), new)
+                origins[f"{section}.{name}"] = layer.origin
+    # The discriminator is optional, like every other key.
+    if "algorithm" in merged:
+        merged["algorithm"].setdefault("name", Grpo.model_fields["name"].default)
+    try:
+        settings = Settings.model_validate(merged)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_error_lines(error, origins))) from None
+    wrong = list(conflicts(settings))
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return Resolved(settings, {name: origins.get(name, "default") for name, _ in flat(settings)})
+
+
+def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield every dotted key with its value, in the order of the reference."""
+    for section, keys in settings.model_dump(by_alias=True).items():
+        for key, value in keys.items():
+            yield f"{section}.{key}", value
+
+
+def keys_of(section: str, algorithm: str | None = None) -> list[str]:
+    """The keys of a section; for [algorithm], of one algorithm or of all."""
+    if section == "algorithm":
+        classes: list[type[BaseModel]] = [ALGORITHMS[algorithm]] if algorithm in ALGORITHMS else [*ALGORITHMS.values()]
+    else:
+        annotation = Settings.model_fields[section].annotation
+        classes = [annotation] if isinstance(annotation, type) else list(get_args(annotation))
+    names = [field.alias or name for cls in classes for name, field in cls.model_fields.items()]
+    return list(dict.fromkeys(names))
+
+
+def _merge(old: Any, new: Any) -> Any:
+    """Merge tables key by key; any other value is replaced."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}
+
+
+def _canonical_key(section: str, key: str, layer: Layer, merged: Values) -> str:
+    """The canonical name of a key; `rollout.rollout_temperature` means `rollout.temperature`."""
+    sections = list(Settings.model_fields)
+    if section not in sections:
+        everything = {f"{candidate}.{name}" for candidate in sections for name in keys_of(candidate)}
+        raise SettingsError(_unknown_key(f"{section}.{key}", sorted(everything), layer))
+    algorithm = merged.get("algorithm", {}).get("name") or layer.values.get("algorithm", {}).get("name")
+    known_keys = keys_of(section, algorithm if isinstance(algorithm, str) else None)
+    short = key.removeprefix(f"{section}_")
+    for name in (key, short):
+        if name in known_keys:
+            return name
+    raise SettingsError(_unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known_keys], layer))
+
+
+def _unknown_key(name: str, available: list[str], layer: Layer) -> str:
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
+    if not near:
+        tail = name.partition(".")[2]
+        near = [candidate for candidate in available if candidate.partition(".")[2] == tail][:1]
+    hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
+    return f"{name}: unknown setting ({layer.origin}); {hint}"
+
+
+def _error_lines(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
+    for item in error.errors():
+        parts = [str(part) for part in item["loc"]]
+        if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
+            del parts[1]  # pydantic names the member of the union, which is no part of the key
+        name = ".".join(parts[:2])
+        if item["type"] == "union_tag_invalid":
+            yield f"algorithm.name: unknown algorithm {item['ctx']['tag']!r}; known are {', '.join(ALGORITHMS)}"
+            continue
+        message = item["msg"][:1].lower() + item["msg"][1:]
+        origin = origins.get(name, "default")
+        secret = isinstance(item["input"], dict) or any(map(is_secret_name, parts))
+        actual = "" if secret else f", not {redact(item['input'])!r}"
+        yield f"{name}: {message}{actual} ({origin})"
+
+
+SPELLINGS = {
+    "n_samples_per_eval_prompt": "n_samples_per_prompt",
+    "eval_interval": "interval",
+}
+"""Slime's key names and their slimectl equivalents; any key may also be prefixed with eval_ or rollout_."""
+
+
+def from_eval_config(path: Path) -> Layer:
+    """Read [eval] from a YAML or TOML file.
+
+    The file has `defaults` (or `default`) for all datasets, and `datasets`: a list of tables with `name` and `path`,
+    or a table of those by name; all of it may be nested under `eval`. Raises SettingsError for anything else.
+    """
+    document = _read_document(path)
+    document = document.get("eval", document)
+    unknown = sorted(set(document) - {"defaults", "default", "datasets"})
+    if unknown or not document.get("datasets"):
+        wrong = f"{unknown[0]}: unknown key" if unknown else "no datasets"
+        raise SettingsError(f"{path}: {wrong}; an evaluation file has `defaults` and `datasets`")
+    shared = document.get("defaults") or document.get("default") or {}
+    data = dict(_parse_dataset(path, entry) for entry in _as_list(document["datasets"]))
+    return Layer(str(path), {"eval": {**_normalize_keys(shared), "data": data}})
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        parsed = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such evaluation file") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("eval", {}), dict):
+        raise SettingsError(f"{path}: an evaluation file has `defaults` and `datasets`")
+    return parsed
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {error}") from None
+
+
+def _as_list(datasets: Any) -> list[Any]:
+    """Convert tables by name to a list."""
+    if isinstance(datasets, dict):
+        return [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
+    return datasets if isinstance(datasets, list) else [datasets]
+
+
+def _parse_dataset(path: Path, entry: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
+        raise SettingsError(f"{path}: datasets: each is a table with `name` and `path`, not {entry!r}")
+    return str(entry["name"]), _normalize_keys({key: value for key, value in entry.items() if key != "name"})
+
+
+def _normalize_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """Rename keys to those of [eval], and drop null values."""
+    short = {key.removeprefix("eval_").removeprefix("rollout_"): key for key in options if key not in SPELLINGS}
+    named = {name: options[key] for name, key in short.items()}
+    named |= {ours: options[theirs] for theirs, ours in SPELLINGS.items() if theirs in options}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def settings_toml(settings: Settings) -> str:
+    """Serialise all settings to TOML, defaults included, except values of None where that is the default.
+
+    Secrets are masked and must be supplied again with the file. TOML has no null: None where the default is not None
+    is written as the string "none", which the loader reads back.
+    """
+    import tomli_w
+
+    defaults = type(settings)().model_dump(by_alias=True)
+    sections: dict[str, dict[str, Any]] = {}
+    for section, keys in redact(settings.model_dump(by_alias=True)).items():
+        for key, value in keys.items():
+            if value is not None:
+                sections.setdefault(section, {})[key] = value
+            elif defaults[section].get(key) is not None:
+                sections.setdefault(section, {})[key] = "none"
+    return tomli_w.dumps(sections)

@@ -1,0 +1,331 @@
+"""Time limit for an agent's tools: a tool that hangs must not block a round."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import inspect
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from slimectl.data.chat import render
+from slimectl.data.hashing import sample_seed
+from slimectl.errors import HookError, RecordError, SlimectlError
+from slimectl.protocols import Agent, Engine, SampleHook
+from slimectl.redaction import redact_text
+from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.long_prompts import drop_long, prompt_excess
+from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
+
+TICKS = 20
+"""Number of checks per time limit."""
+
+
+class ToolTimeout:
+    """Limits the seconds that one attempt spends outside of the model since its last answer.
+
+    Time is counted in ticks of its event loop: no time passes while the loop is stopped because no consumer waits for
+    samples.
+    """
+
+    def __init__(self, generate: Callable[..., Awaitable[Any]], limit_s: float) -> None:
+        self._generate = generate
+        self._limit_s = limit_s
+        self._pending_requests = 0
+        self._spent_s = 0.0
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward a request to the engine; its time does not count as tool time."""
+        self._pending_requests += 1
+        try:
+            return await self._generate(*args, **kwargs)
+        finally:
+            self._pending_requests -= 1
+            self._spent_s = 0.0
+
+    async def result(self, work: Awaitable[Any]) -> Any:
+        """Return the agent's result. Raises TimeoutError, and cancels the agent, when its tools exceed the limit."""
+        task = asyncio.ensure_future(work)
+        tick_s = self._limit_s / TICKS
+        try:
+            while not (await asyncio.wait({task}, timeout=tick_s))[0]:
+                self._spent_s += 0.0 if self._pending_requests else tick_s
+                if self._spent_s >= self._limit_s:
+                    raise TimeoutError(
+                        f"its tools took more than rollout.tool_timeout_s: {self._limit_s:g} s; mend them, or raise it"
+                    )
+            return task.result()
+        finally:
+            task.cancel()
+
+
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+UNFINISHED = (Status.PENDING, Status.ABORTED)
+DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
+"""Counters of speculative decoding in `Completion.extras`."""
+
+
+def sampling_params(settings: RolloutSettings) -> SamplingParams:
+    """Return the sampling parameters of the settings; the seed is left unset."""
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_tokens=settings.max_response_len,
+        min_tokens=settings.min_new_tokens,
+        stop=tuple(settings.stop),
+        stop_token_ids=tuple(settings.stop_token_ids),
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+async def single_turn(
+    sample: Sample,
+    sampling_params: SamplingParams,
+    generate: Callable[[list[int], SamplingParams], Awaitable[Completion]],
+) -> Sample:
+    """Generate one answer to one prompt; an interrupted answer resumes where it stopped."""
+    length = sample.response_length
+    if length:
+        max_tokens, min_tokens = sampling_params.max_tokens - length, max(0, sampling_params.min_tokens - length)
+        sampling_params = dataclasses.replace(sampling_params, max_tokens=max_tokens, min_tokens=min_tokens)
+    completion = await generate(sample.tokens, sampling_params)
+    sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
+    sample.status = FINISHED[completion.finish]
+    return sample
+
+
+@dataclasses.dataclass
+class GroupGenerator:
+    """Generates the groups of one rollout; holds the engine, settings and hooks that all its samples share.
+
+    An agent with `together` is called once with all samples of a group. `on_sample` is called with each generated
+    sample, the number of its round (`rollout_id`, where it is known) and whether this is an evaluation. `agent_at`
+    loads the agent of a sample that names its own (`generate_function_path`).
+
+    While `breaking_off` is set, running samples are interrupted, to be resumed later. An interrupted sample keeps its
+    tokens if its agent is resumable (`agent.resumes` is true, as of a single turn); other samples start over.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    settings: RolloutSettings
+    agent: Agent = single_turn
+    params: SamplingParams | None = None
+    evaluation: bool = False
+    breaking_off: bool = False
+    on_sample: SampleHook | None = None
+    agent_at: Callable[[str], Agent] | None = None
+    rollout_id: int | None = None
+    _rendered: tuple[Prompt, list[int]] | None = None
+    """The last rendered prompt and its tokens."""
+
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
+            settings = self.settings
+            tokens = render(
+                prompt,
+                self.tokenizer,
+                apply_chat_template=settings.apply_chat_template,
+                template_kwargs=settings.apply_chat_template_kwargs,
+            )
+            self._rendered = prompt, tokens
+        return list(self._rendered[1])
+
+    @property
+    def context(self) -> int | None:
+        """Maximum context of the engine in tokens, prompt and answer together; None if the engine states none."""
+        return getattr(self.engine, "max_context", self.settings.max_context_len)
+
+    def excess(self, prompt: Prompt) -> str:
+        """Return the reason why the prompt is too long; "" if it is not."""
+        tokens = len(self.prompt_tokens(prompt))
+        return prompt_excess(tokens, self.settings, self.context, evaluation=self.evaluation)
+
+    def drop_long_prompts(
+        self, prompts: Iterable[Prompt], on_dropped: Callable[[Prompt], object] = lambda prompt: None
+    ) -> Iterator[Prompt]:
+        """Yield the prompts that fit into the context. Raises RecordError if none does."""
+        if self.context is None and (self.settings.max_prompt_len is None or self.evaluation):
+            return iter(prompts)
+        mixed = bool(self.settings.data_weights)
+        return drop_long(prompts, lambda prompt: prompt, self.excess, on_dropped, mixed=mixed)
+
+    async def group(self, prompt: Prompt) -> list[Sample]:
+        """Generate all answers to one prompt."""
+        return await self.rest(self.begun(prompt))
+
+    def begun(self, prompt: Prompt) -> list[Sample]:
+        """Return the empty samples of one prompt: n_samples_per_prompt of them, prompt tokens only."""
+        tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
+        return [
+            Sample(
+                group_index=prompt.index,
+                index=prompt.index * n + i,
+                prompt=prompt.text,
+                tokens=tokens,
+                label=prompt.label,
+                metadata=copy.deepcopy(prompt.metadata),
+            )
+            for i in range(n)
+        ]
+
+    async def rest(self, group: list[Sample]) -> list[Sample]:
+        """Generate the unfinished samples of a group; finished ones stay as they are."""
+
+        async def finish(sample: Sample) -> list[Sample]:
+            return await self._run_agent([sample]) if sample.status in UNFINISHED else [sample]
+
+        if getattr(self.agent, "together", False) and not any(sample.generate_function_path for sample in group):
+            unfinished = [sample for sample in group if sample.status in UNFINISHED]
+            complete = [sample for sample in group if sample.status not in UNFINISHED]
+            return [*complete, *(await self._run_agent(unfinished) if unfinished else [])]
+        results = await asyncio.gather(*map(finish, group))
+        return [sample for samples in results for sample in samples]
+
+    async def _run_agent(self, samples: list[Sample]) -> list[Sample]:
+        """Call the agent once with these samples and return the samples that it produced."""
+        agent, path = self.agent, samples[0].generate_function_path
+        if path is not None and self.agent_at is not None:
+            try:
+                agent = self.agent_at(path)
+            except RecordError as error:
+                raise RecordError(f"sample {samples[0].index}: {error}") from None
+        for sample in samples:
+            self._prepare(sample)
+        snapshot = copy.deepcopy(samples) if self.settings.partial_rollout else None
+        session = _GenerationSession(self, samples)
+        subject = {"samples": samples} if getattr(agent, "together", False) else {"sample": samples[0]}
+        arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
+        arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
+        try:
+            result = await _call_agent(agent, arguments, tool_timeout_s=self.settings.tool_timeout_s)
+            outputs = _as_samples(result, getattr(agent, "name", "rollout.custom_generate_function_path"))
+        except SlimectlError:
+            raise
+        except Exception as error:
+            for sample in samples:
+                sample.status, sample.remove_sample = Status.FAILED, True
+                sample.metadata["error"] = redact_text(f"{type(error).__name__}: {error}")
+            outputs = samples
+        if session.aborted:
+            if snapshot is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):
+                for sample in snapshot:
+                    sample.status = Status.ABORTED
+                return snapshot
+            outputs[0].status = outputs[-1].status = Status.ABORTED
+        outputs = session.attach_versions(outputs)
+        if self.on_sample is None or (session.aborted and self.breaking_off):
+            return outputs
+        return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
+
+    def _prepare(self, sample: Sample) -> None:
+        if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
+            # Tokens from older weights stay in the context but get loss mask 0.
+            sample.loss_mask = [0] * sample.response_length
+            sample.rollout_log_probs = [0.0] * sample.response_length
+        sample.status = Status.PENDING
+
+
+class ContextFullError(Exception):
+    """Raised if an agent requests an answer that does not fit into the context; the sample has failed."""
+
+
+class _GenerationSession:
+    """Engine requests of one agent call: derives seeds and collects weight versions and cache statistics.
+
+    A request without a seed gets one derived from its number, so that the samples of a group differ.
+    """
+
+    def __init__(self, attempts: GroupGenerator, samples: list[Sample]) -> None:
+        self._attempts = attempts
+        sample = self._sample = samples[0]
+        self._together, self._unseeded_requests = len(samples) > 1, 0
+        self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
+        self._versions: list[str] = []
+        self._cached_tokens = self._answers = 0
+        self._is_full = False
+        self._speculation_counts: Counter[str] = Counter()
+        self.aborted = False
+        settings, prompt = attempts.settings, sample.prompt
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+        if sample.response_length:
+            text = f"{text}\0{sample.response_length}"  # a resumed answer must not repeat the draws of its beginning
+        self._text = text
+        seed = None if self._together else sample_seed(settings.seed, text, sample.index)
+        self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
+
+    async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
+        if self._attempts.breaking_off:  # interrupted between two turns: the next one is not started
+            self.aborted = True
+            return Completion([], [], "", "abort")
+        context = self._attempts.context
+        if context is not None and len(tokens) >= context:
+            return self._full_context_answer(len(tokens), context)
+        completion = await self._attempts.engine.generate(tokens, params=self._with_seed(params or self.params))
+        self._answers += 1
+        self._versions.extend(completion.weight_versions)
+        self._cached_tokens += completion.cached_tokens
+        if "spec_verify_ct" in completion.extras:
+            self._speculation_counts.update(
+                {name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras}
+            )
+            self._speculation_counts["completion_token_num"] += len(completion.tokens)
+        self.aborted |= completion.finish == "abort"
+        return completion
+
+    def _full_context_answer(self, count: int, context: int) -> Completion:
+        """Return an empty truncated answer, once. Raises ContextFullError if nothing was generated yet, or if called
+        again: an agent that ignores `finish` would loop for ever."""
+        if not self._answers or self._is_full:
+            raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
+        self._is_full = True
+        return Completion([], [], "", "length")
+
+    def _with_seed(self, params: SamplingParams) -> SamplingParams:
+        if params.seed is not None:
+            return params
+        self._unseeded_requests += 1
+        text = f"{self._text}\0draw {self._unseeded_requests}"
+        return dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._sample.index))
+
+    def attach_versions(self, samples: list[Sample]) -> list[Sample]:
+        """Set weight versions and engine statistics of the samples; samples of a fan-out share an execution."""
+        parts = Counter(sample.index for sample in samples)
+        for sample in samples:
+            if self._before and sample.weight_versions == self._before:
+                sample.weight_versions = [*self._before, *self._versions]
+            sample.weight_versions = sample.weight_versions or list(self._versions)
+            if self._together and parts[sample.index] > 1:
+                sample.rollout_id = sample.index
+            elif not self._together and len(samples) > 1:
+                sample.rollout_id = self._sample.index
+        samples[0].spec_info = dict(self._speculation_counts) or None
+        samples[0].prefix_cache_info = {
+            "cached_tokens": self._cached_tokens,
+            "total_prompt_tokens": self._prompt_length,
+        }
+        return samples
+
+
+async def _call_agent(agent: Agent, arguments: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
+    if agent is single_turn:
+        return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
+    tools = ToolTimeout(arguments["generate"], tool_timeout_s)
+    result = agent({**arguments, "generate": tools.generate})
+    return await tools.result(result) if inspect.isawaitable(result) else result
+
+
+def _as_samples(result: Any, name: str) -> list[Sample]:
+    """Return the result of an agent as a list of samples; a fan-out has several."""
+    samples = result if isinstance(result, list) else [result]
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise HookError(f"{name} returned {type(result).__name__}; return the Sample or a list of them")
+    for sample in samples:
+        if sample.status is Status.PENDING:
+            sample.status = Status.COMPLETED
+    return samples

@@ -1,0 +1,97 @@
+"""Groups in flight: submitted at any time, returned when they have finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from slimectl.stages.generation import GroupGenerator
+from slimectl.types import Prompt, Sample
+
+Group = list[Sample]
+Result = TypeVar("Result")
+
+
+class InFlightGroups:
+    """The groups in flight in one engine, oldest first. They make progress only while one is awaited."""
+
+    def __init__(self, attempts: GroupGenerator) -> None:
+        self.attempts = attempts
+        self._tasks: dict[asyncio.Task[Group], int] = {}
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_quiet_about_interrupts)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def oldest_index(self) -> int:
+        """Index of the oldest group's prompt."""
+        return next(iter(self._tasks.values()))
+
+    def begin(self, prompt: Prompt) -> None:
+        self._submit(self.attempts.group(prompt), prompt.index)
+
+    def go_on(self, group: Group) -> None:
+        """Resume a group that was interrupted."""
+        self._submit(self.attempts.rest(group), group[0].group_index)
+
+    def _submit(self, work: Coroutine[Any, Any, Group], index: int) -> None:
+        self._tasks[self._loop.create_task(work)] = index
+
+    def oldest(self) -> Group:
+        """Wait for the oldest group and return it."""
+        task = next(iter(self._tasks))
+        del self._tasks[task]
+        return run_to_end(self._loop, task)
+
+    def first(self) -> Group:
+        """Wait for the first group to finish and return it; the oldest of several."""
+        run_to_end(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
+        task = next(task for task in self._tasks if task.done())
+        del self._tasks[task]
+        return task.result()
+
+    def break_off(self) -> list[Group]:
+        """Interrupt all groups and return them as they are, to be resumed later."""
+        self.attempts.breaking_off = True
+        try:
+            tasks, self._tasks = list(self._tasks), {}
+            if tasks:
+                self._loop.run_until_complete(self.attempts.engine.abort())
+            return [run_to_end(self._loop, task) for task in tasks]
+        finally:
+            self.attempts.breaking_off = False
+
+    def close(self) -> None:
+        """Cancel all groups in flight, so that neither the engine nor the event loop keeps them."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved: asyncio prints unretrieved errors; the first has been raised already
+        unfinished = [task for task in self._tasks if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        if unfinished:
+            self._loop.run_until_complete(self.attempts.engine.abort())
+        tasks = asyncio.all_tasks(self._loop)
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+
+def run_to_end(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
+    """Run the loop until `work` is done, even if another task calls sys.exit, which stops asyncio's loop."""
+    task = asyncio.ensure_future(work, loop=loop)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit:
+            if task.done():
+                raise
+
+
+def _quiet_about_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Do not print a KeyboardInterrupt as the error of the task that it hit: it is raised to the caller too."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)

@@ -1,0 +1,199 @@
+"""Metrics of a round's rows and samples, and the optional ones that [track] enables."""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from slimectl.algorithms.advantages import group_advantages
+from slimectl.algorithms.metrics import pass_at_k, pass_k_values
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import GroupNormalized, Pairwise, PolicyGradient, Sft
+from slimectl.settings.run import TrackSettings
+from slimectl.types import Metrics, Sample, Status, TrainingSample
+
+LONG = 10_000
+"""Characters at the end of an answer that are checked for repetition; shorter answers count as not repetitive."""
+
+REPETITIVE = 10
+"""zlib compression ratio above which a text counts as repetitive."""
+
+
+def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
+    """Return means (and extremes) over the tokens that are trained on: advantages, returns, values, log-probabilities.
+
+    A column that some row lacks is left out: without a critic there are no values, and if a round is one step the loss
+    uses the policy's current log-probabilities.
+    """
+    metrics: Metrics = {}
+    for name in ("advantages", "returns", "values"):
+        values = _trained_values(rows, [getattr(row, name) for row in rows])
+        if values:
+            metrics |= _mean_max_min(f"rollout/{name}", values)
+    for name, column in (("log_probs", "old_log_probs"), ("ref_log_probs", "ref_log_probs")):
+        values = _trained_values(rows, [getattr(row, column) for row in rows])
+        if values:
+            metrics[f"rollout/{name}"] = statistics.fmean(values)
+    if {"rollout/log_probs", "rollout/ref_log_probs"} <= metrics.keys():
+        metrics["rollout/kl"] = metrics["rollout/log_probs"] - metrics["rollout/ref_log_probs"]
+    return metrics
+
+
+def sample_counts(rows: Sequence[TrainingSample]) -> Metrics:
+    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
+    answered = sum(row.response_length > 0 for row in rows)
+    valid = sum(any(row.weights) for row in rows)
+    return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
+
+
+def _trained_values(rows: Sequence[TrainingSample], columns: Sequence[list[float] | None]) -> list[float]:
+    """Return the values of all tokens with a loss weight; an empty list if a row lacks the column."""
+    if not all(column and len(column) == row.response_length for row, column in zip(rows, columns, strict=True)):
+        return []
+    return [
+        value
+        for row, column in zip(rows, columns, strict=True)
+        for value, weight in zip(column or [], row.weights, strict=True)
+        if weight
+    ]
+
+
+def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
+    return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
+
+
+def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings: Settings) -> Metrics:
+    """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
+
+    `rewards` has one number per sample; if it has fewer, metrics of rewards are left out.
+    """
+    track = settings.track
+    metrics: Metrics = {
+        "rollout/avg_response_length": statistics.fmean(sample.response_length for sample in samples),
+        "rollout/truncated_ratio": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
+        "rollout/repetition_frac": statistics.fmean(repeats(sample.response) for sample in samples),
+    }
+    metrics |= _statistics("rollout/prompt_len", [sample.prompt_length for sample in samples])
+    if len(rewards) != len(samples):
+        return metrics | optional_metrics("rollout/", samples, None, [], track)
+    metrics["rollout/avg_reward"] = statistics.fmean(rewards)
+    metrics |= normalized_rewards(samples, rewards, settings.algorithm)
+    right = [reward >= settings.eval.success_threshold for reward in rewards]
+    if track.log_passrate:
+        metrics |= pass_rates("passrate/", [sample.group_index for sample in samples], right)
+    return metrics | optional_metrics("rollout/", samples, rewards, right, track)
+
+
+def optional_metrics(
+    prefix: str, samples: Sequence[Sample], rewards: Sequence[float] | None, right: Sequence[bool], track: TrackSettings
+) -> Metrics:
+    """Return the metrics that [track] enables; `right` is true for each sample that succeeded."""
+    metrics: Metrics = {}
+    if track.log_multi_turn:
+        metrics |= multi_turn("" if prefix == "rollout/" else prefix, samples)
+    if rewards is not None and track.log_reward_category:
+        metrics |= by_category(prefix, samples, rewards, track.log_reward_category)
+    if rewards is not None and track.log_correct_samples:
+        metrics |= correct_only(prefix, samples, right)
+    return metrics
+
+
+def normalized_rewards(
+    samples: Sequence[Sample], rewards: Sequence[float], algorithm: PolicyGradient | Pairwise | Sft
+) -> Metrics:
+    """Return mean, maximum and minimum of the rewards, normalized within groups if the algorithm does that."""
+    answered = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if s.status is not Status.FAILED]
+    if not isinstance(algorithm, PolicyGradient) or not answered:
+        return {}
+    numbers = [reward for _, reward in answered]
+    if algorithm.baseline != "none":
+        numbers = group_advantages(
+            numbers,
+            [sample.group_index for sample, _ in answered],
+            [sample.execution for sample, _ in answered],
+            baseline=algorithm.baseline,
+            std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
+            lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample, _ in answered],
+        )
+    return _mean_max_min("rollout/rewards", numbers)
+
+
+def repeats(text: str) -> bool:
+    """Whether the end of a long answer repeats itself."""
+    end = text[-LONG:].encode()
+    return len(text) > LONG and len(end) > REPETITIVE * len(zlib.compress(end))
+
+
+def pass_rates(prefix: str, groups: Sequence[int], right: Sequence[bool]) -> Metrics:
+    """Unbiased pass@k for k = 1, 2, 4, … up to the size of the smallest group; none where that is 1.
+
+    >>> pass_rates("passrate/", [0, 0, 1, 1], [True, False, False, False])
+    {'passrate/pass@1': 0.25, 'passrate/pass@2': 0.5}
+    """
+    members: dict[int, list[bool]] = {}
+    for group, success in zip(groups, right, strict=True):
+        members.setdefault(group, []).append(success)
+    n = min(map(len, members.values()))
+    return {
+        f"{prefix}pass@{k}": statistics.fmean(
+            pass_at_k(len(successes), sum(successes), k) for successes in members.values()
+        )
+        for k in (pass_k_values(n) if n > 1 else [])
+    }
+
+
+def multi_turn(prefix: str, samples: Iterable[Sample]) -> Metrics:
+    """Return conversation lengths: all tokens after the prompt, tokens written by the policy, and turns."""
+    masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
+    columns = {
+        "raw_response_length": [len(mask) for mask in masks],
+        "wo_obs_response_length": [sum(mask) for mask in masks],
+        "round_number": [sum(b > a for a, b in zip([0, *mask], mask, strict=False)) for mask in masks],
+    }
+    return {
+        name: value
+        for column, counts in columns.items()
+        for name, value in _statistics(f"{prefix}multi_turn/{column}", counts).items()
+    }
+
+
+def by_category(prefix: str, samples: Sequence[Sample], rewards: Sequence[float], key: str) -> Metrics:
+    """Return share and mean reward of the samples of each category, read from the metadata under `key`."""
+    rewards_by_category: dict[str, list[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        rewards_by_category.setdefault(str(sample.metadata.get(key, "none")).replace("/", "_"), []).append(reward)
+    metrics: Metrics = {}
+    for name, category_rewards in sorted(rewards_by_category.items()):
+        metrics[f"{prefix}category/{name}/share"] = len(category_rewards) / len(samples)
+        metrics[f"{prefix}category/{name}/reward"] = statistics.fmean(category_rewards)
+    return metrics
+
+
+def correct_only(prefix: str, samples: Sequence[Sample], right: Sequence[bool]) -> Metrics:
+    """Return the number of correct answers and their lengths."""
+    lengths = [sample.response_length for sample, success in zip(samples, right, strict=True) if success]
+    counted = {f"{prefix}correct_samples/count": float(len(lengths))}
+    return counted | (_statistics(f"{prefix}correct_samples/response_len", lengths) if lengths else {})
+
+
+def _statistics(name: str, values: Sequence[float]) -> Metrics:
+    return {
+        f"{name}/mean": statistics.fmean(values),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def round_perf(samples: Sequence[Sample], perf: Metrics, *, gpus: int) -> Iterator[tuple[str, float]]:
+    """Yield the throughput metrics of a round from its times and samples."""
+    rollout_s, total_s = perf.get("perf/rollout_time"), perf.get("perf/total_time")
+    lengths = [sample.response_length for sample in samples]
+    if rollout_s and lengths:
+        yield "perf/tokens_per_gpu_per_sec", sum(lengths) / rollout_s / max(1, gpus)
+        yield "perf/longest_sample_tokens_per_sec", max(lengths) / rollout_s
+    tools_s = [sample.non_generation_time for sample in samples]
+    if any(tools_s):
+        yield from _statistics("perf/non_generation_time", tools_s).items()
+    if total_s and lengths:
+        yield "perf/tokens_per_sec", sum(len(sample.tokens) for sample in samples) / total_s

@@ -1,0 +1,200 @@
+"""Sources of the groups of a round: prompts, or a user's data source. Both implement DataSource."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from slimectl.data.json_values import kind_of
+from slimectl.errors import HookError
+from slimectl.hooks import converted
+from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.in_flight import Group, InFlightGroups
+from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
+from slimectl.types import Prompt, Sample, SamplerState, Status
+
+SOURCE = "rollout.data_source_path"
+
+
+class PromptSource:
+    """Creates groups from prompts; `get_samples`, for user functions, takes buffered groups first."""
+
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        attempts: GroupGenerator,
+        state: SamplerState,
+        *,
+        count: Callable[[], int] | None = None,
+    ) -> None:
+        """`count` returns the number of prompts per epoch; it is called on demand."""
+        self._prompts, self._attempts, self._state, self._count = prompts, attempts, state, count
+
+    def begin(self, in_flight: InFlightGroups) -> bool:
+        """Submit one more group; False at the end of the prompts."""
+        prompt = self._next()
+        if prompt is not None:
+            in_flight.begin(prompt)
+        return prompt is not None
+
+    def get_samples(self, n: int) -> list[Group]:
+        groups = self._state.buffer[:n]
+        del self._state.buffer[:n]
+        while len(groups) < n and (prompt := self._next()) is not None:
+            groups.append(self._attempts.begun(prompt))
+        return groups
+
+    def add_samples(self, groups: list[Group]) -> None:
+        self._state.buffer += groups
+
+    def save(self, rollout_id: int) -> None:
+        """Do nothing: a run saves position and buffer itself."""
+
+    def load(self, rollout_id: int, state: Any = None) -> None:
+        """Do nothing: a run restores position and buffer itself."""
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise HookError("len(data_source): these prompts are read once, and their number is known at the end only")
+        return self._count()
+
+    def _next(self) -> Prompt | None:
+        prompt = next(self._prompts, None)
+        if prompt is not None:
+            self._state.position = prompt.index + 1
+        return prompt
+
+
+class UserDataSource:
+    """Creates groups from the user's data source: validates them, numbers them and tokenizes their prompts.
+
+    Other attributes are forwarded to the source. Raises HookError for anything that is not a group.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        attempts: GroupGenerator,
+        state: SamplerState,
+        *,
+        epochs: int | None = None,
+        left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    ) -> None:
+        """`epochs` times len(source) groups are drawn; with None, groups are drawn until the source ends."""
+        self._source, self._attempts, self._state = source, attempts, state
+        self._last = None if epochs is None else epochs * self._length()
+        self._left_out = left_out
+        self._dropped = 0
+        if state.rounds:
+            self.load(state.rounds, state.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def _length(self) -> int:
+        with converted(f"{SOURCE}: len({self._name})"):
+            return len(self._source)
+
+    def begin(self, in_flight: InFlightGroups) -> bool:
+        group = self._next_group()
+        if group is not None:
+            in_flight.go_on(group)
+        return group is not None
+
+    def get_samples(self, n: int) -> list[Group]:
+        groups: list[Group] = []
+        while len(groups) < n and (group := self._next_group()) is not None:
+            groups.append(group)
+        return groups
+
+    def add_samples(self, groups: list[Group]) -> None:
+        self._call("add_samples", groups)
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state of the source into the sampling state. Raises HookError if it is not JSON."""
+        source_state = self._call("save", rollout_id)
+        try:
+            self._state.source = json.loads(json.dumps(source_state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise HookError(
+                f"{SOURCE}: {self._name}.save returned what is not JSON ({error}); return numbers, texts, lists and "
+                f"dicts of them, or None"
+            ) from None
+
+    def load(self, rollout_id: int, state: Any) -> None:
+        parameters = inspect.signature(self._source.load).parameters
+        takes_state = "state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._call("load", rollout_id, **({"state": copy.deepcopy(state)} if takes_state else {}))
+
+    def _next_group(self) -> Group | None:
+        """Return the next group, ready to be sampled; None at the end."""
+        while self._last is None or self._state.position < self._last:
+            groups = self._call("get_samples", 1)
+            if not isinstance(groups, list) or not all(map(_is_group, groups)) or len(groups) > 1:
+                raise HookError(
+                    f"{SOURCE}: {self._name}.get_samples(1) returned {kind_of(groups)}; return a list of one group, a "
+                    f"list of Samples, or an empty list at the end"
+                )
+            if not groups:
+                return None
+            group = groups[0] if any(sample.response_length for sample in groups[0]) else self._number_group(groups[0])
+            tokens = group[0].prompt_length
+            attempts = self._attempts
+            excess = prompt_excess(tokens, attempts.settings, attempts.context, evaluation=attempts.evaluation)
+            if not excess:
+                self._dropped = 0
+                return group
+            self._left_out(_prompt(group[0]))
+            self._drop(_prompt(group[0]), excess)
+        return None
+
+    def _drop(self, prompt: Prompt, excess: str) -> None:
+        """Report a prompt that is too long. Raises RecordError after MOST_IN_A_ROW of them in a row."""
+        name_dropped(prompt, excess)
+        self._dropped += 1
+        if self._dropped == MOST_IN_A_ROW:
+            raise all_too_long(self._dropped, excess)
+
+    def _number_group(self, source_group: Group) -> Group:
+        """Return a copy of a new group with the next group index.
+
+        It is a copy because a source may return one sample several times, and keeps its own.
+        """
+        n, index = self._attempts.settings.n_samples_per_prompt, self._state.position
+        if len(source_group) != n:
+            raise HookError(
+                f"{SOURCE}: {self._name}.get_samples gave a group of {len(source_group)}; "
+                f"rollout.n_samples_per_prompt is {n}"
+            )
+        self._state.position += 1
+        group = [copy.deepcopy(sample) for sample in source_group]
+        for i, sample in enumerate(group):
+            sample.group_index, sample.index, sample.status = index, index * n + i, Status.PENDING
+            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(_prompt(sample))
+        return group
+
+    @property
+    def _name(self) -> str:
+        return type(self._source).__name__
+
+    def _call(self, method: str, *values: Any, **keywords: Any) -> Any:
+        with converted(f"{SOURCE}: {self._name}.{method}"):
+            return getattr(self._source, method)(*values, **keywords)
+
+
+def _prompt(sample: Sample) -> Prompt:
+    return Prompt(sample.prompt, label=sample.label, index=sample.group_index, tools=sample.metadata.get("tools"))
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(sample, Sample) for sample in value)
+
+
+def flatten(groups: Iterable[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group]

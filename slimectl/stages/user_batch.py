@@ -1,0 +1,220 @@
+"""User functions that filter and change a round's samples, rewards and rows before training.
+
+R response tokens of a sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from slimectl.data.json_values import kind_of
+from slimectl.errors import HookError
+from slimectl.hooks import FlatSettings, Hook, hook
+from slimectl.rewards.base import is_number
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import PolicyGradient
+from slimectl.types import Metrics, Sample, Status, TrainingSample
+
+FILTER, POSTPROCESS = "rollout.sample_filter_path", "rollout.data_postprocess_path"
+REWARDS, CONVERT = "score.custom_reward_post_process_path", "train.custom_convert_samples_to_train_data_path"
+
+ROW_FIELDS = {
+    "loss_masks": "weights",
+    "log_probs": "old_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "values": "values",
+    "advantages": "advantages",
+    "returns": "returns",
+}
+"""Entries of rollout_data with a number per response token, mapped to the fields of a Row."""
+
+SAMPLE_FIELDS = {
+    "loss_masks": "loss_mask",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+}
+"""Entries of train data with a number per response token, mapped to the fields of a Sample."""
+
+
+def apply_user_filters(
+    samples: list[Sample], settings: Settings
+) -> tuple[list[Sample], tuple[list[float], list[float]] | None]:
+    """Apply the user's functions; return the samples to train on and their rewards, None for unchanged rewards.
+
+    Losses that are not policy gradients (also those of a warm-up) use the samples unchanged.
+    """
+    if not isinstance(settings.algorithm, PolicyGradient):
+        return samples, None
+    apply_sample_filter(samples, settings)
+    training_samples = convert_samples(samples, settings)
+    return training_samples, post_process_rewards(training_samples, settings)
+
+
+def apply_sample_filter(samples: Sequence[Sample], settings: Settings) -> None:
+    """Call rollout.sample_filter_path on the groups, which sets `remove_sample`; calling it again changes nothing.
+
+    Raises HookError if it returns a value: then it is not such a filter.
+    """
+    function = hook(settings, FILTER)
+    if function is None:
+        return
+    args = FlatSettings(settings)
+    groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+    result = function({"args": args, "settings": args, "data": groups})
+    if result is not None:
+        raise function.returned(result, "nothing; set sample.remove_sample of those that are to be left out")
+    for sample in samples:
+        if not isinstance(sample.remove_sample, bool):
+            value = kind_of(sample.remove_sample)
+            raise HookError(
+                f"{FILTER}: {function.path} set remove_sample of sample {sample.index} to {value}; set True or False"
+            )
+
+
+def post_process_rewards(samples: Sequence[Sample], settings: Settings) -> tuple[list[float], list[float]] | None:
+    """Return (rewards to log, rewards to train on) of score.custom_reward_post_process_path; None if it is not set."""
+    function = hook(settings, REWARDS)
+    if function is None:
+        return None
+    args = FlatSettings(settings)
+    result = function({"args": args, "settings": args, "samples": list(samples)})
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise function.returned(result, "(raw_rewards, rewards), a number a sample each")
+    count = len(samples)
+    return _check_rewards(function, "raw_rewards", result[0], count), _check_rewards(
+        function, "rewards", result[1], count
+    )
+
+
+def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[float]:
+    numbers = to_list(values)
+    if len(numbers) != count:
+        raise HookError(
+            f"{function.setting}: {function.path} returned {len(numbers)} {name} for {count} samples; one each"
+        )
+    for i, number in enumerate(numbers):
+        if not is_number(number):
+            raise HookError(
+                f"{function.setting}: {function.path}: {name} of sample {i} is {kind_of(number)}, not a finite number"
+            )
+    return [float(number) for number in numbers]
+
+
+def reward_metrics(rewards: Sequence[float]) -> Metrics:
+    """Return the metrics rollout/rewards of user-defined rewards, like `compared_rewards` does for an algorithm."""
+    return {"rollout/rewards": fmean(rewards), "rollout/rewards/max": max(rewards), "rollout/rewards/min": min(rewards)}
+
+
+def convert_samples(samples: list[Sample], settings: Settings) -> list[Sample]:
+    """Return the samples converted by train.custom_convert_samples_to_train_data_path; unchanged if it is not set.
+
+    The function returns a dict of lists: "tokens", "response_lengths" and "rewards"; "loss_masks" and log-probabilities
+    by the names of `SAMPLE_FIELDS`; "group_indices" and "rollout_ids" unless there is one row per sample, in order.
+    Other entries are ignored.
+    """
+    function = hook(settings, CONVERT)
+    if function is None:
+        return samples
+    args = FlatSettings(settings)
+    data = function({"args": args, "settings": args, "samples": list(samples)})
+    if not isinstance(data, dict) or not all(name in data for name in ("tokens", "response_lengths", "rewards")):
+        raise function.returned(data, 'a dict with "tokens", "response_lengths" and "rewards", a list each')
+    count = len(data["tokens"])
+    if count != len(samples) and not {"group_indices", "rollout_ids"} <= data.keys():
+        raise HookError(
+            f"{CONVERT}: {function.path} made {count} rows of {len(samples)} samples; give group_indices and "
+            f"rollout_ids, that say which belong together"
+        )
+    for name, column in data.items():
+        if name in {"tokens", "response_lengths", "rewards", "group_indices", "rollout_ids", *SAMPLE_FIELDS} and (
+            len(column) != count
+        ):
+            raise HookError(f"{CONVERT}: {function.path}: {len(column)} {name} for {count} tokens; one for each row")
+    _check_rewards(function, "rewards", data["rewards"], count)
+    bases = samples if count == len(samples) else [Sample(index=i, status=Status.COMPLETED) for i in range(count)]
+    return [_to_sample(function, data, i, base) for i, base in enumerate(bases)]
+
+
+def _to_sample(function: Hook, data: Mapping[str, Any], i: int, base: Sample) -> Sample:
+    """Return row `i` of the train data as a sample."""
+    tokens, length = [int(token) for token in to_list(data["tokens"][i])], int(data["response_lengths"][i])
+    if not 0 <= length <= len(tokens):
+        raise HookError(f"{CONVERT}: {function.path}: row {i}: {length} response tokens of {len(tokens)} tokens")
+    fields: dict[str, Any] = dict.fromkeys(SAMPLE_FIELDS.values())
+    for name, field in SAMPLE_FIELDS.items():
+        if name in data and data[name][i] is not None:
+            numbers = checked_numbers(function, name, data[name][i], i, length)
+            fields[field] = [int(bit) for bit in numbers] if field == "loss_mask" else numbers
+    for name, field in (("group_indices", "group_index"), ("rollout_ids", "rollout_id")):
+        if name in data:
+            fields[field] = int(data[name][i])
+    reward = float(to_list(data["rewards"])[i])
+    return replace(base, tokens=tokens, response_length=length, reward=reward, **fields)
+
+
+def round_data(rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Any]:
+    """Return a round as a dict of lists with an entry per sample that is trained on: R numbers each, or None."""
+    data: dict[str, Any] = {
+        name: [getattr(row, field) or None for row in rows]
+        for name, field in ROW_FIELDS.items()
+        if name != "loss_masks"
+    }
+    return data | {
+        "tokens": [row.tokens for row in rows],
+        "response_lengths": [row.response_length for row in rows],
+        "loss_masks": [[int(weight != 0) for weight in row.weights] for row in rows],
+        "rewards": list(rewards),
+        "group_indices": [sample.group_index for sample in samples],
+        "teacher_log_probs": [sample.teacher_log_probs for sample in samples],
+        "samples": list(samples),
+    }
+
+
+def postprocess(
+    rows: Sequence[TrainingSample],
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    settings: Settings,
+    rollout_id: int,
+) -> None:
+    """Call rollout.data_postprocess_path, which may change the entries of `ROW_FIELDS` before training."""
+    function = hook(settings, POSTPROCESS)
+    if function is None or not rows:
+        return
+    args, data = FlatSettings(settings), round_data(rows, samples, rewards)
+    result = function({"args": args, "settings": args, "rollout_id": rollout_id, "rollout_data": data})
+    if result is not None:
+        raise function.returned(result, "nothing; change rollout_data in place")
+    for name, field in ROW_FIELDS.items():
+        column = data.get(name)
+        if column is None or len(column) != len(rows):
+            raise HookError(f"{POSTPROCESS}: {function.path} left no {name} for each of {len(rows)} samples")
+        for i, (row, numbers) in enumerate(zip(rows, column, strict=True)):
+            if numbers is not None:
+                setattr(row, field, checked_numbers(function, name, numbers, i, row.response_length))
+
+
+def checked_numbers(function: Hook, name: str, values: Any, i: int, length: int) -> list[float]:
+    """Return the values of sample `i` as R finite numbers. Raises HookError for anything else."""
+    numbers = to_list(values)
+    if len(numbers) != length or not all(map(is_number, numbers)):
+        raise HookError(
+            f"{function.setting}: {function.path}: {name} of sample {i}: must be {length} finite numbers, one a "
+            "response token"
+        )
+    return [float(number) for number in numbers]
+
+
+def to_list(values: Any) -> list[Any]:
+    """Return a tensor, an array or a sequence as a list; a single value as a list of one."""
+    if isinstance(values, Tensor) or hasattr(values, "tolist"):
+        values = values.tolist()
+    return list(values) if isinstance(values, list | tuple) else [values]

@@ -1,0 +1,198 @@
+"""User-defined advantage and loss functions, called by parameter name.
+
+T response tokens of a pack · R those of one sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.algorithms.losses import Pack, PolicyLoss
+from slimectl.errors import HookError
+from slimectl.hooks import FlatSettings, Hook, hook
+from slimectl.protocols import TokenBatch
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Ppo
+from slimectl.stages.user_batch import checked_numbers, round_data
+from slimectl.types import Sample, TrainingSample
+
+ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_function_path"
+TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
+
+
+def custom_advantages(
+    rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float], settings: Settings
+) -> None:
+    """Call the user's advantage function and write `Row.advantages` (and `Row.returns`).
+
+    The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
+    optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
+    """
+    function = _load_function(settings, ADVANTAGE)
+    args, data = FlatSettings(settings), round_data(rows, samples, rewards)
+    del data["advantages"], data["returns"]
+    function({"args": args, "settings": args, "rollout_data": data})
+    location = f"{ADVANTAGE}: {function.path}"
+    if "advantages" not in data:
+        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
+    if isinstance(settings.algorithm, Ppo) and "returns" not in data:
+        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
+    for name in ("advantages", "returns"):
+        if name not in data:
+            continue
+        if len(data[name]) != len(rows):
+            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
+        for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
+            setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
+
+    The function gets `batch` (ports.TokenPack: response tokens, flat), their `log_probs` [T], `entropy` [T] if
+    algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
+    `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
+    to the value of the step.
+    """
+
+    settings: Settings
+
+    @property
+    def needs_entropy(self) -> bool:
+        return bool(getattr(self.settings.algorithm, "entropy_coef", 0.0))
+
+    @property
+    def needs_logits(self) -> bool:
+        """True if the function has a parameter `logits`: full logits cost memory that nothing else needs."""
+        return "logits" in _load_function(self.settings, LOSS).wanted
+
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        function, args = _load_function(self.settings, LOSS), FlatSettings(self.settings)
+
+        def sum_of_sample_mean(values_T: Tensor) -> Tensor:
+            return (pack.weights_T * values_T).sum()
+
+        result = function(
+            {
+                "args": args,
+                "settings": args,
+                "batch": pack,
+                "logits": pack.logits_T,
+                "log_probs": pack.logprobs_T,
+                "entropy": pack.entropy_T,
+                "sum_of_sample_mean": sum_of_sample_mean,
+            }
+        )
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
+            raise function.returned(result, "(a scalar tensor, a dict of them)")
+        return loss, {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class UserPolicyLoss(PolicyLoss):
+    """PolicyLoss with a user-defined engine mismatch correction (TIS) or reduction.
+
+    `rollouts` and `tokens` are counts of the whole step: the denominators of its reductions.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    rollouts: int = 1
+    tokens: int = 1
+
+    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_T, values_T = super()._surrogate(pack)
+        function = hook(self.settings, TIS)
+        if function is None:
+            return loss_T, values_T
+        if pack.rollout_logprobs_T is None:
+            raise HookError(f"{TIS}: {function.path} needs rollout_log_probs, which these samples lack")
+        old_T = pack.logprobs_T.detach() if pack.old_logprobs_T is None else pack.old_logprobs_T
+        masks = _split_by_row((pack.weights_T != 0).to(loss_T.dtype), pack)
+        result = function(
+            self._offered(pack, masks)
+            | {
+                "pg_loss": loss_T,
+                "train_log_probs": _split_by_row(old_T, pack),
+                "rollout_log_probs": _split_by_row(pack.rollout_logprobs_T, pack),
+            }
+        )
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
+            raise function.returned(result, "(pg_loss, loss_masks, a dict of metrics)")
+        user_loss_T, masks, metrics = result
+        masks_T = torch.cat([torch.as_tensor(mask, device=loss_T.device) for mask in masks]) if len(masks) else loss_T
+        for name, value_T in (("pg_loss", user_loss_T), ("loss_masks", masks_T)):
+            if not isinstance(value_T, Tensor) or value_T.shape != loss_T.shape:
+                raise function.returned(result, f"{name} of the {len(loss_T)} tokens that it got")
+        if not torch.isfinite(user_loss_T).all():
+            raise HookError(f"{TIS}: {function.path} returned a pg_loss that is not finite; bound the weights")
+        user_metrics = {name: torch.as_tensor(value, device=loss_T.device) for name, value in metrics.items()}
+        return user_loss_T * (masks_T != 0), values_T | {
+            name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
+        }
+
+    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+        function = hook(self.settings, REDUCER) if name == "pg_loss" else None
+        if function is None:
+            return super()._weighted_sum(pack, name, values_T)
+        by_token = bool(getattr(self.settings.algorithm, "calculate_per_token_loss", False))
+        masks = _split_by_row((pack.weights_T != 0).to(values_T.dtype), pack)
+        reduce = function(self._offered(pack, masks) | {"calculate_per_token_loss": by_token})
+        if not callable(reduce):
+            raise function.returned(reduce, "a function from a tensor to a scalar")
+        reduced = function.wrap(reduce)(values_T)
+        if not isinstance(reduced, Tensor) or reduced.ndim:
+            raise HookError(
+                f"{REDUCER}: {function.path}: what it returned gave no scalar of {len(values_T)} token losses"
+            )
+        return reduced / (self.tokens if by_token else self.rollouts)
+
+    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+        if self.settings.train.custom_pg_loss_reducer_function_path is None:
+            return super()._total(pack, pg_T, loss_T)
+        return self._weighted_sum(pack, "pg_loss", pg_T) + self._weighted_sum(pack, "loss", loss_T - pg_T)
+
+    def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
+        args = FlatSettings(self.settings)
+        return {
+            "args": args,
+            "settings": args,
+            "loss_masks": masks,
+            "total_lengths": list(pack.total_lengths),
+            "response_lengths": [len(mask) for mask in masks],
+        }
+
+
+def user_policy_loss(
+    loss: PolicyLoss, rows: Sequence[TrainingSample], executions: Sequence[int], settings: Settings
+) -> PolicyLoss:
+    """Return the loss of a step with the user's functions of [train]; `rows` have their loss weights.
+
+    Without such functions the loss is returned unchanged.
+    """
+    train = settings.train
+    if train.custom_tis_function_path is None and train.custom_pg_loss_reducer_function_path is None:
+        return loss
+    arguments = {loss_field.name: getattr(loss, loss_field.name) for loss_field in fields(PolicyLoss)}
+    if train.custom_tis_function_path is not None:
+        arguments["use_tis"] = False  # the function replaces it
+    tokens = sum(weight != 0 for row in rows for weight in row.weights)
+    return UserPolicyLoss(**arguments, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
+
+
+def _split_by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
+    """Split a tensor [T] into a tensor [R] for every row of the pack."""
+    counts = torch.bincount(pack.row_T, minlength=pack.rows)
+    return list(torch.split(values_T, counts.tolist()))
+
+
+def _load_function(settings: Settings, setting: str) -> Hook:
+    function = hook(settings, setting)
+    assert function is not None
+    return function

@@ -1,0 +1,61 @@
+"""Calls a user's reward function and validates its rewards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from slimectl.data.json_values import plain_reward
+from slimectl.errors import HookError
+from slimectl.hooks import HOOKS, FlatSettings, in_one_line
+from slimectl.types import Sample, detached_copy
+
+SETTING = "score.custom_rm_path"
+
+
+class UserReward:
+    """A user's reward function, loaded from a path and called with one sample or many.
+
+    Raises HookError if its parameters do not fit.
+    """
+
+    def __init__(self, path: str, *, group_rm: bool) -> None:
+        self.path, self._hook = path, HOOKS[SETTING].load(path)
+        function, self.together = self._hook.function, "samples" in self._hook.wanted
+        if group_rm and not self.together:
+            raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
+        call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
+        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
+
+    def called(self, samples: Sequence[Sample], args: FlatSettings) -> Any:
+        """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
+        copies = [detached_copy(sample) for sample in samples]
+        arguments = {"samples": copies} if self.together else {"sample": copies[0]}
+        return self._hook({"args": args, "settings": args, **arguments})
+
+    def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
+        """Return one reward per sample. Raises HookError if the number differs."""
+        if not self.together:
+            return [self._plain(returned, samples[0])]
+        try:
+            values = returned.tolist() if hasattr(returned, "tolist") else returned
+        except Exception as error:
+            raise HookError(f"{SETTING}: {self.path}: its rewards: {in_one_line(error)}; return a list") from error
+        if not isinstance(values, list | tuple):
+            raise HookError(
+                f"{SETTING}: {self.path} returned {type(returned).__name__} for {len(samples)} samples; "
+                f"return a list, a reward for each"
+            )
+        if len(values) != len(samples):
+            raise HookError(
+                f"{SETTING}: {self.path} returned {len(values)} rewards for {len(samples)} samples; return one for each"
+            )
+        return [self._plain(reward, sample) for reward, sample in zip(values, samples, strict=True)]
+
+    def _plain(self, reward: Any, sample: Sample) -> Any:
+        """Return the reward as plain JSON values. Raises HookError, naming the sample, for other values."""
+        try:
+            return plain_reward(reward)
+        except ValueError as error:
+            raise HookError(f"{SETTING}: {self.path}: reward of sample {sample.index} {error}") from None

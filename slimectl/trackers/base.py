@@ -1,0 +1,91 @@
+"""Run identity shared by hosted trackers (wandb, SwanLab)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.errors import BackendError, SettingsError, SlimectlError
+from slimectl.protocols import Tracker
+from slimectl.types import TableRow
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity of a run at wandb and SwanLab; None leaves a field to the library and its environment variables.
+
+    `run_id` stays the same when a run is resumed, so that its curves continue. `config` is shown beside them.
+    """
+
+    run_id: str
+    name: str | None = None
+    project: str = "slimectl"
+    entity: str | None = None
+    group: str | None = None
+    mode: str | None = None
+    host: str | None = None
+    config: dict[str, Any] | None = None
+
+
+def say(text: str) -> None:
+    """Print a message to stderr; errors of a closed stderr are ignored."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class FaultTolerantTracker:
+    """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
+
+    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = say) -> None:
+        self.name = name
+        self.tracker = tracker
+        self._warn = warn
+        self._warned = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        with self._contain_errors(f"at step {step}"):
+            self.tracker.log(metrics, step=step)
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        with self._contain_errors(f"at step {step}"):
+            self.tracker.table(name, rows, step=step)
+
+    def close(self) -> None:
+        with self._contain_errors("when it was closed"):
+            self.tracker.close()
+
+    @contextmanager
+    def _contain_errors(self, moment: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any error of the library: a chart must not stop a run
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"track.with: {self.name} failed {moment}: {first_line(error)}; the run goes on, and its "
+                    f"metrics.jsonl has every number"
+                )
+
+
+def first_line(error: BaseException) -> str:
+    """First non-empty line of an error's message, or the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def starting(name: str, *, way_out: str) -> Iterator[None]:
+    """Turn errors of a tracker's start into BackendError, or into SettingsError for arguments that it rejects.
+
+    `way_out` is the remedy that the message suggests.
+    """
+    try:
+        yield
+    except SlimectlError:
+        raise
+    except TypeError as error:
+        raise SettingsError(f"track.kwargs.{name}: {first_line(error)}") from error
+    except Exception as error:
+        raise BackendError(f"track.with: {name} cannot start: {first_line(error)}; {way_out}") from error

@@ -1,0 +1,172 @@
+"""Weight sync by deltas: a small file with the changes since the last push, applied to the engines' checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimectl.data.atomic_replace import staging
+from slimectl.data.ownership import STAGED, remove_made
+from slimectl.data.run_dir import storage_errors, write_text
+from slimectl.errors import CheckpointError
+from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.types import Metrics
+from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+from slimectl.weight_sync.delta_apply import VERSION, apply_delta, recover, weight_version
+from slimectl.weight_sync.delta_format import Change, DeltaWriter, Versions, digest, tensor_ranges
+from slimectl.weight_sync.disk import OnWritten, Write, clear_pushed, write_checkpoint
+
+Applier = Callable[[Path], None]
+"""Brings an engine's own copy of the checkpoint up to date from a delta, or from a directory with whole weights
+(`take` does both). Raises CheckpointError where a delta does not fit: whole weights come next."""
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class DeltaSync(WeightSyncBase):
+    """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
+
+    The first push writes it whole, as does one whose delta does not fit. Engines read `checkpoint`: that directory, or
+    the copies that `appliers` keep, one on each machine. `encoding` is "xor" or "overwrite", `checksum`
+    "blake2b" or "adler32".
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: WeightUpdateClient,
+        *,
+        folder: Path,
+        write: Write,
+        pause_mode: str = "in_place",
+        dtype: torch.dtype | None = None,
+        keep_files: bool = False,
+        encoding: str = "xor",
+        checksum: str = "blake2b",
+        appliers: Sequence[Applier] = (),
+        checkpoint: Path | None = None,
+        wrote: OnWritten | None = None,
+    ) -> None:
+        super().__init__(policy, workers, pause_mode=pause_mode)
+        self.wrote = wrote
+        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
+        self.encoding, self.checksum, self.appliers = encoding, checksum, list(appliers)
+        self.current = self.folder / "current"
+        self.checkpoint = checkpoint or self.current
+        self._version: str | None = None
+        self._delta: Path | None = None
+
+    def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
+        metrics: Metrics = {"bytes": 0.0, "full": 0.0}
+        if version != self._version:
+            metrics = self._update_checkpoint(version)
+            if self.wrote is not None:
+                self.wrote(self.current if metrics["full"] or self._delta is None else self._delta, workers)
+        try:
+            with self.paused(workers) as watch:
+                workers.load_disk(self.checkpoint, version=version)
+        except BaseException:
+            self._version = None  # whole weights next: these may be why
+            raise
+        return {**metrics, "pause_time": watch.seconds}
+
+    def _update_checkpoint(self, version: str) -> Metrics:
+        """Bring the checkpoint and its copies to `version`: by a delta, or whole where a delta does not fit."""
+        start, self._version = self._version, None
+        if start is not None:
+            previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
+            versions = Versions(start, version, self.encoding, self.checksum)
+            write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
+            try:
+                size = self.policy.hand_weights(write)
+                for apply in [partial(apply_delta, folder=self.current), *self.appliers]:
+                    apply(self._delta)
+            except CheckpointError:
+                self._delta.unlink(missing_ok=True)
+            else:
+                if previous is not None and not self.keep_files:
+                    previous.unlink(missing_ok=True)
+                self._version = version
+                return {"bytes": float(size), "full": 0.0}
+        fill = partial(write_checkpoint, target=self.current, write=partial(_write_versioned, self.write, version))
+        size = self.policy.hand_weights(partial(fill, dtype=self.dtype))
+        for apply in self.appliers:
+            apply(self.current)
+        self._version = version
+        return {"bytes": float(size), "full": 1.0}
+
+    def close(self) -> None:
+        if not self.keep_files:
+            remove_made(self.current)
+            if self._delta is not None:
+                self._delta.unlink(missing_ok=True)
+        self._version = self._delta = None
+
+
+def snapshot(update: Path, checkpoint: Path) -> None:
+    """Applier that updates the copy `checkpoint` from a delta, or from a directory. Raises CheckpointError."""
+    if update.is_file():
+        return apply_delta(update, checkpoint)
+    staged = checkpoint.with_name(f".tmp-{checkpoint.name}")
+    with storage_errors(checkpoint):
+        staging(checkpoint, None)
+        shutil.copytree(update, staged, dirs_exist_ok=True)
+        if not (update / STAGED).exists():
+            (staged / STAGED).unlink()
+        if (checkpoint / VERSION).is_file():  # a copy of ours, marked or not
+            (checkpoint / STAGED).touch()
+        clear_pushed(checkpoint)
+        staged.rename(checkpoint)
+    return None
+
+
+def write_delta(
+    tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: torch.dtype | None
+) -> int:
+    """Write the changes from the directory `base` to these tensors as the file `target`; returns its size in bytes.
+
+    Raises CheckpointError if they are not the same tensors.
+    """
+    staged = target.with_name(f".tmp-{target.name}")
+    with drained(tensors) as stream, storage_errors(target):
+        recover(base)
+        if weight_version(base) != versions.start:
+            raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
+        tensor_regions = tensor_ranges(base)
+        writer = DeltaWriter(staged, versions)
+        try:
+            for name, tensor in cast(stream, dtype):
+                region = tensor_regions.pop(name, None)
+                if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
+                    raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
+                old, new = region.read(), _bytes(tensor)
+                before, after = (digest(versions.checksum, data) for data in (old, new))
+                writer.add(
+                    name, Change(region.code, list(region.shape), before, after), width=region.width, old=old, new=new
+                )
+            if tensor_regions:
+                raise CheckpointError(f"{base}: {min(tensor_regions)} is not among the new weights; push whole ones")
+            size = writer.finish()
+            staged.rename(target)
+        finally:
+            writer.close()
+            staged.unlink(missing_ok=True)
+    return size
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _write_versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:
+    write(path, tensors)
+    write_text(path / VERSION, version + "\n")

@@ -1,0 +1,103 @@
+"""Weight sync by disk: a checkpoint that every engine reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slimectl.data.atomic_replace import staging
+from slimectl.data.ownership import remove_made
+from slimectl.data.run_dir import storage_errors
+from slimectl.errors import SettingsError
+from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.types import Metrics
+from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+
+Write = Callable[[Path, NamedTensors], None]
+"""Fills an empty folder with a complete Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
+
+OnWritten = Callable[[Path, WeightUpdateClient], None]
+"""Called with the folder or delta file of a version, after it is written and before these engines read it."""
+
+
+class DiskSync(WeightSyncBase):
+    """Writes one folder per version under `folder`, which engines must see; it stays until the next one is in use.
+
+    Written while the engines still sample; they pause only to read it. A restarted engine reads the newest one.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: WeightUpdateClient,
+        *,
+        folder: Path,
+        write: Write,
+        pause_mode: str = "in_place",
+        dtype: torch.dtype | None = None,
+        keep_files: bool = False,
+        wrote: OnWritten | None = None,
+    ) -> None:
+        super().__init__(policy, workers, pause_mode=pause_mode)
+        self.wrote = wrote
+        self.folder, self.write, self.dtype, self.keep_files = Path(folder), write, dtype, keep_files
+        self._newest: tuple[str, Path] | None = None
+
+    def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
+        previous, bytes_written = self._newest, 0
+        target = self.folder / f"weights_{version}"
+        if previous is None or previous[0] != version:
+            fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
+            bytes_written = self.policy.hand_weights(fill)
+            if self.wrote is not None:
+                self.wrote(target, workers)
+        try:
+            with self.paused(workers) as watch:
+                workers.load_disk(target, version=version)
+        except BaseException:
+            if bytes_written:
+                remove_made(target)
+            raise
+        self._newest = version, target
+        if bytes_written and previous is not None and not self.keep_files:
+            remove_made(previous[1])
+        return {"bytes": float(bytes_written), "pause_time": watch.seconds}
+
+    def close(self) -> None:
+        if self._newest is not None and not self.keep_files:
+            remove_made(self._newest[1])
+            self._newest = None
+
+
+def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: torch.dtype | None) -> int:
+    """Write the folder `target`, whole or not at all; returns the bytes of its weights.
+
+    It keeps the mark of a folder that may be removed. Raises StorageError, SettingsError if `target` is not ours.
+    """
+    staged = target.with_name(f".tmp-{target.name}")
+    try:
+        with drained(tensors) as stream, storage_errors(target):
+            staging(target, None)
+            write(staged, cast(stream, dtype))
+            size = sum(file.stat().st_size for file in staged.glob("*.safetensors"))
+            clear_pushed(target)
+            staged.rename(target)
+    except SettingsError:
+        raise  # of somebody else's folder
+    except BaseException:
+        remove_made(staged)
+        raise
+    return size
+
+
+def clear_pushed(folder: Path) -> None:
+    """Remove an earlier push of weights, if there is one. Raises SettingsError if the folder is somebody else's."""
+    if os.path.lexists(folder) and not remove_made(folder):
+        raise SettingsError(
+            f"{folder}: slimectl did not write it, and pushes weights under that name; give an empty folder with "
+            "sync.update_weight_disk_dir"
+        )

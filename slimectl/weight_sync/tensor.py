@@ -1,0 +1,56 @@
+"""Weight sync through memory that trainer and engines share: this machine's, or a GPU's."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import torch
+
+from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
+from slimectl.types import Metrics
+from slimectl.weight_sync.base import WeightSyncBase, buckets, cast, drained, in_progress_version
+
+ON_CPU_BYTES = 64 * 2**20
+"""Size limit of a message on a CPU, where no GPU transfer has to be filled: more would only touch more memory."""
+
+
+class TensorSync(WeightSyncBase):
+    """Sends messages of at most `buffer_bytes`, in shared memory only until the engines have read the last.
+
+    `dtype` is the engines' precision: nothing wider is sent.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: WeightUpdateClient,
+        *,
+        pause_mode: str = "in_place",
+        buffer_bytes: int = 512 * 2**20,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(policy, workers, pause_mode=pause_mode)
+        self.buffer_bytes, self.dtype = buffer_bytes, dtype
+
+    def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
+        send = partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes, dtype=self.dtype)
+        with self.paused(workers) as watch:
+            sent = self.policy.hand_weights(send)
+        return {"bytes": float(sent), "pause_time": watch.seconds}
+
+
+def _send(
+    tensors: NamedTensors, *, workers: WeightUpdateClient, version: str, most_bytes: int, dtype: torch.dtype | None
+) -> int:
+    """Send the tensors, in the process that has the weights; returns the bytes sent."""
+    sent = 0
+    with drained(tensors) as stream:
+        first = next(stream, None)
+        if first is not None and not first[1].is_cuda:
+            most_bytes = min(most_bytes, ON_CPU_BYTES)
+        all_tensors = stream if first is None else chain([first], stream)
+        for message, last in buckets(cast(all_tensors, dtype), most_bytes):
+            workers.load_tensors(message, version=in_progress_version(version, last=last))
+            sent += sum(tensor.nbytes for _, tensor in message)
+    return sent

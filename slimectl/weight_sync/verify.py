@@ -1,0 +1,96 @@
+"""Verifies weight sync: compares every tensor by checksum in the trainer and in the engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slimectl.data.hashing import tensor_checksum
+from slimectl.data.ownership import remove_made
+from slimectl.errors import BackendError
+from slimectl.protocols import NamedTensors, WeightUpdateClient
+from slimectl.types import Metrics
+from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+from slimectl.weight_sync.disk import Write, write_checkpoint
+
+HEAD = "lm_head.weight"
+NAMED = 3
+"""Number of tensors that an error names."""
+
+
+class VerifiedSync:
+    """Transport that verifies every push; `dtype` is the engines' precision.
+
+    `slimectl serve` hashes tensors under their Hugging Face names, to be compared with the trainer's. SGLang hashes its
+    own fused and sharded tensors: there they are overwritten with noise and loaded again, from a checkpoint in
+    `folder`, and every hash must equal the earlier one. A mismatch is a BackendError.
+    """
+
+    def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: torch.dtype | None = None) -> None:
+        self.sync, self.folder, self.write, self.dtype = sync, Path(folder), write, dtype
+
+    def push(self) -> Metrics:
+        return self.push_to(self.sync.workers)
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        with self.sync.lock:
+            workers = copy.copy(workers)
+            while True:
+                version = self.sync.policy.weight_version
+                metrics = self.sync.push_to(workers)
+                try:
+                    self.check(workers)
+                except BackendError:
+                    # From another thread: the policy may have stepped since it was pushed.
+                    if self.sync.policy.weight_version == version:
+                        raise
+                else:
+                    return metrics
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def check(self, workers: WeightUpdateClient) -> None:
+        """Compare the workers' tensors with the policy's. Raises BackendError, which names the first that differ."""
+        if workers.checksums_by_hf_name:
+            expected = [self.sync.policy.hand_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
+            _compare(workers, expected, workers.checksums())
+            return
+        version, target = self.sync.policy.weight_version, self.folder / "check"
+        write = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
+        self.sync.policy.hand_weights(write)
+        try:
+            pushed = workers.checksums()
+            with self.sync.paused(workers):
+                workers.scramble()
+                workers.load_disk(target, version=version)
+            _compare(workers, workers.checksums(), pushed)
+        finally:
+            remove_made(target)
+
+
+def _checksums(tensors: NamedTensors, *, dtype: torch.dtype | None) -> dict[str, str]:
+    """Compute the checksum of every tensor, in the process that has the weights."""
+    with drained(tensors) as stream:
+        return {name: tensor_checksum(tensor) for name, tensor in cast(stream, dtype)}
+
+
+def _compare(
+    workers: WeightUpdateClient, expected: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]
+) -> None:
+    for url, hashes, engine_hashes in zip(workers.urls, expected, reported, strict=True):
+        # A tied head is the embedding: the trainer may name it, the engine has no tensor of its own for it.
+        comparable = {name: checksum for name, checksum in hashes.items() if name in engine_hashes or name != HEAD}
+        wrong = [
+            name for name in comparable.keys() | engine_hashes.keys() if comparable.get(name) != engine_hashes.get(name)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            raise BackendError(
+                f"engine at {url}: {', '.join(sorted(wrong)[:NAMED])}{more} of {len(hashes)} tensors differ from those"
+                " that were pushed; does it serve this model, in the precision of engine.dtype?"
+            )

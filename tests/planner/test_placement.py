@@ -1,0 +1,77 @@
+"""Who goes where is known before anything starts; what cannot be says the nearest sizes that can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slimectl.planner.placement import Placement, divisibility_warnings, nearest_valid
+
+TWO_NODES = Placement(actor_nodes=1, actor_gpus_per_node=8, engines=8)
+
+
+def test_apart_ranks_fill_the_first_machine_and_engines_the_second():
+    bundles = TWO_NODES.bundles
+    assert [(b.node, b.gpu) for b in bundles] == [(n, g) for n in range(2) for g in range(8)]
+    assert [b.rank for b in bundles] == [*range(8), *[None] * 8]
+    assert [b.engine for b in bundles] == [*[None] * 8, *range(8)]
+    assert {b.share for b in bundles} == {1.0}
+    assert TWO_NODES.nodes == 2
+
+
+def test_colocated_engines_share_the_gpus_of_the_ranks_from_the_first_on():
+    placed = Placement(actor_nodes=2, actor_gpus_per_node=8, engines=3, gpus_per_engine=4, colocate=True)
+    assert len(placed.bundles) == 16
+    assert [b.rank for b in placed.bundles] == list(range(16))
+    assert [b.engine for b in placed.bundles] == [0] * 4 + [1] * 4 + [2] * 4 + [None] * 4
+    assert [b.share for b in placed.bundles] == [0.5] * 12 + [1.0] * 4
+    assert placed.of_engine(2) == [8, 9, 10, 11]
+
+
+def test_more_engines_than_shared_gpus_take_further_ones():
+    placed = Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=2, colocate=True)
+    assert [(b.rank, b.engine) for b in placed.bundles] == [(0, 0), (1, 0), (None, 1), (None, 1)]
+
+
+def test_on_a_cpu_only_ranks_have_places():
+    placed = Placement(actor_nodes=2, actor_gpus_per_node=3, engines=4, gpus_per_engine=5, on_gpu=False)
+    assert [(b.node, b.gpu, b.rank, b.engine) for b in placed.bundles] == [
+        (0, 0, 0, None), (0, 1, 1, None), (0, 2, 2, None), (1, 0, 3, None), (1, 1, 4, None), (1, 2, 5, None)
+    ]  # fmt: skip
+    assert list(placed.problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"actor_gpus_per_node": 12}, "cluster.actor_num_gpus_per_node: 12 x cluster.actor_num_nodes: 1 do not fill "
+         "machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
+        ({"actor_nodes": 3, "actor_gpus_per_node": 4}, "cluster.actor_num_gpus_per_node: 4 x cluster.actor_num_nodes: "
+         "3 do not fill machines of 8 GPUs (cluster.num_gpus_per_node) one after the other; give 8 on 1 or 8 on 2"),
+        ({"gpus_per_engine": 16}, "cluster.rollout_num_gpus_per_engine: 16, but a machine has 8 GPUs, and an engine "
+         "lives on one; give 8 or raise cluster.num_gpus_per_node"),
+        ({"engines": 3, "gpus_per_engine": 3}, "cluster.rollout_num_gpus_per_engine: 3 cuts engine 2 in two machines "
+         "of 8 GPUs; give 2 or 4, or train on 5"),
+        ({"actor_gpus_per_node": 6, "engines": 2, "gpus_per_engine": 4}, "cluster.rollout_num_gpus_per_engine: 4 cuts "
+         "engine 0 in two machines of 8 GPUs; give 2, or train on 4 or 8"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_names_the_nearest_sizes_that_can(changed: dict[str, int], problem: str):
+    assert next(replace(TWO_NODES, **changed).problems()) == problem
+
+
+def test_batches_that_do_not_divide_name_the_nearest_that_do():
+    assert list(divisibility_warnings(64, 16, 4)) == []
+    assert list(divisibility_warnings(64, 24, 8)) == [
+        "train.global_batch_size: 24 does not divide the 64 rollouts of a round; its last takes 16; 16 or 32 would"
+    ]
+    assert list(divisibility_warnings(30, 30, 4)) == [
+        "train.global_batch_size: 30 rollouts a step are no multiple of 4 data-parallel ranks, of which some wait for "
+        "others; 28 or 32 would be"
+    ]
+
+
+def test_nearest_finds_nothing_where_nothing_is_legal():
+    assert nearest_valid(5, range(1, 10), lambda n: n % 4 == 0) == [4, 8]
+    assert nearest_valid(5, range(1, 10), lambda n: False) == []

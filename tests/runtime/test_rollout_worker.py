@@ -1,0 +1,72 @@
+"""Pushes over which a server dies: made again once it is back, given up where that was not the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from slimectl.errors import BackendError
+from slimectl.runtime.rollout_worker import WeightSynchronizer
+from slimectl.types import Metrics
+
+
+class Watched:
+    """As many restarts as there were deaths; the watch may have seen a death before anybody asks."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.dead = 0
+
+    @contextmanager
+    def pause_watch(self) -> Iterator[None]:
+        yield
+
+    def mend(self) -> None:
+        self.restarts, self.dead = self.restarts + self.dead, 0
+
+    def settle(self) -> None:
+        self.mend()
+
+
+class Line:
+    """A transport that fails as often as it is told, by a death that the watch sees at once, later, or not at all."""
+
+    def __init__(self, fleet: Watched, *seen: str) -> None:
+        self.fleet, self.seen, self.pushes = fleet, list(seen), 0
+
+    def push(self) -> Metrics:
+        self.pushes += 1
+        if not self.seen:
+            return {"bytes": 1.0}
+        how = self.seen.pop(0)
+        self.fleet.dead += how != "no death"
+        if how == "at once":
+            self.fleet.mend()
+        raise BackendError("engine at http://a:1 is not there")
+
+
+class Third:
+    """A policy after two steps, as far as a push looks at it."""
+
+    weight_version = "2"
+
+
+@pytest.mark.parametrize("seen", [["at once"], ["later"], ["at once", "later"]])
+def test_a_push_over_which_servers_died_is_made_again(seen: list[str]):
+    fleet: Any = Watched()
+    line: Any = Line(fleet, *seen)
+    sync = WeightSynchronizer(line, Third(), fleet=fleet)  # type: ignore[arg-type]
+    assert sync.push() == {"bytes": 1.0}
+    assert (line.pushes, fleet.restarts, sync.version) == (len(seen) + 1, len(seen), "2")
+
+
+def test_a_push_that_living_servers_refuse_fails():
+    fleet: Any = Watched()
+    line: Any = Line(fleet, "no death")
+    sync = WeightSynchronizer(line, Third(), fleet=fleet)  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="is not there"):
+        sync.push()
+    assert (line.pushes, sync.version) == (1, None)

@@ -1,0 +1,222 @@
+"""A delta brings a checkpoint from one version to the next, byte for byte, or leaves it as it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.data.run_dir import write_text
+from slimectl.errors import CheckpointError
+from slimectl.weight_sync import delta_apply
+from slimectl.weight_sync.delta import snapshot, write_delta
+from slimectl.weight_sync.delta_apply import VERSION, apply_delta, weight_version
+from slimectl.weight_sync.delta_format import TensorRange, Versions, tensor_ranges
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+SHAPES: list[list[int]] = [[], [0, 3], [1], [3], [17], [2, 5], [300], [3, 4, 5]]
+ENCODINGS = st.sampled_from(["xor", "overwrite"])
+CHECKSUMS = st.sampled_from(["blake2b", "adler32"])
+Weights = dict[str, Tensor]
+
+
+def numbers(draw: random.Random, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    """Any bits at all, NaNs and infinities among them."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    most = 1 if dtype is torch.bool else 255
+    data = bytearray(draw.randint(0, most) for _ in range(size))
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    )
+
+
+def changed(draw: random.Random, tensor: Tensor, share: float) -> Tensor:
+    """The tensor with about that share of its bytes drawn anew."""
+    other = numbers(draw, tensor.dtype, list(tensor.shape))
+    if not tensor.numel():
+        return other
+    keep = torch.tensor([draw.random() >= share for _ in range(tensor.nbytes)])
+    mixed = torch.where(keep, *(each.reshape(-1).view(torch.uint8) for each in (tensor, other)))
+    return mixed.view(tensor.dtype).view(tensor.shape)
+
+
+@st.composite
+def two_versions(draw: st.DrawFn) -> tuple[Weights, Weights]:
+    """Tensors of any form, and what they become."""
+    forms = draw(st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)), min_size=1, max_size=6))
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    before = {f"model.{i}": numbers(chance, dtype, shape) for i, (dtype, shape) in enumerate(forms)}
+    share = draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+    return before, {name: changed(chance, tensor, share) for name, tensor in before.items()}
+
+
+def checkpoint(folder: Path, weights: Weights, version: str, *, shard_bytes: int = 400) -> Path:
+    folder.mkdir()
+    HFCheckpoint(max_shard_bytes=shard_bytes).write(folder, weights.items())
+    write_text(folder / VERSION, version + "\n")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != VERSION}
+
+
+def delta(folder: Path, base: Path, weights: Weights, *, encoding: str = "xor", checksum: str = "blake2b") -> Path:
+    """From version 1, which `base` holds, to these weights, version 2."""
+    target = folder / "1-to-2.delta"
+    size = write_delta(
+        iter(weights.items()), target=target, base=base, versions=Versions("1", "2", encoding, checksum), dtype=None
+    )
+    assert size == target.stat().st_size
+    return target
+
+
+@settings(max_examples=60, deadline=None)
+@given(versions=two_versions(), encoding=ENCODINGS, checksum=CHECKSUMS)
+def test_a_delta_makes_the_new_files_of_the_old_byte_for_byte(
+    versions: tuple[Weights, Weights], encoding: str, checksum: str
+):
+    with tempfile.TemporaryDirectory() as name:
+        old = checkpoint(Path(name, "old"), versions[0], "1")
+        new = checkpoint(Path(name, "new"), versions[1], "2")
+        change = delta(Path(name), old, versions[1], encoding=encoding, checksum=checksum)
+        apply_delta(change, old)
+        assert contents(old) == contents(new)
+        assert weight_version(old) == "2"
+        apply_delta(change, old)  # again: nothing to do
+        assert contents(old) == contents(new)
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_after(bytes_left: int) -> Callable[[TensorRange, bytes], None]:
+    """A `Region.write` that writes that many bytes more, over all calls, and fails in the middle of a tensor."""
+    write, left = TensorRange.write, [bytes_left]
+
+    def cut(region: TensorRange, data: bytes) -> None:
+        part = memoryview(data)[: left[0]]
+        write(region, part)
+        left[0] -= len(part)
+        if len(part) < len(data):
+            raise PowerCut
+
+    return cut
+
+
+@settings(max_examples=60, deadline=None)
+@given(versions=two_versions(), encoding=ENCODINGS, cut=st.integers(0, 600), again=st.integers(0, 600))
+def test_what_was_torn_in_the_middle_is_finished_by_the_next_call(
+    versions: tuple[Weights, Weights], encoding: str, cut: int, again: int
+):
+    with tempfile.TemporaryDirectory() as name:
+        old = checkpoint(Path(name, "old"), versions[0], "1")
+        new = checkpoint(Path(name, "new"), versions[1], "2")
+        change = delta(Path(name), old, versions[1], encoding=encoding)
+        for bytes_left in (cut, again):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(TensorRange, "write", cut_after(bytes_left))
+                try:
+                    apply_delta(change, old)
+                except PowerCut:
+                    assert (old / delta_apply.JOURNAL).exists()
+        apply_delta(change, old)
+        assert contents(old) == contents(new)
+        assert weight_version(old) == "2"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    weights = {"a": torch.arange(100, dtype=torch.float32), "b": torch.ones(50, dtype=torch.bfloat16)}
+    return checkpoint(tmp_path / "base", weights, "1", shard_bytes=10_000)
+
+
+@pytest.fixture
+def change(tmp_path: Path, base: Path) -> Path:
+    weights = {"a": torch.arange(100, dtype=torch.float32).sqrt(), "b": torch.ones(50, dtype=torch.bfloat16) * 2}
+    return delta(tmp_path, base, weights)
+
+
+def test_other_bytes_than_expected_are_found_before_anything_is_touched(base: Path, change: Path):
+    region = tensor_ranges(base)["b"]
+    region.write(b"\x00" + region.read()[1:])  # one byte, in the tensor that would be written last
+    before = contents(base)
+    with pytest.raises(CheckpointError, match="b is not as the delta from 1 expects it; push whole weights"):
+        apply_delta(change, base)
+    assert contents(base) == before
+    assert weight_version(base) == "1"
+
+
+def test_another_version_is_refused_by_name(base: Path, change: Path):
+    write_text(base / VERSION, "7\n")
+    with pytest.raises(CheckpointError, match="holds weights 7, the delta goes from 1; push whole"):
+        apply_delta(change, base)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a byte in the middle", "empty", "missing"])
+def test_a_damaged_delta_is_refused_and_nothing_is_touched(base: Path, change: Path, damage: str):
+    before, data = contents(base), bytearray(change.read_bytes())
+    if damage == "a byte in the middle":
+        data[len(data) // 3] ^= 1
+    change.write_bytes({"cut short": data[:-9], "empty": b""}.get(damage, bytes(data)))
+    if damage == "missing":
+        change.unlink()
+    with pytest.raises(CheckpointError, match=r"1-to-2\.delta"):
+        apply_delta(change, base)
+    assert contents(base) == before
+
+
+def test_a_checkpoint_of_another_form_is_refused(tmp_path: Path, change: Path):
+    other = checkpoint(tmp_path / "other", {"a": torch.zeros(100)}, "1")
+    with pytest.raises(CheckpointError, match="b is in it or in the checkpoint only"):
+        apply_delta(change, other)
+    narrow = checkpoint(tmp_path / "narrow", {"a": torch.zeros(99), "b": torch.ones(50, dtype=torch.bfloat16)}, "1")
+    with pytest.raises(CheckpointError, match=r"a is F32 \[99\], the delta is for F32 \[100\]"):
+        apply_delta(change, narrow)
+
+
+def test_no_delta_is_written_for_other_tensors_than_the_base_has(tmp_path: Path, base: Path):
+    for weights, words in [
+        ({"a": torch.zeros(100)}, "b is not among the new weights"),
+        ({"a": torch.zeros(100), "b": torch.ones(50)}, "b has another form there"),
+        ({"a": torch.zeros(100), "c": torch.ones(50)}, "c has another form there"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            delta(tmp_path, base, weights)
+    assert [file.name for file in tmp_path.iterdir()] == ["base"]
+
+
+def test_what_did_not_change_takes_no_room(tmp_path: Path):
+    weights = {"a": torch.randn(100_000).bfloat16()}
+    base = checkpoint(tmp_path / "base", weights, "1", shard_bytes=10**6)
+    assert delta(tmp_path, base, weights).stat().st_size < 400
+    few = {"a": weights["a"].clone()}
+    few["a"][::1000] *= 2  # 100 of 100 000 numbers
+    assert delta(tmp_path, base, few).stat().st_size < 1500
+
+
+def test_a_copy_of_the_checkpoint_takes_deltas_and_whole_directories(tmp_path: Path, base: Path, change: Path):
+    copy = tmp_path / "copy"
+    snapshot(base, copy)
+    assert contents(copy) == contents(base)
+    snapshot(change, copy)
+    assert weight_version(copy) == "2"
+    snapshot(base, copy)
+    assert contents(copy) == contents(base)
+    assert weight_version(copy) == "1"
+    shutil.rmtree(copy)
+    with pytest.raises(CheckpointError, match="no safetensors files; push whole weights first"):
+        snapshot(change, copy)
