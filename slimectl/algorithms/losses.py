@@ -36,7 +36,7 @@ PARTS = ("pg_loss", "kl_loss", "entropy_loss")
 
 
 class Pack(Protocol):
-    """The part of ports.TokenPack that a loss reads: response tokens, flat, each tensor [T]; absent ones None."""
+    """The part of protocols.TokenBatch that a loss reads: response tokens, flat, each tensor [T]; absent ones None."""
 
     @property
     def logprobs_T(self) -> Tensor: ...

@@ -82,7 +82,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def pass_k_values(n: int) -> list[int]:
     """Return the k of pass@k: 1, 2, 4, ... up to n.
 
-    >>> powers_of_two(6)
+    >>> pass_k_values(6)
     [1, 2, 4]
     """
     return [1 << exponent for exponent in range(max(n, 0).bit_length())]

@@ -72,7 +72,7 @@ LONG_ANSWER = 4
 class PromptGroup:
     """Rows, by their position in the batch, that share one copy of their prompt.
 
-    >>> Bundle(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
+    >>> PromptGroup(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
     15
 
     The last response token of a row predicts nothing, so it is not computed: 10 + (3 - 1) + (4 - 1).

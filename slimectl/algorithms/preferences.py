@@ -19,7 +19,7 @@ from slimectl.errors import SettingsError
 
 
 class SlopePack(Protocol):
-    """The part of ports.TokenPack that `SlopeLoss` reads."""
+    """The part of protocols.TokenBatch that `LinearizedLoss` reads."""
 
     @property
     def logprobs_T(self) -> Tensor: ...

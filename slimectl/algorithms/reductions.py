@@ -1,7 +1,7 @@
 """Loss weights per token, which hold the whole reduction of a step.
 
-With these as `Row.weights` the loss of a step is sum(weights * loss), so no later stage needs a denominator and the
-gradient cannot depend on ranks, packs or micro-batches.
+With these as `TrainingSample.weights` the loss of a step is sum(weights * loss), so no later stage needs a
+denominator and the gradient cannot depend on ranks, packs or micro-batches.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from slimectl.errors import SettingsError
 
 
 class ValuePack(Protocol):
-    """The part of ports.TokenPack that the value loss reads; `logprobs_T` holds the critic's values."""
+    """The part of protocols.TokenBatch that the value loss reads; `logprobs_T` holds the critic's values."""
 
     @property
     def logprobs_T(self) -> Tensor: ...

@@ -123,7 +123,7 @@ def check(name: str, config: dict[str, Any], *, location: str) -> None:
 def describe_difference(difference: Difference) -> str:
     """Describe a difference.
 
-    >>> told(("rope_theta", 1000000.0, 10000.0))
+    >>> describe_difference(("rope_theta", 1000000.0, 10000.0))
     'rope_theta is 10000.0, the card says 1000000.0'
     """
     key, card, config = difference

@@ -51,9 +51,10 @@ def adapter_links(link: ParamMapping, layers: Collection[str], rank: int) -> lis
     If tensor parallelism splits the rows of the matrix, it splits those of B; if it splits columns, those of A. The
     other one is replicated. Each layer has its own pair although Megatron fuses layers: peft's files have none fused.
 
-    >>> link = Link("decoder.layers.0.mlp.linear_fc2.weight", ("down.weight",), ((2, 6),), split=Split(1))
+    >>> split = TensorParallelSplit(1)
+    >>> link = ParamMapping("decoder.layers.0.mlp.linear_fc2.weight", ("down.weight",), ((2, 6),), split=split)
     >>> [(half.megatron, half.shape, half.split) for half in adapter_links(link, {"down"}, rank=4)[0]]
-    [('decoder.layers.0.mlp.linear_fc2.adapter.A.down', (4, 6), Split(axis=1, blocks=())), \
+    [('decoder.layers.0.mlp.linear_fc2.adapter.A.down', (4, 6), TensorParallelSplit(axis=1, blocks=())), \
 ('decoder.layers.0.mlp.linear_fc2.adapter.B.down', (2, 4), None)]
     """
     pairs = []

@@ -169,7 +169,8 @@ class ParamMapping:
     counted over the whole model. `split` None: replicated on every tensor-parallel rank. `padded`: its
     rows are padded to a multiple of the tensor-parallel size (embedding and output layer).
 
-    >>> link = Link("mlp.linear_fc1.weight", ("gate", "up"), ((2, 3), (2, 3)), Rows(), Split(0, (2, 2)))
+    >>> split = TensorParallelSplit(0, (2, 2))
+    >>> link = ParamMapping("mlp.linear_fc1.weight", ("gate", "up"), ((2, 3), (2, 3)), ConcatRows(), split)
     >>> link.shape
     (4, 3)
     """

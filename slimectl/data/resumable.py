@@ -46,7 +46,7 @@ def _partial_path(final: Path) -> Path:
 class ResumableOutput:
     """Resumable writer of samples to the file `out`: until `commit` they are in `out`.partial, beside a manifest.
 
-    >>> with Partial("scored.jsonl", manifest) as partial:  # doctest: +SKIP
+    >>> with ResumableOutput("scored.jsonl", manifest) as partial:  # doctest: +SKIP
     ...     before = list(partial.done())
     ...     partial.write(sample)
     ...     partial.commit()

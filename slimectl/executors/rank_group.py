@@ -29,7 +29,7 @@ LOOK_S = 2.0
 
 
 class RankGroupBase:
-    """Driver side of ports.Ranks; a subclass starts the processes and explains how they ended.
+    """Driver side of protocols.RankGroup; a subclass starts the processes and explains how they ended.
 
     After a failure that leaves some rank waiting for another, the processes are ended.
     """

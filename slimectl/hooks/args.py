@@ -10,7 +10,7 @@ from slimectl.settings import Settings
 class FlatSettings:
     """The resolved settings as flat attributes, by the names that slime's scripts use.
 
-    >>> Args(Settings()).rollout_temperature, Args(Settings()).lr
+    >>> FlatSettings(Settings()).rollout_temperature, FlatSettings(Settings()).lr
     (1.0, 1e-06)
 
     `args.section` is the section itself; `args.section_key` and, where only one section has it, `args.key` its value.

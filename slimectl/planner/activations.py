@@ -1,7 +1,7 @@
 """Activations that autograd saves for one layer, derived from the modules that this package runs.
 
 H hidden · F MLP columns · q, k columns of query and of key (value has as many) · c bytes of an element · t tensor
-parallel size. Every figure is bytes per token. tests/estimates/test_activations.py measures the same on real models.
+parallel size. Every figure is bytes per token. tests/planner/test_activations.py measures the same on real models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.planner.workload import Run, counted
 
 DELTA_CHUNK = 64
-"""Chunk length of policies/megatron/delta_net.py; tests/estimates/test_figures.py checks that they are equal."""
+"""Chunk length of policies/megatron/delta_net.py; tests/planner/test_figures.py checks that they are equal."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def plan_run(
 def describe(run: Run) -> str:
     """Describe the layout with the names of the settings.
 
-    >>> told(Run(8, ParallelLayout(tensor=2), recompute="full"))
+    >>> describe(Run(8, ParallelLayout(tensor=2), recompute="full"))
     '8 ranks: tensor 2, data 4; recompute full'
     """
     if run.policy == "fsdp":

@@ -85,7 +85,7 @@ def total(name: str, figures: Iterable[Figure], suffix: str = "") -> Figure:
 
 Recompute = Literal["none", "selective", "full"]
 
-# Constants of the policies, which this floor cannot import; tests/estimates/test_run.py checks that they are equal.
+# Constants of the policies, which this floor cannot import; tests/planner/test_run.py checks that they are equal.
 DENSE_SCORES = 2**26
 """Largest number of attention scores in memory at once, on a CPU in bfloat16."""
 CHUNK_LOGITS = 2**23

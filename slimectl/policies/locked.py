@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LockedPolicy:
-    """ports.Policy behind a lock: a restarted engine reads weights while training continues."""
+    """protocols.Policy behind a lock: a restarted engine reads weights while training continues."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -34,12 +34,12 @@ class LockedPolicy:
             return self._policy.forward_backward(rows, loss)
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """ports.Critic.values, for a policy with a value head."""
+        """protocols.Critic.values, for a policy with a value head."""
         with self._lock:
             return self._policy.values(rows)  # type: ignore[attr-defined]
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """ports.Stepped.before_step, for a policy that implements it."""
+        """protocols.PreStepHook.before_step, for a policy that implements it."""
         with self._lock:
             self._policy.before_step(rollout_id, step_id)  # type: ignore[attr-defined]
 

@@ -17,7 +17,7 @@ def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_o
     A pattern matches anywhere in a name. Raises SettingsError for a pattern that matches no name, or if
     no parameter remains.
 
-    >>> sorted(trained(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
+    >>> sorted(trainable_names(["a.norm", "a.mlp", "b.mlp"], freeze=["norm"], train_only=[r"^a\\."]))
     ['a.mlp']
     """
     names = list(names)

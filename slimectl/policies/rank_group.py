@@ -29,7 +29,7 @@ class RankPipe(Protocol):
 
 
 class DistributedPolicy:
-    """ports.Policy over `ranks` processes placed by `executor`: gloo on CPU, nccl on GPUs.
+    """protocols.Policy over `ranks` processes placed by `executor`: gloo on CPU, nccl on GPUs.
 
     `build` is called in every rank, after it has joined the process group; it and the losses must be picklable. A
     rank's exception is raised here with its original type, its traceback as a note. Thread-safe: one call at a time,
@@ -56,11 +56,11 @@ class DistributedPolicy:
         return self._call("forward_backward", rows, loss)
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        """ports.Critic.values, if the ranks run a critic."""
+        """protocols.Critic.values, if the ranks run a critic."""
         return self._call("values", rows)
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """ports.Stepped.before_step, if the ranks implement it."""
+        """protocols.PreStepHook.before_step, if the ranks implement it."""
         self._call("before_step", rollout_id, step_id)
 
     def optim_step(self) -> Metrics:

@@ -21,7 +21,7 @@ CONSTANTS = {
 
 @dataclass(frozen=True, slots=True)
 class ResponseBatch:
-    """ports.TokenPack: one pack of response tokens as tensors."""
+    """protocols.TokenBatch: one pack of response tokens as tensors."""
 
     logprobs_T: Tensor
     entropy_T: Tensor | None

@@ -32,7 +32,7 @@ class Span(NamedTuple):
 class Grade:
     r"""A verifier's grade of one response: the reward and its explanation.
 
-    >>> Verdict(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
+    >>> Grade(1.0, r"last \boxed{}", "equals the label '0.5'", r"\frac12", (12, 19)).to_json()["from"]
     'last \\boxed{}'
 
     `source` names the part of the response that was searched, `extracted` is the answer found there (None: none) and

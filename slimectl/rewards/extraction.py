@@ -33,7 +33,7 @@ def find_boxed(text: str) -> Span | None:
     r"""Content of the last \boxed{} or \fbox{}, nested braces included; None if there is none or it never closes.
 
     >>> find_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
-    Found(text='\\frac{1}{2}', start=25)
+    Span(text='\\frac{1}{2}', start=25)
 
     A truncated last box is not replaced by an earlier one: the model had not finished answering.
     """

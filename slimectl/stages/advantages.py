@@ -24,7 +24,7 @@ from slimectl.types import Metrics, Sample, TrainingSample
 
 
 def set_values(rows: Sequence[TrainingSample], critic: Critic) -> None:
-    """Write `Row.values`: the critic's predictions before the updates of the round."""
+    """Write `TrainingSample.values`: the critic's predictions before the updates of the round."""
     if rows:
         for row, values in zip(rows, critic.values(rows), strict=True):
             row.values = values
@@ -57,7 +57,7 @@ def set_advantages(
     *,
     compare: bool = True,
 ) -> None:
-    """Write `Row.advantages` (and `Row.returns` with a critic); the reverse KL to a teacher goes to `metrics`.
+    """Write `TrainingSample.advantages`, and `.returns` with a critic; the reverse KL to a teacher goes to `metrics`.
 
     Rows have the log-probabilities, and the values, that the algorithm needs. `compare=False` skips the comparison
     of siblings: the rewards have been compared already.
@@ -116,7 +116,7 @@ def _estimate_advantages(
 def _critic_advantages(
     row: TrainingSample, reward: float, kl_T: Tensor | None, mask_T: Tensor, algorithm: Ppo
 ) -> Tensor:
-    """Return the GAE advantages of one answer and write `Row.returns`."""
+    """Return the GAE advantages of one answer and write `TrainingSample.returns`."""
     assert row.values is not None
     values_T = _tensor(row.values)
     rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef)

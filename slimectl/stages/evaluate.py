@@ -112,7 +112,7 @@ def with_summary(
 ) -> Iterator[Sample]:
     """Yield the graded samples of one dataset, then write their summary into `metrics`.
 
-    `answer` extracts the answer of a sample (see `answer_of`); `too_long` has the dropped prompts by then.
+    `answer` extracts the answer of a sample (see `answer_extractor`); `too_long` has the dropped prompts by then.
     """
     collected: list[Sample] = []
     for sample in tee(samples, collected.append):

@@ -95,7 +95,7 @@ def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
 def set_preference_gradients(
     rows: Sequence[TrainingSample], algorithm: Pairwise, policy: Policy, critic: Critic | None
 ) -> Metrics:
-    """Write `Row.advantages`: the negative gradient of each pair's loss with respect to the values of its tokens.
+    """Write `TrainingSample.advantages`: the negative gradient of each pair's loss by the values of its tokens.
 
     Returns loss, pair_accuracy, reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
     """

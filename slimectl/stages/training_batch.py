@@ -22,7 +22,7 @@ from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, TrainingSample
 
 Estimator = Callable[[Sequence[TrainingSample], Sequence[Sample], Sequence[float]], None]
-"""Called with (rows, samples, rewards); writes `Row.advantages`."""
+"""Called with (rows, samples, rewards); writes `TrainingSample.advantages`."""
 
 LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)}
 """Arguments of PolicyLoss; the settings of an algorithm have the same names."""
@@ -69,7 +69,7 @@ def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> f
 def set_loss_weights(
     rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: PolicyGradient | Pairwise | Sft
 ) -> None:
-    """Replace the masks in `Row.weights` by the loss weights of a whole step: its reduction, with denominators.
+    """Replace the masks in `TrainingSample.weights` by the loss weights of a step: its reduction, with denominators.
 
     A pair's loss is a function of sums over its tokens: each token weighs one over the number of pairs.
     """

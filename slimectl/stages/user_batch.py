@@ -109,7 +109,7 @@ def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[f
 
 
 def reward_metrics(rewards: Sequence[float]) -> Metrics:
-    """Return the metrics rollout/rewards of user-defined rewards, like `compared_rewards` does for an algorithm."""
+    """Return the metrics rollout/rewards of user-defined rewards, like `normalized_rewards` does for an algorithm."""
     return {"rollout/rewards": fmean(rewards), "rollout/rewards/max": max(rewards), "rollout/rewards/min": min(rewards)}
 
 

@@ -28,7 +28,7 @@ TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_f
 def custom_advantages(
     rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float], settings: Settings
 ) -> None:
-    """Call the user's advantage function and write `Row.advantages` (and `Row.returns`).
+    """Call the user's advantage function and write `TrainingSample.advantages` (and `TrainingSample.returns`).
 
     The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
     optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
@@ -55,7 +55,7 @@ def custom_advantages(
 class CustomLoss:
     """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
 
-    The function gets `batch` (ports.TokenPack: response tokens, flat), their `log_probs` [T], `entropy` [T] if
+    The function gets `batch` (protocols.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
     algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
     `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
     to the value of the step.

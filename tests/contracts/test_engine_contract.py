@@ -1,4 +1,4 @@
-"""What every engine promises to the stages (ports.Engine, ports.WeightReceiver), whichever adapter keeps it."""
+"""What every engine promises to the stages (protocols.Engine, protocols.WeightReceiver), whichever adapter keeps it."""
 
 from __future__ import annotations
 

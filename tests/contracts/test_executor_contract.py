@@ -1,4 +1,4 @@
-"""What every executor promises (ports.Executor): its laziness keeps sampling on-policy, its order keeps it equal."""
+"""The promises of every executor (protocols.Executor): laziness keeps sampling on-policy, order keeps it equal."""
 
 from __future__ import annotations
 

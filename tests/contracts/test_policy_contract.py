@@ -1,4 +1,4 @@
-"""What every policy promises to training (ports.Policy), in one process and over several."""
+"""What every policy promises to training (protocols.Policy), in one process and over several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tracker promises (ports.Tracker): the numbers that went in can be read where people look for them."""
+"""What every tracker promises (protocols.Tracker): the numbers that went in can be read where people look for them."""
 
 from __future__ import annotations
 

@@ -141,9 +141,9 @@ from functools import partial
 from pathlib import Path
 from policy_cases import new_policy
 from slimectl.executors.local import LocalExecutor
-from slimectl.policies.rank_group import GroupPolicy
+from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors
-group = GroupPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)
+group = DistributedPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)
 print(*[process.pid for process in group._ranks._processes], flush=True)
 time.sleep(60)
 """

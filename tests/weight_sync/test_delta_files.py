@@ -104,7 +104,7 @@ class PowerCut(Exception):
 
 
 def cut_after(bytes_left: int) -> Callable[[TensorRange, bytes], None]:
-    """A `Region.write` that writes that many bytes more, over all calls, and fails in the middle of a tensor."""
+    """A `TensorRange.write` that writes that many bytes more, over all calls, and fails in the middle of a tensor."""
     write, left = TensorRange.write, [bytes_left]
 
     def cut(region: TensorRange, data: bytes) -> None:

@@ -20,7 +20,7 @@ BUCKET_BYTES = 512 * 2**20
 
 
 class SglangEngine:
-    """ports.Engine and ports.WeightReceiver over HTTP, for any event loop and thread.
+    """protocols.Engine and protocols.WeightReceiver over HTTP, for any event loop and thread.
 
     `urls` take generation requests (one router, or servers, among which requests are balanced here); `workers` are the
     servers themselves, if they differ. A request whose server fails is retried from its beginning, on a server of the

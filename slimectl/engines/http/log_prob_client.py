@@ -17,7 +17,7 @@ PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café,
 
 
 class RemoteLogProbModel:
-    """ports.LogProbs of the model behind `urls`: SGLang's servers, or `slimectl serve`.
+    """protocols.LogProbModel of the model behind `urls`: SGLang's servers, or `slimectl serve`.
 
     Requests go to the servers round-robin, concurrently; each may be tried `tries` times within `timeout_s` seconds.
     `setting` names the setting of the addresses. Log-probabilities are those of temperature 1.

@@ -34,7 +34,7 @@ OPEN_ALREADY = "already open"
 
 
 class HttpWorkers:
-    """ports.WeightWorkers over HTTP; `set_urls` replaces the workers, from any thread.
+    """protocols.WeightUpdateClient over HTTP; `set_urls` replaces the workers, from any thread.
 
     A response may take `timeout_s`. Picklable; must not be used inside a running event loop.
     """

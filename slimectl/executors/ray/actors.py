@@ -94,7 +94,7 @@ class ObjectActor:
 
 
 class Host:
-    """Driver side of a HostActor; picklable, so that other actors may call it too."""
+    """Driver side of an ObjectActor; picklable, so that other actors may call it too."""
 
     def __init__(self, actor: Any, name: str, location: ActorLocation, log: Path | None) -> None:
         self.actor, self.name, self.location, self.log = actor, name, location, log

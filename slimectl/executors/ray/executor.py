@@ -1,4 +1,4 @@
-"""Executor on a Ray cluster (ports.Executor)."""
+"""Executor on a Ray cluster (protocols.Executor)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Pool:
     def map(
         self, fn: Callable[[Any], Any], items: Iterable[Any], *, workers: int, timeout_s: float | None
     ) -> Iterator[Any]:
-        """Yield results in order (ports.Executor.map, for one worker or more)."""
+        """Yield results in order (protocols.Executor.map, for one worker or more)."""
         mapping = Mapping(self, cloudpickle.dumps(fn), workers, timeout_s)
         window: deque[Task] = deque()
         try:

@@ -45,9 +45,9 @@ def add_head(hf: nn.Module) -> dict[str, Tensor]:
 
 
 class FsdpCritic(FsdpTrainer):
-    """ports.Critic: values on the backbone of `model_dir`, all parameters trained; `options` are those of FsdpTrainer.
+    """protocols.Critic: values on the backbone of `model_dir`, all parameters trained.
 
-    The head starts at zero unless the checkpoint has one. Checkpoints store it as `score.weight`.
+    `options` are those of FsdpTrainer. The head starts at zero unless the checkpoint has one. Checkpoints store it as `score.weight`.
     """
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
@@ -78,7 +78,7 @@ class PolicyValueModel(PackedModel):
 
 
 class FsdpActorCritic(FsdpPolicy):
-    """ports.Policy with the `values` of ports.Critic; losses read the current values as `predicted_T`.
+    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
 
     The head starts at zero unless the checkpoint has one.
     """

@@ -15,7 +15,7 @@ from slimectl.types import TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
-    """ports.Policy on a Hugging Face model; `options` are those of FsdpTrainer."""
+    """protocols.Policy on a Hugging Face model; `options` are those of FsdpTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         self.temperature = temperature

@@ -265,7 +265,7 @@ def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
 
 
 def _moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
-    """Shapes of the moments, in the order of LinkedState.each."""
+    """Shapes of the moments, in the order of DistributedParameters.each."""
     return {
         f"{moment}.{name}": torch.Size(shape)
         for link in links

@@ -81,7 +81,7 @@ class MegatronCritic(WithValueHead):
     """
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        """ports.Policy.forward_backward; the loss reads the values, with their gradient, as `logprobs_T`."""
+        """protocols.Policy.forward_backward; the loss reads the values, with their gradient, as `logprobs_T`."""
         names = available_columns(rows)
 
         def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -131,7 +131,7 @@ class WithSeparateValueHead:
 
 
 class MegatronActorCritic(WithValueHead, MegatronPolicy):
-    """ports.Policy with the `values` of ports.Critic; losses read the current values as `predicted_T`.
+    """protocols.Policy with the `values` of protocols.Critic; losses read the current values as `predicted_T`.
 
     The head starts at zero unless the checkpoint has one; it is saved beside the model, as by the FSDP policy.
     """

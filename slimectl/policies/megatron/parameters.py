@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 def local_parameters(chunks: Sequence[PackedGPT]) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of weights.Link: layers and experts counted over the whole model.
+    """Parameters and buffers by the names of ParamMapping: layers and experts counted over the whole model.
 
     The last stage's copy of a tied embedding is not included: see `tied_copy`.
     """

@@ -22,7 +22,7 @@ from slimectl.types import Metrics, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
-    """ports.Policy on mcore's GPTModel; `options` are those of MegatronTrainer."""
+    """protocols.Policy on mcore's GPTModel; `options` are those of MegatronTrainer."""
 
     def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
         super().__init__(model_dir, checkpoint, **options)

@@ -220,7 +220,7 @@ class MegatronTrainer:
         return totals(self.run(rows, finish, forward_only=False))
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
-        """ports.Stepped: call the user's function before an update."""
+        """protocols.PreStepHook: call the user's function before an update."""
         if self.own is not None:
             schedule = partial(lr_at, options=self.options)
             self.own.before_step(
@@ -280,7 +280,7 @@ class MegatronTrainer:
     def save_torch_dist(self, path: Path) -> None:
         """Write a checkpoint in Megatron's torch_dist format (see torch_dist.py), with config and tokenizer.
 
-        Not part of ports.Policy. Raises SettingsError with adapters, which that format does not support.
+        Not part of protocols.Policy. Raises SettingsError with adapters, which that format does not support.
         """
         if self.adapters is not None:
             raise SettingsError("train.lora_rank: adapters are not saved as torch_dist; save as hf and convert that")

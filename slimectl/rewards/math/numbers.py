@@ -56,7 +56,7 @@ def find_last_number(text: str) -> Span | None:
     """Find the last number of a text, as written; a minus after a digit is not its sign. None if there is none.
 
     >>> find_last_number("From 5-3 follows $1,234.50.")
-    Found(text='1,234.50', start=18)
+    Span(text='1,234.50', start=18)
     """
     before = max(0, len(text) - MAX_SEARCHED)
     searched = text[before:].replace("−", "-")
