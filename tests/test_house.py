@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 import subprocess
 import sys
@@ -24,6 +26,15 @@ def test_ruff_finds_nothing():
 
 def test_mypy_strict_on_the_low_floors():
     clean("mypy")
+
+
+EXAMPLES = [path for path in sorted((ROOT / "slimectl").rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_in_docstrings_run(path: Path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -200,7 +200,7 @@ def _build_rows(
 
 
 def _compute_old_log_probs(rows: list[TrainingSample], policy: Policy, *, will_update: bool) -> None:
-    """Write `TrainingSample.old_log_probs`, the ratio's denominator, if the policy `will_update` before all rows are used.
+    """Write `TrainingSample.old_log_probs`, the ratio's denominator, if the policy `will_update` before the last row.
 
     If all rows are new and make one step, the policy has not changed since, and the loss uses its own detached values:
     the same numbers with one forward pass less.
