@@ -237,7 +237,7 @@ class SamplerState:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """One round of rollouts: scored samples, siblings together; the first step's report takes its metrics and timings."""
+    """One round of rollouts: scored samples, siblings together; the first step reports its metrics and timings."""
 
     samples: list[Sample]
     duration_s: float = 0.0
