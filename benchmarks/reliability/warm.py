@@ -62,7 +62,6 @@ def load() -> None:
     """Import what commands import, once, before the first child."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "COLUMNS": "200"}
     import numpy  # noqa: F401
-    import slimectl.job
     import torch
     import transformers  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
@@ -71,6 +70,7 @@ def load() -> None:
     import slimectl.cli.app
     import slimectl.engines.embedded.engine
     import slimectl.policies.fsdp
+    import slimectl.runtime.run
     import slimectl.stages.train  # noqa: F401
 
     torch.set_num_threads(1)

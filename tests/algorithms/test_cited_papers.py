@@ -15,25 +15,24 @@ import pytest
 from slimectl import algorithms
 
 OURS = {
-    "Batching": "a record of settings",
-    "Bundle": "a record",
+    "BatchingOptions": "a record of settings",
+    "PromptGroup": "a record",
     "Pack": "what a loss reads",
     "SharedPack": "what a loss reads",
     "SlopePack": "what a loss reads",
     "ValuePack": "what a loss reads",
-    "SlopeLoss": "the chain rule",
-    "bundled": "our own sharing of prompts",
+    "LinearizedLoss": "the chain rule",
+    "group_by_prompt": "our own sharing of prompts",
     "count_failures": "a count",
-    "count_groups": "a count",
-    "dealt": "balancing.py has the method",
+    "zero_std_groups": "a count",
+    "assign_to_ranks": "karmarkar_karp has the method",
     "group_advantages": "puts together functions that cite",
-    "planned": "puts together functions that cite",
-    "powers_of_two": "the k that are reported",
+    "plan_batches": "puts together functions that cite",
+    "pass_k_values": "the k that are reported",
     "preference_pairs": "a choice of pairs, not an estimate",
     "rollout_metrics": "counts and means",
     "round_robin": "a way of dealing",
     "row_means": "a mean",
-    "sample_seed": "a hash",
     "tokens_of": "a count",
 }
 """What has no paper behind it, and why."""

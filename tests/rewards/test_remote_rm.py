@@ -13,7 +13,7 @@ from graders import grading, says
 
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.rewards import http, registry, verifier
+from slimectl.rewards import http, verifier, weighted
 from slimectl.rewards.http import HttpClient
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
@@ -83,7 +83,7 @@ def test_lists_go_out_and_come_back(given, sizes):
 def test_it_is_a_part_of_a_sum():
     with grading(lambda body: web.json_response({"help": 0.5})) as server:
         parts = [{"type": "exact"}, {"type": "remote_rm", "url": server.url, "key": "help", "weight": 2.0}]
-        assert registry(parts)(SAMPLE) == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
+        assert weighted(parts)(SAMPLE) == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
         settings = Settings.model_validate({"score": {"rm": parts}})
         (scored,) = score([SAMPLE], Grader(settings), settings.score, executor=LocalExecutor())
         assert scored.reward == {"score": 2.0, "exact": 1.0, "remote_rm": 0.5}
@@ -92,7 +92,7 @@ def test_it_is_a_part_of_a_sum():
 @pytest.mark.parametrize("number", [10**400, float("nan"), "1", None])
 def test_a_part_that_is_no_number_stops_the_sum(number):
     with grading(lambda body: web.json_response({"help": number})) as server:
-        sum_ = registry([{"type": "remote_rm", "url": server.url, "key": "help"}])
+        sum_ = weighted([{"type": "remote_rm", "url": server.url, "key": "help"}])
         with pytest.raises(HookError, match=r"score\.rm: remote_rm: no number under 'help' in \{'help': "):
             sum_(SAMPLE)
 
