@@ -24,7 +24,7 @@ from slimectl.types import Prompt, SamplerState
 
 OPTIONAL = {
     "ray": ("ray", "--executor ray"),
-    "megatron-core": ("megatron", "--policy megatron"),
+    "megatron-core": ("megatron", "--backend megatron"),
     "tensorboard": ("tensorboard", "track.with = tensorboard"),
     "reasoning-gym": ("quickstart", "the quickstart recipe"),
     "pyarrow": ("parquet", "Parquet prompts"),
