@@ -89,7 +89,8 @@ FILTER = ["-s", "rollout.dynamic_sampling_filter_path=reward.py:not_all", "-s", 
 PARTIAL = ["-s", "rollout.partial_rollout=true", "-s", "rollout.mask_offpolicy_in_partial_rollout=true"]
 WARMUP = [
     "-s", "model.path=none", "-s", "model.card=tiny", "-s", "sft_warmup.data=['prompts.jsonl']",
-    "-s", "sft_warmup.max_steps=4", "-s", "sft_warmup.check_interval=2", "-s", "sft_warmup.target_accuracy=1", "-s", "sft_warmup.batch_size=8",
+    "-s", "sft_warmup.max_steps=4", "-s", "sft_warmup.check_interval=2", "-s", "sft_warmup.target_accuracy=1",
+    "-s", "sft_warmup.batch_size=8",
 ]  # fmt: skip
 SERVER = ["--engines", "2", "-s", "sync.transport=tensor"]
 MODES: dict[str, tuple[list[str], int]] = {

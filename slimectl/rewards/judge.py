@@ -48,9 +48,9 @@ class Judge(Remote):
     {prompt}, {response} and {label} in `template` are replaced. The capture of the last match of `pattern` in the
     judge's reply (after its last </think>) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values`
     ({CORRECT = 1.0, INCORRECT = 0.0}), which are used as rewards unscaled. A reply with neither is requested again, up
-    to `max_attempts` times, then the reward is `default_score`. `body` is merged into the request. `api_key_env` names the environment
-    variable that holds the API key; at most `max_requests_per_s` start per second (0: no limit). Raises BackendError if
-    there is no answer within `max_retries` repetitions of a failed request and `timeout_s`.
+    to `max_attempts` replies, then the reward is `default_score`. `body` is merged into the request. `api_key_env`
+    names the environment variable that holds the API key; at most `max_requests_per_s` requests start per second
+    (0: no limit). A failed request is repeated up to `max_retries` times within `timeout_s`; then BackendError.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {

@@ -14,12 +14,12 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class LengthPenalty(Verifier):
-    """0.0 up to `free_tokens` response tokens, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
+    """0.0 up to `free_tokens` of the response, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
 
     >>> LengthPenalty(limit=1000, free_tokens=200)(Sample(response_length=600))
     0.5
 
-    With `free_tokens` 0 the penalty is proportional to the length, as in Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
+    With `free_tokens` 0 the penalty is proportional to the length: Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {"free": "free_tokens"}
@@ -30,7 +30,8 @@ class LengthPenalty(Verifier):
     def __post_init__(self) -> None:
         if not 0 <= self.free_tokens < self.limit:
             raise SettingsError(
-                f"score.rm_options.free_tokens: {self.free_tokens} is not from 0 to below limit: {self.limit}; change one"
+                f"score.rm_options.free_tokens: {self.free_tokens} is not from 0 to below limit: {self.limit}; "
+                f"change one"
             )
 
     def explain(self, sample: Sample) -> Grade:

@@ -49,6 +49,12 @@ def test_a_directory_is_planned_for_like_its_card(tmp_path: Path):
     assert plan("--model", str(tmp_path))[1] == plan("--card", "qwen3-0.6B")[1]
 
 
+def test_the_backend_has_an_old_name_that_help_does_not_show():
+    words = ("--card", "qwen3-8B", "--gpus", "8", "--recompute", "full")
+    assert plan(*words, "--policy", "fsdp") == plan(*words, "--backend", "fsdp")
+    assert "--policy" not in plan("--help")[1]
+
+
 def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
     alone = ("--card", "qwen3-8B", "--gpus", "1", "--backend", "fsdp", "--recompute", "full")
     assert plan(*alone)[0] == 1
