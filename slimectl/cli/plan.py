@@ -15,10 +15,10 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import Assign, Config, resolved
 from slimectl.errors import SettingsError
 from slimectl.planner.placement import Placement, divisibility_warnings
-from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.planner.plan import Plan
+    from slimectl.settings import Settings
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:

@@ -147,7 +147,7 @@ def louder(pre_process, post_process, vp_stage, build):
     return model
 
 def begin(args):
-    tell(begun=args.train.policy)
+    tell(begun=args.train.backend)
 
 def before_log_prob(args, model, store_prefix):
     tell(asked=store_prefix, chunks=len(model))
