@@ -47,7 +47,7 @@ def started(options: argparse.Namespace, text: Any, closing: ExitStack) -> dict[
     made["1 serve"] = builders.client(two, options.model, text, urls[:1], urls[:1])
     made["2 serve"] = builders.client(two, options.model, text, urls, urls)
     if options.sglang:
-        one = settings(options.dtype, engine={"kind": "sglang"}, sglang={"python": options.sglang})
+        one = settings(options.dtype, engine={"backend": "sglang"}, sglang={"python": options.sglang})
         urls = servers(one, options, closing)
         made["1 sglang"] = builders.client(one, options.model, text, urls, urls)
     for engine in made.values():

@@ -89,7 +89,7 @@ def warmed_up(seed: int) -> Path:
 
 def by_rounds(name: str, seed: int, start: Path, rounds: int, own: list[str]) -> tuple[list[dict[str, float]], Path]:
     run = Path(f"runs/{name}-{seed}")
-    budget = ["-s", f"run.num_rollout={rounds}", "-s", f"train.num_steps_per_rollout={STEPS}", "-s", "warmup.data="]
+    budget = ["-s", f"run.num_rollout={rounds}", "-s", f"train.num_steps_per_rollout={STEPS}", "-s", "sft_warmup.data="]
     command = ["run", "quickstart", "--seed", str(seed), "--name", run.name, "--model", str(start), *budget]
     once(run / "latest", *command, "-s", f"algorithm.name={name}", *LEARNING, *own)
     return list(metrics_of((run / "metrics.jsonl").read_text())), run / "latest"

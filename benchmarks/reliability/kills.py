@@ -88,8 +88,9 @@ def not_all(args, samples):
 FILTER = ["-s", "rollout.dynamic_sampling_filter_path=reward.py:not_all", "-s", "rollout.over_sampling_batch_size=7"]
 PARTIAL = ["-s", "rollout.partial_rollout=true", "-s", "rollout.mask_offpolicy_in_partial_rollout=true"]
 WARMUP = [
-    "-s", "model.path=none", "-s", "model.card=tiny", "-s", "warmup.data=['prompts.jsonl']", "-s", "warmup.max_steps=4",
-    "-s", "warmup.check_interval=2", "-s", "warmup.until_accuracy=1", "-s", "warmup.batch_size=8",
+    "-s", "model.path=none", "-s", "model.card=tiny", "-s", "sft_warmup.data=['prompts.jsonl']",
+    "-s", "sft_warmup.max_steps=4", "-s", "sft_warmup.check_interval=2", "-s", "sft_warmup.target_accuracy=1",
+    "-s", "sft_warmup.batch_size=8",
 ]  # fmt: skip
 SERVER = ["--engines", "2", "-s", "sync.transport=tensor"]
 MODES: dict[str, tuple[list[str], int]] = {
@@ -97,7 +98,7 @@ MODES: dict[str, tuple[list[str], int]] = {
     "over-sampling": (FILTER, 4),
     "partial rollouts": ([*FILTER, *PARTIAL], 4),
     "warm-up from a card": (WARMUP, 4),
-    "Megatron": (["--policy", "megatron"], 4),
+    "Megatron": (["--backend", "megatron"], 4),
     "two ranks": (["-s", "cluster.actor_num_gpus_per_node=2"], 2),
     "servers": (SERVER, 2),
     "Ray": (["--executor", "ray"], 0),

@@ -101,7 +101,7 @@ def judge(case: Path, attack: Attack, chosen: list[str]) -> str:
         "inspect": ["inspect", model],
         "rollout": ["rollout", "--model", model, "--data", "../prompts.jsonl", "--out", "s.jsonl", *short],
         "eval": ["eval", "--model", model, "--data", "a=../prompts.jsonl@[0:1]", "--rm-type", "exact", *shorter],
-        "train": ["train", "../scored.jsonl", "--model", model, "--save", "saved", "-s", "train.policy=fsdp"],
+        "train": ["train", "../scored.jsonl", "--model", model, "--save", "saved", "-s", "train.backend=fsdp"],
     }  # fmt: skip
     problems = []
     for name in chosen:

@@ -29,7 +29,9 @@ class SlopePack(Protocol):
     def advantages_T(self) -> Tensor | None: ...
 
 
-def preference_pairs(rewards: Sequence[float], kind: Literal["extremes", "all"] = "extremes") -> list[tuple[int, int]]:
+def preference_pairs(
+    rewards: Sequence[float], kind: Literal["best_worst", "all"] = "best_worst"
+) -> list[tuple[int, int]]:
     """Return pairs (position of the better, of the worse answer) of one prompt; none if all rewards are equal.
 
     >>> preference_pairs([0.0, 1.0, 0.5]), preference_pairs([0.0, 1.0, 0.5], "all")
@@ -37,7 +39,7 @@ def preference_pairs(rewards: Sequence[float], kind: Literal["extremes", "all"] 
     """
     if not rewards or min(rewards) == max(rewards):
         return []
-    if kind == "extremes":
+    if kind == "best_worst":
         return [(rewards.index(max(rewards)), rewards.index(min(rewards)))]
     unequal = [(i, j) for i, j in combinations(range(len(rewards)), 2) if rewards[i] != rewards[j]]
     return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in unequal]

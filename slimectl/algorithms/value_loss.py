@@ -127,7 +127,7 @@ class PolicyAndValueLoss:
 
     def __call__(self, pack: SharedPack) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.predicted_T is None:
-            raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "own"')
+            raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "separate"')
         loss, metrics = self.policy(pack)
         value, value_metrics = self.value.of(pack.predicted_T, pack)
         value_metrics = {f"critic-{name}": part for name, part in {"loss": value.detach(), **value_metrics}.items()}

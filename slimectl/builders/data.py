@@ -47,7 +47,7 @@ def check_pipes(settings: Settings) -> None:
     """Raise SettingsError for a pipe that a run would read more than once."""
     from slimectl.data.io import is_pipe
 
-    warm_up = [*settings.warmup.data, *settings.rollout.data] if settings.warmup.data else []
+    warm_up = [*settings.sft_warmup.data, *settings.rollout.data] if settings.sft_warmup.data else []
     for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
         raise SettingsError(
             f"{source}: is a pipe, and evaluations and the warm-up read it again; write it to a file first"

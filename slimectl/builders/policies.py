@@ -89,10 +89,10 @@ def check_policy(settings: Settings) -> None:
     Raises MissingExtraError, SettingsError or CheckpointError.
     """
     _check_models(settings)
-    if settings.train.policy != "megatron":
+    if settings.train.backend != "megatron":
         return
     if find_spec("megatron") is None:
-        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"')
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.backend = "megatron"')
     path, card = settings.model.path, settings.model.card
     if path is not None and is_gguf(path):
         return
@@ -147,7 +147,7 @@ def _build(
     shares_critic = trains and critic_is_shared(settings.algorithm)
     if not values:
         shared["temperature"] = settings.rollout.temperature
-    if train.policy == "fsdp":
+    if train.backend == "fsdp":
         from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
         from slimectl.policies.fsdp.policy import FsdpPolicy
 
@@ -155,7 +155,7 @@ def _build(
             folder,
             HFCheckpoint(),
             gradient_checkpointing=train.gradient_checkpointing,
-            share_prompts=train.share_prompts,
+            share_prompts=train.share_prompt_prefix,
             **shared,
         )
     from slimectl.policies.megatron.config import Recompute

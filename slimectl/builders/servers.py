@@ -39,7 +39,7 @@ def check_engine(settings: Settings) -> None:
         return
     from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
 
-    if settings.engine.kind == "sglang":
+    if settings.engine.backend == "sglang":
         python = interpreter(settings.sglang.python)
         for spec in _specs(settings, Path("model")):
             flags(spec.args, python)
@@ -86,12 +86,12 @@ def auxiliary_servers(
 ) -> tuple[list[ServerPool], Settings]:
     """Start the servers of other models (a judge, a teacher), which keep their weights.
 
-    Returns them and the settings with their addresses, for hooks: every group of sglang.groups has the list `url`.
+    Returns them and the settings with their addresses, for hooks: each of sglang.server_groups has the list `url`.
     """
     from slimectl.engines.supervisor.server_pool import ServerPool
 
     started: list[ServerPool] = []
-    groups = [dict(group) for group in settings.sglang.groups]
+    groups = [dict(group) for group in settings.sglang.server_groups]
     companion_specs = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
     for group in groups:
         specs = [
@@ -113,7 +113,7 @@ def auxiliary_servers(
                 fleet.close()
             raise
         group["url"] = started[-1].urls
-    sglang = settings.sglang.model_copy(update={"groups": groups})
+    sglang = settings.sglang.model_copy(update={"server_groups": groups})
     return started, settings.model_copy(update={"sglang": sglang})
 
 
@@ -121,13 +121,13 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
     from slimectl.engines.sglang.topology import groups_of
 
-    sglang = settings.engine.kind == "sglang"
+    sglang = settings.engine.backend == "sglang"
     return groups_of(
         model,
         num_engines=settings.num_engines,
         gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
         prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
-        groups=settings.sglang.groups if sglang else (),
+        groups=settings.sglang.server_groups if sglang else (),
         # Only with it SGLang releases memory while the trainer runs.
         args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
     )
@@ -175,7 +175,7 @@ def _router_policy(settings: Settings) -> str | None:
     policy = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        policy = "cache_aware" if settings.engine.kind == "sglang" and len(specs) > 1 else "none"
+        policy = "cache_aware" if settings.engine.backend == "sglang" and len(specs) > 1 else "none"
     return None if policy == "none" else policy
 
 

@@ -37,7 +37,7 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
     from slimectl.engines.api_keys import Keys
 
     engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
-    if engine.kind != "sglang":
+    if engine.backend != "sglang":
         args = {}
     given_keys = Keys(
         api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
@@ -62,7 +62,7 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
-    groups = reveal(settings.sglang.groups, setting="sglang.groups")
+    groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
         key = reveal(getattr(engine, name), setting=f"engine.{name}")
@@ -73,7 +73,7 @@ def keyed(settings: Settings) -> Settings:
     return settings.model_copy(
         update={
             "engine": engine.model_copy(update=keys),
-            "sglang": settings.sglang.model_copy(update={"args": args, "groups": groups}),
+            "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
             "score": revealed_score(settings.score),
         }
     )

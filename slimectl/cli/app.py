@@ -27,12 +27,18 @@ from slimectl.cli.settings import settings
 from slimectl.cli.train import train
 from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, HookError, SlimectlError
 
+OLD_OPTIONS = {"policy": "backend"}
+"""Old names of options, still accepted and shown nowhere."""
+
 app = typer.Typer(
     name="slimectl",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: OLD_OPTIONS.get(name, name),
+    },
 )
 
 

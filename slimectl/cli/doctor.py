@@ -8,12 +8,12 @@ import typer
 
 from slimectl.cli.options import (
     Assign,
+    Backend,
     Config,
     EngineUrl,
     Executor,
     Model,
     RayAddress,
-    Trainer,
     cluster_flags,
     engine_flags,
     resolved,
@@ -27,7 +27,7 @@ def doctor(
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of it")] = 3,
     model: Model = None,
-    policy: Trainer = None,
+    backend: Backend = None,
     executor: Executor = None,
     ray_address: RayAddress = None,
     engine_url: EngineUrl = None,
@@ -40,14 +40,14 @@ def doctor(
 
     Example:
 
-        slimectl doctor --engine --model models/smollm2 -s engine.kind=embedded
+        slimectl doctor --engine --model models/smollm2 -s engine.backend=embedded
     """
     from slimectl.runtime.self_test import CheckResult, machine, self_test
 
     findings: list[CheckResult] = []
     checks = machine()
     if engine:
-        flags = {"model.path": model, "train.policy": policy} | cluster_flags(executor, ray_address)
+        flags = {"model.path": model, "train.backend": backend} | cluster_flags(executor, ray_address)
         settings = resolved(config, assign, flags | engine_flags(None, None, engine_url)).settings
         if settings.model.path is None:
             raise SettingsError("model.path: no model is given; add --model DIR, a Hugging Face checkpoint directory")

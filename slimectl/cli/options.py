@@ -34,7 +34,7 @@ Assign = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")]
 Data = Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")]
-Trainer = Annotated[str | None, typer.Option("--policy", help="Trainer: fsdp or megatron")]
+Backend = Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")]
 Executor = Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")]
 RayAddress = Annotated[
     str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray")
@@ -99,7 +99,7 @@ def cluster_flags(executor: str | None, ray_address: str | None) -> dict[str, An
 
 def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] | None) -> dict[str, Any]:
     """Settings of the engine from its flags."""
-    return {"engine.kind": engine, "engine.num_engines": engines, "engine.url": engine_url}
+    return {"engine.backend": engine, "engine.num_engines": engines, "engine.url": engine_url}
 
 
 def print_settings(resolution: Resolved) -> None:

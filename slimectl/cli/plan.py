@@ -15,10 +15,10 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import Assign, Config, resolved
 from slimectl.errors import SettingsError
 from slimectl.planner.placement import Placement, divisibility_warnings
-from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.planner.plan import Plan
+    from slimectl.settings import Settings
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
@@ -40,7 +40,7 @@ Recompute = Annotated[
     Literal["none", "selective", "full"] | None,
     option("--recompute", "What backward computes again: nothing, attention, or whole layers", TRAINING),
 ]
-Policy = Annotated[Literal["megatron", "fsdp"], option("--policy", "Trainer", TRAINING)]
+Backend = Annotated[Literal["megatron", "fsdp"], option("--backend", "What trains", TRAINING)]
 Dtype = Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)]
 Device = Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)]
 SeqLen = Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)]
@@ -70,7 +70,7 @@ Placed = Annotated[
 def plan(
     card: Card = None, model: Model = None, gpus: Gpus = 8,
     tp: Tensor = None, pp: Pipeline = None, vpp: Virtual = None, cp: Context = None, ep: Expert = None,
-    etp: ExpertTensor = None, recompute: Recompute = None, policy: Policy = "megatron", dtype: Dtype = "bfloat16",
+    etp: ExpertTensor = None, recompute: Recompute = None, backend: Backend = "megatron", dtype: Dtype = "bfloat16",
     device: Device = "cuda", seq_len: SeqLen = 8192, response_len: ResponseLen = None, max_tokens: MaxTokens = 8192,
     batch: Batch = 256, gpu_memory: GpuMemory = 80, tflops: Tflops = None, mfu: Mfu = 0.35,
     engine_tp: EngineTensor = 1, mem_fraction: Share = 0.85, concurrency: Concurrency = None, as_json: Json = False,
@@ -86,7 +86,7 @@ def plan(
     Example:
 
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
-        slimectl plan --card qwen3-4B --gpus 1 --policy fsdp --lora-rank 32 --reference
+        slimectl plan --card qwen3-4B --gpus 1 --backend fsdp --lora-rank 32 --reference
     """
     if placement:
         show_placement(resolved(config, assign, {}).settings, on_gpu=device == "cuda", as_json=as_json)
@@ -105,12 +105,12 @@ def plan(
         critic=critic, reference=reference, teacher=teacher and _teacher(teacher),
     )  # fmt: skip
     share = min(1.0, (response_len or seq_len) / seq_len)
-    run = Run(gpus, ParallelLayout(), policy, dtype, recompute or "none", seq_len, max_tokens, share, device)
+    run = Run(gpus, ParallelLayout(), backend, dtype, recompute or "none", seq_len, max_tokens, share, device)
     sizes = {"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "context": cp, "expert": ep, "expert_tensor": etp}
     requested = {name: size for name, size in sizes.items() if size is not None}
     if requested:
         run = replace(run, layout=ParallelLayout(**requested))
-    elif policy == "megatron":
+    elif backend == "megatron":
         suggestion = estimates.suggested(cards.load(card), gpus) if card else None
         run = estimates.with_layout(
             shape, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
@@ -213,7 +213,7 @@ def _copies(settings: Settings) -> int:
     from slimectl import builders
 
     ranks = settings.cluster.ranks
-    return builders.layout(settings).data(ranks) if settings.train.policy == "megatron" else ranks
+    return builders.layout(settings).data(ranks) if settings.train.backend == "megatron" else ranks
 
 
 def _layout_problems(settings: Settings) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _layout_problems(settings: Settings) -> Iterator[str]:
     from slimectl.architectures.registry import family_of
 
     model = settings.model
-    if settings.train.policy != "megatron" or (model.path is None and model.card is None):
+    if settings.train.backend != "megatron" or (model.path is None and model.card is None):
         return
     config = configuration(None if model.path else model.card, model.path)
     yield from problems(

@@ -12,6 +12,7 @@ import typer
 from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
+    Backend,
     Config,
     Data,
     DryRun,
@@ -23,7 +24,6 @@ from slimectl.cli.options import (
     Force,
     Model,
     RayAddress,
-    Trainer,
     cluster_flags,
     engine_flags,
     print_settings,
@@ -39,7 +39,7 @@ def run(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
     model: Model = None,
     data: Data = None,
-    policy: Trainer = None,
+    backend: Backend = None,
     name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
@@ -69,7 +69,7 @@ def run(
     has_input = bool(config or assign or model or data or resume)
     selected = recipes.find(recipe, instead=bool(config or resume), needed=not has_input)
     flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
-    flags |= {"train.policy": policy, "run.seed": seed, "rollout.seed": seed}
+    flags |= {"train.backend": backend, "run.seed": seed, "rollout.seed": seed}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     if resume:
         if not (resume / "run.toml").exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import Annotated
 
@@ -61,14 +60,20 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
 
         slimectl settings explain rollout.temperature
     """
+    from slimectl.cli.output import say
     from slimectl.hooks import HOOKS
+    from slimectl.settings import aliases
+    from slimectl.settings.loading import nearest_name, sections
     from slimectl.settings.reference import entries
 
-    matches = [entry for entry in entries() if entry.key == key or entry.key.startswith(f"{key}.")]
+    name = aliases.current_name(key)
+    matches = [entry for entry in entries() if entry.key == name or entry.key.startswith(f"{name}.")]
     if not matches:
-        near = difflib.get_close_matches(key, [entry.key for entry in entries()], n=1)
-        hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
+        near = nearest_name(key, [*(entry.key for entry in entries()), *aliases.old_names(sections())])
+        hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
         raise SettingsError(f"{key}: unknown setting; {hint}")
+    if name != key:
+        say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):

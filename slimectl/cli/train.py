@@ -13,6 +13,7 @@ import typer
 from slimectl import stdio
 from slimectl.cli.options import (
     Assign,
+    Backend,
     Config,
     DryRun,
     Executor,
@@ -21,7 +22,6 @@ from slimectl.cli.options import (
     OnError,
     RayAddress,
     Samples,
-    Trainer,
     check_on_error,
     cluster_flags,
     print_settings,
@@ -40,7 +40,7 @@ def train(
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
-    trainer: Trainer = None,
+    backend: Backend = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
     on_error: OnError = "stop",
     executor: Executor = None,
@@ -59,7 +59,7 @@ def train(
     if model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
     flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
-    flags |= {"train.policy": trainer} | cluster_flags(executor, ray_address)
+    flags |= {"train.backend": backend} | cluster_flags(executor, ray_address)
     resolution = resolved(config, assign, flags)
     check_on_error(on_error)
     if dry_run:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimectl.settings import Settings
+from slimectl.settings import Settings, aliases
+from slimectl.settings.base import Section
 
 
 class FlatSettings:
@@ -14,6 +15,7 @@ class FlatSettings:
     (1.0, 1e-06)
 
     `args.section` is the section itself; `args.section_key` and, where only one section has it, `args.key` its value.
+    Old names of sections and keys work too.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -23,17 +25,23 @@ class FlatSettings:
         if name.startswith("__"):
             raise AttributeError(name)
         settings = self._settings
-        if name in type(settings).model_fields:
-            return getattr(settings, name)
         sections = {section: getattr(settings, section) for section in type(settings).model_fields}
-        for section, values in sections.items():
+        spellings = sections | {old: sections[section] for old, section in aliases.SECTIONS.items()}
+        if name in spellings:
+            return spellings[name]
+        for section, values in spellings.items():
             key = name.removeprefix(f"{section}_")
-            if key != name and key in type(values).model_fields:
+            if key != name and _has(values, key):
                 return getattr(values, key)
-        # The warm-up repeats names of [train], evaluations those of [rollout]; a bare name means the main loop's.
-        main = [values for section, values in sections.items() if section not in ("warmup", "eval")]
-        matches = [values for values in main if name in type(values).model_fields]
+        # [sft_warmup] repeats names of [train], [eval] those of [rollout]; a bare name means the main loop's.
+        main = [values for section, values in sections.items() if section not in ("sft_warmup", "eval")]
+        matches = [values for values in main if _has(values, name)]
         if len(matches) == 1:
             return getattr(matches[0], name)
         fault = "stands in several sections" if matches else "is no setting"
         raise AttributeError(f"args.{name}: {name} {fault}; use args.SECTION.KEY")
+
+
+def _has(section: Section, key: str) -> bool:
+    """Whether a section has a key of this present or old name."""
+    return key in type(section).model_fields or key in aliases.KEYS.get(type(section).section_name, {})

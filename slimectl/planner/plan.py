@@ -100,11 +100,11 @@ def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "fsdp":
         plain = architecture.layer in ("plain", "sandwich") and not architecture.mla and not architecture.experts
         if not plain:
-            raise SettingsError("--policy fsdp: trains plain dense decoders only; plan this one with --policy megatron")
+            raise SettingsError("--backend fsdp: trains plain dense decoders only; plan it with --backend megatron")
         if run.recompute == "selective":
-            raise SettingsError("--recompute selective: the fsdp policy recomputes whole layers; use full or none")
+            raise SettingsError("--recompute selective: the fsdp backend recomputes whole layers; use full or none")
         if run.layout != ParallelLayout():
-            raise SettingsError("--policy fsdp: takes no parallel sizes; drop them, or plan with --policy megatron")
+            raise SettingsError("--backend fsdp: takes no parallel sizes; drop them, or plan with --backend megatron")
         return
     for problem in problems(run.layout, architecture.transformer, run.world):
         raise SettingsError(problem)

@@ -54,7 +54,7 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
 def check_value_head(path: Path) -> None:
     """Raises CheckpointError if a checkpoint has no value head (a policy with a shared critic needs it)."""
     if not (path / VALUE_HEAD).exists():
-        raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "own"')
+        raise CheckpointError(f'{path}: no {VALUE_HEAD}; this policy was trained with algorithm.critic = "separate"')
 
 
 def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import redact_text, remember
@@ -48,10 +48,17 @@ class Judge(Remote):
     {prompt}, {response} and {label} in `template` are replaced. The capture of the last match of `pattern` in the
     judge's reply (after its last </think>) is a number from `low` to `high`, scaled to 0 to 1, or a key of `values`
     ({CORRECT = 1.0, INCORRECT = 0.0}), which are used as rewards unscaled. A reply with neither is requested again, up
-    to `asks` times, then the reward is `unread`. `body` is merged into the request. `api_key_env` names the environment
-    variable that holds the API key; at most `per_s` requests start per second (0: no limit). Raises BackendError if
-    there is no answer within `tries` and `timeout_s`.
+    to `max_attempts` replies, then the reward is `default_score`. `body` is merged into the request. `api_key_env`
+    names the environment variable that holds the API key; at most `max_requests_per_s` requests start per second
+    (0: no limit). A failed request is repeated up to `max_retries` times within `timeout_s`; then BackendError.
     """
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        "asks": "max_attempts",
+        "per_s": "max_requests_per_s",
+        "tries": "max_retries",
+        "unread": "default_score",
+    }
 
     url: str
     model: str = "default"
@@ -60,14 +67,14 @@ class Judge(Remote):
     low: float = 0.0
     high: float = 10.0
     values: dict[str, float] = field(default_factory=dict)
-    unread: float = 0.0
-    asks: int = 1
+    default_score: float = 0.0
+    max_attempts: int = 1
     temperature: float = 0.0
     max_tokens: int = 512
     body: dict[str, Any] = field(default_factory=dict)
     api_key_env: str = ""
-    per_s: float = 0.0
-    tries: int = 5
+    max_requests_per_s: float = 0.0
+    max_retries: int = 4
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -87,17 +94,19 @@ class Judge(Remote):
             raise SettingsError(f"{section}.api_key_env: is no name of a variable; name the one that holds the key")
         if not all(map(is_number, self.values.values())):
             raise SettingsError(f"{section}.values: not every value is a finite number")
-        if min(self.asks, self.tries) < 1 or self.timeout_s <= 0:
-            raise SettingsError(f"{section}: asks, tries and timeout_s of judge are above 0")
+        if self.max_attempts < 1 or self.timeout_s <= 0:
+            raise SettingsError(f"{section}: max_attempts and timeout_s of judge are above 0")
+        if self.max_retries < 0:
+            raise SettingsError(f"{section}.max_retries: {self.max_retries} is below 0")
 
     @property
     def bounds(self) -> tuple[float, float]:
-        ends = [self.unread, *(self.values.values() or (0.0, 1.0))]
+        ends = [self.default_score, *(self.values.values() or (0.0, 1.0))]
         return min(ends), max(ends)
 
     @property
     def patience_s(self) -> float:
-        return self.timeout_s * self.asks
+        return self.timeout_s * self.max_attempts
 
     def question(self, sample: Sample) -> str:
         """Fill in the template, in one pass: braces in the model's text are not placeholders."""
@@ -125,13 +134,13 @@ class Judge(Remote):
 
     async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
         reward, reply = None, ""
-        for _ in range(self.asks):
+        for _ in range(self.max_attempts):
             reply = await self._request_reply(sample, asker)
             if (reward := self.read(reply)) is not None:
                 break
         reason = redact_text(f"the judge says {quote(reply[-60:])}")
         reason = reason if reward is not None else f"no score in the judge's reply: {reason}"
-        return Grade(self.unread if reward is None else reward, "whole response", reason, sample.response,
+        return Grade(self.default_score if reward is None else reward, "whole response", reason, sample.response,
                        (0, len(sample.response)))  # fmt: skip
 
     async def _request_reply(self, sample: Sample, asker: HttpClient) -> str:
@@ -141,10 +150,10 @@ class Judge(Remote):
         answer = await asker.post(
             f"{self.url.rstrip('/')}/chat/completions",
             body,
-            patience=RetryPolicy(self.timeout_s, self.tries),
+            patience=RetryPolicy(self.timeout_s, 1 + self.max_retries),
             wanted_by="the judge",
             api_key=remember(os.environ.get(self.api_key_env, "")) if self.api_key_env else "",
-            per_s=self.per_s,
+            per_s=self.max_requests_per_s,
         )
         try:
             return str(answer["choices"][0]["message"]["content"] or "")

@@ -222,7 +222,7 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
 def _validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options with current names, validated against the verifier's fields. Raises SettingsError."""
     verifier_type: Any = TYPES[name]
-    options = {verifier_type.ALIASES.get(option, option): value for option, value in options.items()}
+    options = _with_current_names(verifier_type, options)
     kinds = {field.name: get_type_hints(verifier_type)[field.name] for field in fields(verifier_type)}
     for option, value in options.items():
         location = f"score.rm_options.{option}"
@@ -238,6 +238,19 @@ def _validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
+
+
+def _with_current_names(verifier_type: type[Verifier], options: dict[str, Any]) -> dict[str, Any]:
+    """Options by their present names. Raises SettingsError for two names of one option."""
+    renamed: dict[str, Any] = {}
+    for old, value in options.items():
+        option = verifier_type.ALIASES.get(old, old)
+        if option in renamed:
+            both = " and ".join(name for name in options if verifier_type.ALIASES.get(name, name) == option)
+            raise SettingsError(f"score.rm_options: {both} are the same option; give {option} alone")
+        # `tries` counted the first request too.
+        renamed[option] = value - 1 if (old, option) == ("tries", "max_retries") and isinstance(value, int) else value
+    return renamed
 
 
 def _accepted_types(kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import redact_text
@@ -19,19 +19,24 @@ class RemoteRm(Remote):
     """Reward from the server at `url` for a POST of {"prompt", "response", "label"}: a number, or a dict of them.
 
     With `batch_size` above 1, and for whole groups (score.group_rm), a list is posted and a list of the same length
-    comes back. Retries up to `tries` times with exponential, jittered back-off, within `timeout_s` seconds in total.
+    comes back. A failed request is repeated up to `max_retries` times with exponential, jittered back-off, within
+    `timeout_s` seconds in total.
     Raises BackendError if the server does not answer or answers something else: a missing reward is not a reward of 0.
     """
 
+    ALIASES: ClassVar[dict[str, str]] = {"tries": "max_retries"}
+
     url: str
     batch_size: int = 1
-    tries: int = 5
+    max_retries: int = 4
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        if self.batch_size < 1 or self.tries < 1 or self.timeout_s <= 0:
-            raise SettingsError("score.rm_options: batch_size, tries and timeout_s of remote_rm are above 0")
+        if self.batch_size < 1 or self.timeout_s <= 0:
+            raise SettingsError("score.rm_options: batch_size and timeout_s of remote_rm are above 0")
+        if self.max_retries < 0:
+            raise SettingsError(f"score.rm_options.max_retries: {self.max_retries} is below 0")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -55,7 +60,7 @@ class RemoteRm(Remote):
         answer = await asker.post(
             self.url,
             bodies if listed else bodies[0],
-            patience=RetryPolicy(self.timeout_s, self.tries),
+            patience=RetryPolicy(self.timeout_s, 1 + self.max_retries),
             wanted_by="the reward model",
         )
         rewards = self._listed(answer, samples) if listed else [answer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slimectl.errors import SettingsError
 from slimectl.rewards.base import Grade, Verifier, no_answer
@@ -14,27 +14,32 @@ from slimectl.types import Sample
 
 @dataclass(frozen=True)
 class LengthPenalty(Verifier):
-    """0.0 up to `free` response tokens, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
+    """0.0 up to `free_tokens` of the response, rising linearly to 1.0 at `limit` and beyond; use a negative weight.
 
-    >>> LengthPenalty(limit=1000, free=200)(Sample(response_length=600))
+    >>> LengthPenalty(limit=1000, free_tokens=200)(Sample(response_length=600))
     0.5
 
-    With `free` 0 the penalty is proportional to the length, as in Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
+    With `free_tokens` 0 the penalty is proportional to the length: Aggarwal and Welleck 2025, arXiv:2503.04697, eq. 1.
     """
 
+    ALIASES: ClassVar[dict[str, str]] = {"free": "free_tokens"}
+
     limit: int
-    free: int = 0
+    free_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.free < self.limit:
+        if not 0 <= self.free_tokens < self.limit:
             raise SettingsError(
-                f"score.rm_options.free: {self.free} is not from 0 to below limit: {self.limit}; change one"
+                f"score.rm_options.free_tokens: {self.free_tokens} is not from 0 to below limit: {self.limit}; "
+                f"change one"
             )
 
     def explain(self, sample: Sample) -> Grade:
         length = sample.response_length
-        value = min(1.0, max(0.0, (length - self.free) / (self.limit - self.free)))
-        return no_answer("response length", f"{length} tokens: free up to {self.free}, limit {self.limit}", value)
+        value = min(1.0, max(0.0, (length - self.free_tokens) / (self.limit - self.free_tokens)))
+        return no_answer(
+            "response length", f"{length} tokens: free up to {self.free_tokens}, limit {self.limit}", value
+        )
 
     def extract(self, sample: Sample) -> str | None:
         return None
@@ -80,25 +85,27 @@ class Repetition(Verifier):
     0.5
 
     One minus the distinct-n of Li et al. 2016, arXiv:1510.03055; as a penalty on reasoning: Yeo et al. 2025,
-    arXiv:2502.03373. `of` words: runs of letters and digits, in lower case, any other character a separate word;
-    `of` tokens: the policy's tokens, which suits scripts without spaces. Fewer than n units count as no repetition.
+    arXiv:2502.03373. `unit` words: runs of letters and digits, in lower case, any other character a separate word;
+    `unit` tokens: the policy's tokens, which suits scripts without spaces. Fewer than n units count as no repetition.
     """
 
+    ALIASES: ClassVar[dict[str, str]] = {"of": "unit"}
+
     n: int = 3
-    of: Literal["words", "tokens"] = "words"
+    unit: Literal["words", "tokens"] = "words"
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise SettingsError(f"score.rm_options.n: {self.n} is no length of an n-gram; give 1 or more")
 
     def explain(self, sample: Sample) -> Grade:
-        if self.of == "tokens":
+        if self.unit == "tokens":
             pieces: list[int] | list[str] = sample.tokens[len(sample.tokens) - sample.response_length :]
         else:
             pieces = re.findall(r"\w+|[^\w\s]", sample.response.lower())
         total = max(0, len(pieces) - self.n + 1)
         distinct = len(set(zip(*(pieces[at:] for at in range(self.n)), strict=False)))
-        reason = f"{distinct} of {total} {self.n}-grams of {self.of} are distinct"
+        reason = f"{distinct} of {total} {self.n}-grams of {self.unit} are distinct"
         return no_answer("whole response", reason, 1 - distinct / total if total else 0.0)
 
     def extract(self, sample: Sample) -> str | None:

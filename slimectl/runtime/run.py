@@ -114,7 +114,7 @@ class TrainingRun:
         builders.check_trackers(settings)
         held_out = [[source] for source in settings.eval.sources.values()]
         builders.check_pipes(settings)
-        for sources in [list(settings.rollout.data), list(settings.warmup.data), *held_out]:
+        for sources in [list(settings.rollout.data), list(settings.sft_warmup.data), *held_out]:
             if sources and not any(map(is_pipe, sources)):
                 next(builders.prompts(settings, sources, shuffle=False))
 
@@ -135,8 +135,8 @@ class TrainingRun:
         return target
 
     def _run_sft_warmup(self, model: Path, side: RolloutService) -> Path:
-        """Return the model after the SFT warm-up on labels, if [warmup] is set."""
-        warmup, target = self.settings.warmup, self.folder.path / "warmup"
+        """Return the model after the SFT warm-up on labels, if [sft_warmup] is set."""
+        warmup, target = self.settings.sft_warmup, self.folder.path / "warmup"
         if (target / MANIFEST).exists() or not warmup.data:
             return target if (target / MANIFEST).exists() else model
         self.folder.cut_back({})  # records of an interrupted warm-up
@@ -153,7 +153,7 @@ class TrainingRun:
         samples = demonstrations(
             prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
         )  # fmt: skip
-        say(f"warming up on labels until {warmup.until_accuracy:.0%} of the answers are right")
+        say(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
         for report in islice(train(samples, policy, sft), warmup.max_steps):
             if self.interrupted():
                 say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
@@ -170,7 +170,7 @@ class TrainingRun:
                 metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
                 say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
             self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
-            if metrics.get("warmup/accuracy", 0.0) >= warmup.until_accuracy:
+            if metrics.get("warmup/accuracy", 0.0) >= warmup.target_accuracy:
                 break
         self._save_warmup(policy, target)
         sync.close()
@@ -219,7 +219,7 @@ class TrainingRun:
                 ending.callback(tracker.close)
             sync = side.sync(policy)
             ending.callback(sync.close)
-            if self.state.rollout_id == 0 and not settings.eval.skip_before_train:
+            if self.state.rollout_id == 0 and settings.eval.before_train:
                 self._evaluate(side, sync, policy.weight_version)
             reports = run(
                 partial(side.sampler.rounds, self.journal.sampling),
@@ -273,15 +273,15 @@ class TrainingRun:
         """Warn, or stop, if engine and trainer compute different log-probabilities for the same tokens."""
         run = self.settings.run
         difference = report.metrics.get("train/train_rollout_logprob_abs_diff", 0.0)
-        if run.max_logprob_abs_diff is None or difference <= run.max_logprob_abs_diff:
+        if run.max_logprob_mismatch is None or difference <= run.max_logprob_mismatch:
             return
         if report.metrics.get("rollout/staleness/max"):  # tokens of older weights differ by design
             return
         message = (
             f"round {report.rollout_id}: engine and trainer differ by {difference:.3f} a token on average, more than "
-            f"run.max_logprob_abs_diff = {run.max_logprob_abs_diff:g}; `slimectl doctor --engine` looks for the cause"
+            f"run.max_logprob_mismatch = {run.max_logprob_mismatch:g}; `slimectl doctor --engine` looks for the cause"
         )
-        if run.on_disagreement == "stop":
+        if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
         say(message)
 

@@ -24,7 +24,7 @@ from slimectl.types import Prompt, SamplerState
 
 OPTIONAL = {
     "ray": ("ray", "--executor ray"),
-    "megatron-core": ("megatron", "--policy megatron"),
+    "megatron-core": ("megatron", "--backend megatron"),
     "tensorboard": ("tensorboard", "track.with = tensorboard"),
     "reasoning-gym": ("quickstart", "the quickstart recipe"),
     "pyarrow": ("parquet", "Parquet prompts"),
@@ -100,7 +100,7 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
             reports = run(partial(side.sampler.rounds, SamplerState()), policy, sync, settings, executor=executor)
             for report, _ in zip(reports, range(steps), strict=False):
                 difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
-                allowed = settings.run.max_logprob_abs_diff or float("inf")
+                allowed = settings.run.max_logprob_mismatch or float("inf")
                 detail = f"{difference:.2e} a token between engine and trainer, {allowed:g} allowed"
                 yield CheckResult(f"agreement, step {report.step}", difference <= allowed, detail)
             changed = [name for name, checksum in _checksums(policy).items() if initial[name] != checksum]

@@ -44,7 +44,7 @@ class Sft(Section):
 class Pairwise(Section):
     """Settings of algorithms that learn from preference pairs."""
 
-    pairs: Literal["extremes", "all"] = "extremes"
+    pairs: Literal["best_worst", "all"] = "best_worst"
     """Pairs of a group of scored answers: its best with its worst, or all whose rewards differ."""
 
     calculate_per_token_loss: ClassVar[bool] = False

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slimectl.redaction import redact
+from slimectl.settings import aliases
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
-"""A list of strings; a single string means a list of one, an empty string an empty list: `-s warmup.data=`."""
+"""A list of strings; a single string means a list of one, an empty string an empty list: `-s sft_warmup.data=`."""
 
 
 class Section(BaseModel):
@@ -26,6 +27,18 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    section_name: ClassVar[str] = ""
+    """Name of the section, if keys of it were renamed: hooks may still read the old attributes."""
+
+    if not TYPE_CHECKING:  # the code of slimectl itself uses the present names, which mypy checks
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of an old key, as scripts of users read it."""
+            new = aliases.KEYS.get(type(self).section_name, {}).get(name)
+            if new is None:
+                return super().__getattr__(name)
+            return aliases.current_value(self.section_name, name, getattr(self, new))  # an inversion is its own inverse
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Names and values for the repr, with secrets masked: tracebacks and test reports print settings."""

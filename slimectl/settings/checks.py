@@ -130,10 +130,10 @@ def hook_conflicts(
         if rollout.function_path and getattr(rollout, key):
             yield f"rollout.function_path and rollout.{key} exclude each other: the function fills rounds; drop one"
     for key in ("function_path", "data_source_path"):
-        if getattr(rollout, key) and run.ahead > 1:
+        if getattr(rollout, key) and run.async_level > 1:
             yield (
-                f"rollout.{key} and run.ahead: {run.ahead} exclude each other: no group of a further round can be "
-                f"under way; set run.ahead to 0 or 1"
+                f"rollout.{key} and run.async_level: {run.async_level} exclude each other: no group of a "
+                f"further round can be under way; set run.async_level to 0 or 1"
             )
     if train.custom_loss_function_path:
         for key in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,9 @@ Seconds = Annotated[float, Field(gt=0)]
 class EngineSettings(Section):
     """The inference engines that generate answers."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
+    section_name: ClassVar[str] = "engine"
+
+    backend: Literal["embedded", "sglang"] = "embedded"
     """Which engine; embedded runs on a CPU or one GPU, in this process where there is one of it."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -79,6 +81,8 @@ class EngineSettings(Section):
 class SglangSettings(Section):
     """SGLang servers: which Python runs them, and whatever else SGLang takes."""
 
+    section_name: ClassVar[str] = "sglang"
+
     python: str | None = None
     """Python that SGLang is installed in; this one where not given."""
 
@@ -88,7 +92,7 @@ class SglangSettings(Section):
     prefill_num_servers: Annotated[int, Field(ge=0)] = 0
     """Engines that only prefill (prefill/decode disaggregation); the others then only decode."""
 
-    groups: list[dict[str, Any]] = []
+    server_groups: list[dict[str, Any]] = []
     """Engines in groups, in place of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}];
     a group of another model (a judge, a teacher) is started and gets no weights."""
 

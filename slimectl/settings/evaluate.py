@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 from pydantic_core import PydanticCustomError
@@ -77,6 +77,8 @@ class Dataset(Section):
 class EvalSettings(Section):
     """Evaluation on held-out prompts. Unset keys fall back to [rollout] and [score]."""
 
+    section_name: ClassVar[str] = "eval"
+
     data: dict[str, str | Dataset] = {}
     """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and settings of its own."""
 
@@ -102,8 +104,8 @@ class EvalSettings(Section):
     interval: Annotated[int, Field(ge=1)] | None = None
     """Rollouts between evaluations; only before and after where not given."""
 
-    skip_before_train: bool = False
-    """Do not evaluate before the first step."""
+    before_train: bool = True
+    """Evaluate before the first step."""
 
     n_samples_per_prompt: Annotated[int, Field(ge=1)] = 1
     """Answers for each prompt; more make pass@k, avg@n and maj@n, and want a temperature above 0."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, is_secret_name, redact
+from slimectl.settings import aliases
 from slimectl.settings.algorithm import ALGORITHMS, Grpo
 from slimectl.settings.root import Settings, conflicts
 
@@ -56,12 +57,18 @@ def from_file(path: Path) -> Layer:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
-    """Read every environment variable SLIMECTL_SECTION_KEY=value."""
+    """Read every environment variable SLIMECTL_SECTION_KEY=value; the section is the longest known one.
+
+    >>> from_environment({"SLIMECTL_SFT_WARMUP_MAX_STEPS": "5"}).values
+    {'sft_warmup': {'max_steps': 5}}
+    """
+    longest_first = sorted([*Settings.model_fields, *aliases.SECTIONS], key=len, reverse=True)
     values: Values = {}
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
-            section, _, key = name[len(PREFIX) :].lower().partition("_")
-            if key:
+            words = name[len(PREFIX) :].lower()
+            section = next((known for known in longest_first if words.startswith(f"{known}_")), words.partition("_")[0])
+            if key := words[len(section) + 1 :]:
                 values.setdefault(section, {})[key] = parse_value(text)
     return Layer("environment", values)
 
@@ -97,12 +104,9 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     merged: Values = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        for section, keys in layer.values.items():
-            for key, value in keys.items():
-                name = _canonical_key(section, key, layer, merged)
-                new = None if value == "none" else value
-                merged.setdefault(section, {})[name] = _merge(merged.get(section, {}).get(name), new)
-                origins[f"{section}.{name}"] = layer.origin
+        for (section, name), value in _current_values(layer, merged).items():
+            merged.setdefault(section, {})[name] = _merge(merged.get(section, {}).get(name), value)
+            origins[f"{section}.{name}"] = layer.origin
     # The discriminator is optional, like every other key.
     if "algorithm" in merged:
         merged["algorithm"].setdefault("name", Grpo.model_fields["name"].default)
@@ -134,6 +138,11 @@ def keys_of(section: str, algorithm: str | None = None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def sections() -> dict[str, list[str]]:
+    """Every section with its keys, of all algorithms."""
+    return {section: keys_of(section) for section in Settings.model_fields}
+
+
 def _merge(old: Any, new: Any) -> Any:
     """Merge tables key by key; any other value is replaced."""
     if not isinstance(old, dict) or not isinstance(new, dict):
@@ -141,28 +150,55 @@ def _merge(old: Any, new: Any) -> Any:
     return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}
 
 
-def _canonical_key(section: str, key: str, layer: Layer, merged: Values) -> str:
-    """The canonical name of a key; `rollout.rollout_temperature` means `rollout.temperature`."""
-    sections = list(Settings.model_fields)
-    if section not in sections:
-        everything = {f"{candidate}.{name}" for candidate in sections for name in keys_of(candidate)}
-        raise SettingsError(_unknown_key(f"{section}.{key}", sorted(everything), layer))
+def _current_values(layer: Layer, merged: Values) -> dict[tuple[str, str], Any]:
+    """The layer's values by present section and key. Raises SettingsError for two names of one setting."""
+    values: dict[tuple[str, str], Any] = {}
+    spellings: dict[tuple[str, str], str] = {}
+    for old_section, keys in layer.values.items():
+        for old_key, value in keys.items():
+            section, key = _known_key(old_section, old_key, layer, merged)
+            address = (section, aliases.KEYS.get(section, {}).get(key, key))
+            if address in spellings:
+                name = ".".join(address)
+                raise SettingsError(
+                    f"{spellings[address]} and {old_section}.{old_key} are the same setting ({layer.origin}); give "
+                    f"{name} alone"
+                )
+            spellings[address] = f"{old_section}.{old_key}"
+            values[address] = aliases.current_value(section, key, None if value == "none" else value)
+    return values
+
+
+def _known_key(section: str, key: str, layer: Layer, merged: Values) -> tuple[str, str]:
+    """The present section, and the key without its section's name: `rollout.rollout_temperature` is `temperature`.
+
+    The key may be an old one. Raises SettingsError for an unknown name.
+    """
+    current = aliases.current_section(section)
+    if current not in Settings.model_fields:
+        raise SettingsError(_unknown_key(f"{section}.{key}", sections(), layer))
     algorithm = merged.get("algorithm", {}).get("name") or layer.values.get("algorithm", {}).get("name")
-    known_keys = keys_of(section, algorithm if isinstance(algorithm, str) else None)
-    short = key.removeprefix(f"{section}_")
-    for name in (key, short):
-        if name in known_keys:
-            return name
-    raise SettingsError(_unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known_keys], layer))
+    known_keys = keys_of(current, algorithm if isinstance(algorithm, str) else None)
+    for name in (key, key.removeprefix(f"{section}_"), key.removeprefix(f"{current}_")):
+        if name in known_keys or name in aliases.KEYS.get(current, {}):
+            return current, name
+    raise SettingsError(_unknown_key(f"{section}.{key}", {current: known_keys}, layer))
 
 
-def _unknown_key(name: str, available: list[str], layer: Layer) -> str:
-    near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
-    if not near:
+def _unknown_key(name: str, keys_by_section: dict[str, list[str]], layer: Layer) -> str:
+    available = [f"{section}.{key}" for section, keys in keys_by_section.items() for key in keys]
+    near = nearest_name(name, available + aliases.old_names(keys_by_section))
+    if near is None:
         tail = name.partition(".")[2]
-        near = [candidate for candidate in available if candidate.partition(".")[2] == tail][:1]
-    hint = f"did you mean {near[0]}?" if near else "`slimectl settings show` lists all"
+        near = next((candidate for candidate in available if candidate.partition(".")[2] == tail), None)
+    hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
     return f"{name}: unknown setting ({layer.origin}); {hint}"
+
+
+def nearest_name(name: str, available: Sequence[str]) -> str | None:
+    """The most similar of the available names, by its present name; None if none is similar."""
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.6)
+    return aliases.current_name(near[0]) if near else None
 
 
 def _error_lines(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:

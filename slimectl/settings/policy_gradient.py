@@ -328,9 +328,9 @@ class Ppo(ReinforceFamily):
     value_clip: Annotated[float, Field(gt=0)] = 0.2
     """How far a value may move from the one that the round began with before its gradient stops."""
 
-    critic: Literal["own", "shared"] = "own"
-    """A model of its own with its own optimizer, or a value head on the policy's backbone, learnt with it, in half the
-    memory."""
+    critic: Literal["separate", "shared"] = "separate"
+    """separate: a model of its own with its own optimizer; shared: a value head on the policy's backbone, learnt with
+    it, in half the memory."""
 
     value_coef: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the value loss beside the policy's, where the critic is shared."""

@@ -15,7 +15,7 @@ from slimectl.settings.cluster import ClusterSettings, SyncSettings
 from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.settings.run import RunSettings, TrackSettings, WarmupSettings
+from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.train import MegatronSettings, TrainSettings, megatron_conflicts
 
@@ -32,7 +32,7 @@ class Settings(Section):
     train: TrainSettings = TrainSettings()
     megatron: MegatronSettings = MegatronSettings()
     eval: EvalSettings = EvalSettings()
-    warmup: WarmupSettings = WarmupSettings()
+    sft_warmup: SftWarmupSettings = SftWarmupSettings()
     sync: SyncSettings = SyncSettings()
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
@@ -51,15 +51,15 @@ class Settings(Section):
     @property
     def num_engines(self) -> int:
         """Number of engines to start."""
-        if self.sglang.groups:
-            return sum(int(group.get("num_engines", 1)) for group in self.sglang.groups)
+        if self.sglang.server_groups:
+            return sum(int(group.get("num_engines", 1)) for group in self.sglang.server_groups)
         gpus, gpus_per_engine = self.cluster.rollout_num_gpus, self.cluster.rollout_num_gpus_per_engine
         return self.engine.num_engines if gpus is None else gpus // gpus_per_engine
 
     @property
     def uses_servers(self) -> bool:
         """Whether engines are HTTP servers, rather than in the process of their caller."""
-        return self.engine.kind == "sglang" or bool(self.engine.url) or self.num_engines > 1
+        return self.engine.backend == "sglang" or bool(self.engine.url) or self.num_engines > 1
 
     @property
     def rollouts_per_round(self) -> int:
@@ -106,9 +106,9 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _greedy_repeats(settings.eval, rollout)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
-    ages = run.ahead or rollout.partial_rollout or rollout.over_sampling_batch_size
+    ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
     if run.max_staleness is not None and not ages and run.max_staleness > 0:
-        yield "run.max_staleness has no effect with run.ahead = 0; raise run.ahead or drop it"
+        yield "run.max_staleness has no effect with run.async_level = 0; raise run.async_level or drop it"
     yield from _buffer_contradictions(run, rollout)
     if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
         lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
@@ -122,7 +122,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
     yield from _adapter_contradictions(train)
     yield from _placement_contradictions(settings)
-    yield from megatron_conflicts(settings.megatron, train.policy, settings.cluster.ranks)
+    yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
     yield from hook_conflicts(
         algorithm=settings.algorithm,
         rollout=settings.rollout,
@@ -166,15 +166,15 @@ def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterat
             f"rollout.over_sampling_batch_size: {over} is below run.rollout_batch_size: {size}; raise it, or drop it "
             f"for no over-sampling"
         )
-    if rollout.partial_rollout and run.ahead:
+    if rollout.partial_rollout and run.async_level:
         yield (
-            f"rollout.partial_rollout and run.ahead: {run.ahead} exclude each other: answers worked ahead go on by "
-            f"themselves; drop one"
+            f"rollout.partial_rollout and run.async_level: {run.async_level} exclude each other: answers worked ahead "
+            f"go on by themselves; drop one"
         )
-    if over is not None and over > size and run.ahead > 1:
+    if over is not None and over > size and run.async_level > 1:
         yield (
-            f"rollout.over_sampling_batch_size and run.ahead: {run.ahead} exclude each other: further rounds are under "
-            f"way already; drop one"
+            f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} exclude each other: further "
+            f"rounds are under way already; drop one"
         )
     if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
         yield "rollout.mask_offpolicy_in_partial_rollout needs rollout.partial_rollout = true; set it or drop this"
@@ -194,10 +194,10 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}; give {nearest}"
         )
-    if engine.kind == "embedded" and gpus_per_engine > 1:
+    if engine.backend == "embedded" and gpus_per_engine > 1:
         yield (
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an embedded engine lives on one device; "
-            f'set engine.kind = "sglang" or give 1'
+            f'set engine.backend = "sglang" or give 1'
         )
     if engine.url and settings.num_engines > 1:
         yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
@@ -206,16 +206,22 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
     if not settings.uses_servers and sync.transport not in ("auto", "in_process"):
         yield (
             f"sync.transport: {sync.transport} reaches servers, and one embedded engine lives in this process; "
-            f"set engine.num_engines or engine.kind, or drop it"
+            f"set engine.num_engines or engine.backend, or drop it"
         )
-    if cluster.colocate and settings.run.ahead:
-        yield f"cluster.colocate and run.ahead: {settings.run.ahead} exclude each other: the GPUs are shared in turns"
+    if cluster.colocate and settings.run.async_level:
+        yield (
+            f"cluster.colocate and run.async_level: {settings.run.async_level} exclude each other: the GPUs are shared "
+            f"in turns"
+        )
     if cluster.colocate and sync.transport == "delta":
         yield "cluster.colocate and sync.transport: delta exclude each other; use tensor on shared GPUs"
-    if settings.sglang.groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
-        yield "sglang.groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine itself"
-    if engine.kind != "sglang" and (settings.sglang.groups or settings.sglang.prefill_num_servers):
-        yield 'sglang.groups and sglang.prefill_num_servers are for SGLang; set engine.kind = "sglang"'
+    if settings.sglang.server_groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
+        yield (
+            "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
+            "itself"
+        )
+    if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
+        yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
     if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
         yield (
             "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "

@@ -1,8 +1,8 @@
-"""Settings of the run loop, its supervised warm-up and its trackers."""
+"""Settings of the run loop, its supervised warm-up (SFT) and its trackers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -16,6 +16,8 @@ SECRETS = ("key", "token", "password", "secret")
 
 class RunSettings(Section):
     """Rounds of rollout, score and train, and their checkpoints."""
+
+    section_name: ClassVar[str] = "run"
 
     name: str | None = None
     """Folder of the run under run.dir; the recipe's name where not given."""
@@ -32,7 +34,7 @@ class RunSettings(Section):
     rollout_batch_size: PositiveInt = 32
     """Prompts per round."""
 
-    ahead: Annotated[int, Field(ge=0)] = 0
+    async_level: Annotated[int, Field(ge=0)] = 0
     """Rounds that may be sampled before their turn; 0 is strictly on-policy, 1 samples the next round while this one is
     trained on, n keeps n rounds under way without a pause between them (fully asynchronous)."""
 
@@ -54,21 +56,23 @@ class RunSettings(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a run goes on from its last checkpoint after a trainer's rank died."""
 
-    max_logprob_abs_diff: Annotated[float, Field(gt=0)] | None = 0.1
+    max_logprob_mismatch: Annotated[float, Field(gt=0)] | None = 0.1
     """Mean |trainer - engine| log-probability of a step above which something is wrong; none does not look. Rounds that
-    older weights wrote in part (run.ahead, over-sampling) differ by right: they are reported and not judged."""
+    older weights wrote in part (run.async_level, over-sampling) differ by right: they are reported and not judged."""
 
-    on_disagreement: Literal["warn", "stop"] = "warn"
+    on_logprob_mismatch: Literal["warn", "stop"] = "warn"
     """What to do above it."""
 
 
-class WarmupSettings(Section):
+class SftWarmupSettings(Section):
     """Supervised steps on the labels before the first round, until the model gets some answers right."""
+
+    section_name: ClassVar[str] = "sft_warmup"
 
     data: Texts = []
     """Prompt sources whose labels are the demonstrations; no warm-up where empty."""
 
-    until_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.25
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Stop when this share of answers to warm-up prompts is right: RL needs some successes to learn from."""
 
     check_interval: PositiveInt = 10

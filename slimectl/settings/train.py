@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 class TrainSettings(Section):
     """Scored samples in, new weights out."""
 
-    policy: Literal["fsdp", "megatron"] = "fsdp"
+    section_name: ClassVar[str] = "train"
+
+    backend: Literal["fsdp", "megatron"] = "fsdp"
     """Which trainer: fsdp is the Hugging Face module, in one process or sharded; megatron is Megatron-core (see
     [megatron])."""
 
@@ -116,12 +118,12 @@ class TrainSettings(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    share_prompts: bool = True
+    share_prompt_prefix: bool = True
     """Compute the prompt of a group once for all its answers."""
 
 
 class MegatronSettings(Section):
-    """The megatron policy: parallel sizes, recomputation, and any other option of Megatron-core."""
+    """The megatron backend: parallel sizes, recomputation, and any other option of Megatron-core."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share every matrix; above 1 activations between matrices are split too (sequence parallelism)."""
@@ -178,15 +180,17 @@ class MegatronSettings(Section):
         return {name: value for name, value in sizes.items() if value != 1}
 
 
-def megatron_conflicts(megatron: MegatronSettings, policy: str, ranks: int) -> Iterator[str]:
+def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> Iterator[str]:
     """Conflicts of [megatron] that are independent of the model, one line each."""
     sizes = megatron.parallel_sizes
-    if policy != "megatron":
+    if backend != "megatron":
         for name, value in sizes.items():
-            yield f'megatron.{name}: {value} has no effect on train.policy = "{policy}"; set train.policy = "megatron"'
+            yield (
+                f'megatron.{name}: {value} has no effect on train.backend = "{backend}"; set train.backend = "megatron"'
+            )
         for name, value in megatron:
             if name.startswith("custom_") and value:
-                yield f'megatron.{name} has no effect on train.policy = "{policy}"; set train.policy = "megatron"'
+                yield f'megatron.{name} has no effect on train.backend = "{backend}"; set train.backend = "megatron"'
         return
     model_ranks = (
         megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size

@@ -55,8 +55,8 @@ def sampled_rounds(
     the buffer for the next round (`from_buffer` picks among them). With `rollout.partial_rollout` groups are taken as
     they finish, and unfinished ones are interrupted, to be resumed in the next round.
 
-    With `settings.run.ahead` above 1, up to ahead - 1 further rounds are sampled meanwhile, so that the longest answer
-    of a round does not idle the engine.
+    With `settings.run.async_level` n above 1, up to n - 1 further rounds are sampled meanwhile, so that the longest
+    answer of a round does not idle the engine.
 
     Each round carries the sampler state after it, from which the following rounds are reproduced; except for answers
     in flight or interrupted, whose progress depends on servers and other requests.
@@ -110,7 +110,7 @@ class RoundScheduler:
             if source is None
             else UserDataSource(source, attempts, state, epochs=epochs, left_out=self._count_too_long)
         )
-        self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.ahead - 1)
+        self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.async_level - 1)
         self._max_rounds = settings.run.num_rollout
         rollout = settings.rollout
         self._oversampling_size, self._partial = rollout.over_sampling_batch_size or self._size, rollout.partial_rollout
@@ -181,7 +181,7 @@ class RoundScheduler:
         return [sample for group in collected[: self._size] for sample in group]
 
     def _submit_groups(self, collected: int, required: int) -> None:
-        """Submit groups until the round is covered, or as many as run.ahead allows."""
+        """Submit groups until the round is covered, or as many as run.async_level allows."""
         target = min(self._max_in_flight, required - collected)
         if self._rounds_ahead:
             target = self._rounds_ahead * self._size + 1

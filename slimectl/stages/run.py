@@ -46,11 +46,12 @@ def run(
     """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
 
     `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
-    or earlier with `settings.run.ahead`: its weights are then at most that many versions old, at one step per round.
+    or earlier with `settings.run.async_level`: its weights are then at most that many versions old, at one step per
+    round.
     """
 
     def prepared_batches() -> Iterator[RolloutBatch]:
-        batches = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
+        batches = executor.stream(make_rounds, ahead=min(1, settings.run.async_level))
         wait_start = clock()
         for batch in batches:
             waited = clock() - wait_start

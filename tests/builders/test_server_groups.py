@@ -15,22 +15,22 @@ MODEL = Path("models/policy")
 
 
 def given(**sections: Any) -> Any:
-    return resolve([Layer("test", {"engine": {"kind": "sglang"}} | sections)]).settings
+    return resolve([Layer("test", {"engine": {"backend": "sglang"}} | sections)]).settings
 
 
 def test_alike_servers_are_behind_a_router_that_knows_prefixes():
-    settings = given(engine={"kind": "sglang", "num_engines": 3}, cluster={"rollout_num_gpus_per_engine": 2})
+    settings = given(engine={"backend": "sglang", "num_engines": 3}, cluster={"rollout_num_gpus_per_engine": 2})
     specs = _specs(settings, MODEL)
     assert [(spec.name, spec.tensor_parallel, spec.role) for spec in specs] == [
         ("engine-0", 2, "regular"), ("engine-1", 2, "regular"), ("engine-2", 2, "regular")
     ]  # fmt: skip
     assert _router_policy(settings) == "cache_aware"
     assert _router_policy(given()) is None
-    assert _router_policy(given(engine={"kind": "embedded", "num_engines": 3})) is None
+    assert _router_policy(given(engine={"backend": "embedded", "num_engines": 3})) is None
 
 
 def test_prefill_and_decode_are_servers_of_their_own():
-    settings = given(engine={"kind": "sglang", "num_engines": 3}, sglang={"prefill_num_servers": 1})
+    settings = given(engine={"backend": "sglang", "num_engines": 3}, sglang={"prefill_num_servers": 1})
     specs = _specs(settings, MODEL)
     assert [(spec.name, spec.role, spec.bootstrap_port) for spec in specs] == [
         ("prefill-0", "prefill", 8998), ("decode-0", "decode", None), ("decode-1", "decode", None)
@@ -40,7 +40,7 @@ def test_prefill_and_decode_are_servers_of_their_own():
 
 def test_a_judge_keeps_its_weights_and_needs_no_router():
     groups = [{"name": "policy"}, {"name": "judge", "model": "models/judge", "args": {"mem_fraction_static": 0.3}}]
-    settings = given(sglang={"groups": groups, "args": {"mem_fraction_static": 0.8}})
+    settings = given(sglang={"server_groups": groups, "args": {"mem_fraction_static": 0.8}})
     policy, judge = _specs(settings, MODEL)
     assert (policy.gets_weights, policy.args) == (True, {"mem_fraction_static": 0.8})
     assert (judge.gets_weights, judge.args, judge.model) == (False, {"mem_fraction_static": 0.3}, Path("models/judge"))
@@ -54,12 +54,12 @@ def test_engines_that_share_gpus_may_give_back_memory():
 
 
 def test_sglang_keys_without_sglang_are_refused():
-    with pytest.raises(SettingsError, match=r'sglang.groups .* set engine.kind = "sglang"'):
-        given(engine={"kind": "embedded"}, sglang={"groups": [{"name": "a"}]})
+    with pytest.raises(SettingsError, match=r'sglang.server_groups .* set engine.backend = "sglang"'):
+        given(engine={"backend": "embedded"}, sglang={"server_groups": [{"name": "a"}]})
 
 
 def test_an_embedded_server_is_slimectl_serve(tmp_path: Path):
-    settings = given(engine={"kind": "embedded", "num_engines": 2, "dtype": "bfloat16"})
+    settings = given(engine={"backend": "embedded", "num_engines": 2, "dtype": "bfloat16"})
     server = _server(settings, _specs(settings, MODEL)[1], log=tmp_path / "log", waiting=True)
     command = server._command("127.0.0.1", 30001)
     assert command[1:4] == ["-m", "slimectl", "serve"]

@@ -54,7 +54,7 @@ def test_a_layout_that_the_model_cannot_have_is_said_before_a_folder_is_made(
     workshop: Workshop, size: str, reason: str
 ):
     ranks = ["-s", "cluster.actor_num_gpus_per_node=3", "-s", f"megatron.{size}_parallel_size=3"]
-    line = refused(workshop, "run", "--policy", "megatron", *ranks, code=2)
+    line = refused(workshop, "run", "--backend", "megatron", *ranks, code=2)
     assert line.startswith(f"megatron.{size}_parallel_size: {reason}")
     assert not (workshop.folder / "runs").exists()
 

@@ -24,7 +24,7 @@ def test_engine_and_trainer_agree_over_steps_that_change_nothing(workshop: Works
 
 
 def test_a_disagreement_fails_with_exit_code_1(workshop: Workshop):
-    strict = ["-s", "run.max_logprob_abs_diff=1e-9"]
+    strict = ["-s", "run.max_logprob_mismatch=1e-9"]
     said = workshop.slimectl("doctor", "--engine", "--model", str(workshop.model), *strict, code=1).decode()
     assert said.startswith("FAIL")
     assert "checks failed: agreement, step 1" in workshop.stderr
@@ -37,11 +37,11 @@ def test_without_a_model_it_says_what_to_add(workshop: Workshop):
 
 
 def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
-    strict = ["-s", "run.num_rollout=2", "-s", "run.max_logprob_abs_diff=1e-12"]
+    strict = ["-s", "run.num_rollout=2", "-s", "run.max_logprob_mismatch=1e-12"]
     workshop.slimectl("run", *strict)
     assert workshop.stderr.count("engine and trainer differ by") == 2
-    workshop.slimectl("run", *strict, "--name", "b", "-s", "run.on_disagreement=stop", code=1)
-    assert "run.max_logprob_abs_diff = 1e-12; `slimectl doctor --engine` looks for the cause" in workshop.stderr
+    workshop.slimectl("run", *strict, "--name", "b", "-s", "run.on_logprob_mismatch=stop", code=1)
+    assert "run.max_logprob_mismatch = 1e-12; `slimectl doctor --engine` looks for the cause" in workshop.stderr
     assert len([line for line in workshop.metrics("b") if "train/loss" in line["metrics"]]) == 1
 
 
@@ -49,7 +49,7 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
 def test_answers_of_older_weights_are_no_disagreement(
     workshop: Workshop, capsys: pytest.CaptureFixture[str], staleness: float, words: int
 ):
-    values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_abs_diff": 0.1}}
+    values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_mismatch": 0.1}}
     job = TrainingRun(Settings.model_validate(values))
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
     job._check_logprob_mismatch(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from slimectl.cli.app import app
 
-NODE_OF_RANKS = ["cluster.executor=ray", "cluster.actor_num_gpus_per_node=8", "engine.kind=sglang"]
+NODE_OF_RANKS = ["cluster.executor=ray", "cluster.actor_num_gpus_per_node=8", "engine.backend=sglang"]
 
 
 def plan(*settings: str, words: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
@@ -43,7 +43,7 @@ def test_what_cannot_be_placed_is_shown_and_said_with_the_nearest_sizes():
 
 
 def test_a_model_that_cannot_be_cut_so_is_said_too():
-    settings = ("train.policy=megatron", "model.card=qwen3-8B", "megatron.pipeline_model_parallel_size=8")
+    settings = ("train.backend=megatron", "model.card=qwen3-8B", "megatron.pipeline_model_parallel_size=8")
     code, _, err = plan(*settings)
     assert code == 1
     assert "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers; possible are 1, 2, 3, 4" in err

@@ -49,8 +49,14 @@ def test_a_directory_is_planned_for_like_its_card(tmp_path: Path):
     assert plan("--model", str(tmp_path))[1] == plan("--card", "qwen3-0.6B")[1]
 
 
+def test_the_backend_has_an_old_name_that_help_does_not_show():
+    words = ("--card", "qwen3-8B", "--gpus", "8", "--recompute", "full")
+    assert plan(*words, "--policy", "fsdp") == plan(*words, "--backend", "fsdp")
+    assert "--policy" not in plan("--help")[1]
+
+
 def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
-    alone = ("--card", "qwen3-8B", "--gpus", "1", "--policy", "fsdp", "--recompute", "full")
+    alone = ("--card", "qwen3-8B", "--gpus", "1", "--backend", "fsdp", "--recompute", "full")
     assert plan(*alone)[0] == 1
     code, out, err = plan(*alone, "--lora-rank", "32", "--reference", "--critic", "--teacher", "qwen3-4B")
     assert (code, err) == (0, "1 ranks: fsdp; recompute full; fits 90% of 80 GiB a GPU\n")
@@ -73,15 +79,15 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "qwen3-8B", "--tp", "3"], "megatron.tensor_model_parallel_size: 3 does not divide 32 attention"),
         (["--card", "qwen3-8B", "--pp", "8"], "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers"),
         (["--card", "deepseek-v3"], "--gpus 8: no layout fits 90% of 80 GiB a GPU"),
-        (["--card", "qwen3-30B-A3B", "--policy", "fsdp"], "--policy fsdp: trains plain dense decoders only"),
-        (["--card", "qwen3-8B", "--policy", "fsdp", "--tp", "2"], "--policy fsdp: takes no parallel sizes"),
+        (["--card", "qwen3-30B-A3B", "--backend", "fsdp"], "--backend fsdp: trains plain dense decoders only"),
+        (["--card", "qwen3-8B", "--backend", "fsdp", "--tp", "2"], "--backend fsdp: takes no parallel sizes"),
         (["--card", "qwen3-8b"], "model.card: no card 'qwen3-8b'; did you mean qwen3-8B?"),
         (["--card", "qwen3-8B", "--lora-rank", "8", "--lora-target", "qkv"], "train.lora_targets: no linear layer is"),
         (
             ["--card", "qwen3-8B", "--lora-target", "q_proj"],
             "--lora-target: says nothing without adapters; add --lora-rank",
         ),
-        (["--card", "qwen3-8B", "--policy", "fsdp", "--teacher", "qwen3-30B-A3B"], "--policy fsdp: trains plain dense"),
+        (["--card", "qwen3-8B", "--backend", "fsdp", "--teacher", "qwen3-30B-A3B"], "--backend fsdp: trains plain"),
         ([], "plan: which model? add --card NAME or --model DIR"),
     ],
 )

@@ -147,7 +147,7 @@ def louder(pre_process, post_process, vp_stage, build):
     return model
 
 def begin(args):
-    tell(begun=args.train.policy)
+    tell(begun=args.train.backend)
 
 def before_log_prob(args, model, store_prefix):
     tell(asked=store_prefix, chunks=len(model))
@@ -190,7 +190,7 @@ class Ran:
 
 SMALL = (
     "run.num_rollout=1", "run.rollout_batch_size=2", "rollout.n_samples_per_prompt=3", "rollout.max_response_len=6",
-    "eval.skip_before_train=true", "eval.interval=none", "algorithm.grpo_std_normalization=false",
+    "eval.before_train=false", "eval.interval=none", "algorithm.grpo_std_normalization=false",
     "train.lr_decay_style=constant", "track.with=['jsonl']",
 )  # fmt: skip
 
@@ -332,7 +332,7 @@ def four_times_the_mean_is_four_times_the_gradient(run: Run, plain: Plain) -> No
 
 
 def the_model_is_the_users(run: Run, plain: Plain) -> None:
-    ran = run("train.policy=megatron", "megatron.custom_model_provider_path=own.py:louder")
+    ran = run("train.backend=megatron", "megatron.custom_model_provider_path=own.py:louder")
     assert ran.told == [{"pre": True, "post": True, "stage": None}]
     # The engine samples from the weights alone, which do not know of what the function added.
     assert ran.metrics["train/train_rollout_logprob_abs_diff"] > 0.01
@@ -340,18 +340,18 @@ def the_model_is_the_users(run: Run, plain: Plain) -> None:
 
 
 def every_rank_begins_with_the_function(run: Run, plain: Plain) -> None:
-    ran = run("train.policy=megatron", "megatron.custom_init_path=own.py:begin")
+    ran = run("train.backend=megatron", "megatron.custom_init_path=own.py:begin")
     assert ran.told == [{"begun": "megatron"}]
 
 
 def the_function_comes_before_log_probs(run: Run, plain: Plain) -> None:
-    ran = run("train.policy=megatron", "megatron.custom_before_log_prob_hook_path=own.py:before_log_prob",
+    ran = run("train.backend=megatron", "megatron.custom_before_log_prob_hook_path=own.py:before_log_prob",
               "algorithm.kl_loss_coef=0.1", "train.num_steps_per_rollout=2")  # fmt: skip
     assert ran.told == [{"asked": "ref_", "chunks": 1}, {"asked": "", "chunks": 1}]
 
 
 def the_function_comes_before_every_step(run: Run, plain: Plain) -> None:
-    ran = run("train.policy=megatron", "megatron.custom_before_train_step_hook_path=own.py:before_step",
+    ran = run("train.backend=megatron", "megatron.custom_before_train_step_hook_path=own.py:before_step",
               "train.num_steps_per_rollout=2")  # fmt: skip
     assert ran.told == [{"step": [1, i], "lr": 1e-3} for i in (0, 1)]
 

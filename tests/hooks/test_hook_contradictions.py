@@ -11,10 +11,11 @@ WRONG = [
     (["rollout.function_path=a:b", "rollout.partial_rollout=true"],
      "rollout.function_path and rollout.partial_rollout exclude each other"),
     (["rollout.function_path=a:b", "rollout.dynamic_sampling_filter_path=a:b"], "the function fills rounds; drop one"),
-    (["rollout.data_source_path=a:b", "run.ahead=2"], "rollout.data_source_path and run.ahead: 2 exclude each other"),
+    (["rollout.data_source_path=a:b", "run.async_level=2"],
+     "rollout.data_source_path and run.async_level: 2 exclude each other"),
     (["train.custom_loss_function_path=a:b", "train.custom_tis_function_path=a:b"], "the loss is yours; drop one"),
     (["sync.custom_post_write_path=a:b"], 'no effect with sync.transport = "auto", which writes no files'),
-    (["megatron.custom_init_path=a:b"], 'megatron.custom_init_path has no effect on train.policy = "fsdp"'),
+    (["megatron.custom_init_path=a:b"], 'megatron.custom_init_path has no effect on train.backend = "fsdp"'),
     (["algorithm.name=sft", "rollout.data_postprocess_path=a:b"], "has no effect with algorithm.name sft"),
     (["algorithm.name=dpo", "score.custom_reward_post_process_path=a:b"], "has no effect with algorithm.name dpo"),
 ]  # fmt: skip
@@ -27,5 +28,5 @@ def test_hooks_without_effect_are_refused(assignments: list[str], said: str):
 
 
 def test_a_data_source_may_be_one_round_ahead_and_be_filtered():
-    fine = ["rollout.data_source_path=a:b", "run.ahead=1", "rollout.dynamic_sampling_filter_path=a:b"]
+    fine = ["rollout.data_source_path=a:b", "run.async_level=1", "rollout.dynamic_sampling_filter_path=a:b"]
     assert resolve([from_assignments(fine)]).settings.rollout.data_source_path == "a:b"

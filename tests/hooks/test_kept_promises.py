@@ -113,7 +113,7 @@ def here(tmp_path: Path, model_dir: Callable[..., Path], monkeypatch: Any) -> He
     (tmp_path / "own.py").write_text(OWN)
 
     def job(name: str, *assignments: str, **how: Any) -> TrainingRun:
-        short = ("eval.interval=none", "eval.skip_before_train=true", f"run.name={name}", *assignments)
+        short = ("eval.interval=none", "eval.before_train=false", f"run.name={name}", *assignments)
         return TrainingRun(resolve([from_file(Path("slimectl.toml")), from_assignments(short)]).settings, **how)
 
     return job
@@ -168,7 +168,7 @@ def test_a_loss_of_logits_is_the_same_whoever_computes_them(layout: tuple[str, .
     )
     hooks = ("train.custom_loss_function_path=own.py:own", "run.num_rollout=1")
     assert here("one", *hooks).execute("")
-    assert here("two", *hooks, "train.policy=megatron", *layout).execute("")
+    assert here("two", *hooks, "train.backend=megatron", *layout).execute("")
     (one,), (two,) = steps("one"), steps("two")
     assert two["metrics"]["train/grad_norm"] == pytest.approx(one["metrics"]["train/grad_norm"], rel=1e-4)
 

@@ -143,7 +143,7 @@ WRONG = [
 SMALL = (
     "run.num_rollout=1", "run.rollout_batch_size=2", "rollout.n_samples_per_prompt=2", "rollout.max_response_len=4",
     "rollout.over_sampling_batch_size=3", "eval.data={small='prompts.jsonl@[0:1]'}", "eval.interval=none",
-    "eval.skip_before_train=true",
+    "eval.before_train=false",
 )  # fmt: skip
 UNLIMITED = {"rollout.function_path": ["rollout.over_sampling_batch_size=none"]}
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_used_is_said(
     text = body if "class own" in body else f"def own({parameters}):\n    {body}\n"
     (tmp_path / "own.py").write_text(text)
     path = "['own.py:own']" if setting == "rollout.sample_hook_path" else "own.py:own"
-    more = ["train.policy=megatron"] if setting.startswith("megatron.") else []
+    more = ["train.backend=megatron"] if setting.startswith("megatron.") else []
     assignments = [*SMALL, *UNLIMITED.get(setting, []), *more, f"{setting}={path}"]
     settings = resolve([from_file(Path("slimectl.toml")), from_assignments(assignments)]).settings
     with pytest.raises(HookError, match=said) as raised:

@@ -66,7 +66,7 @@ def test_no_hostile_response_or_reply_breaks_the_judge():
     given = {"rm_type": "judge", "explain": True, "concurrency": 16}
     pairs = [*responses(COUNT, seed=4), *((f"Score: {text}", "5") for text in EXPLOSIVE)]
     with grading(lambda body: says(body["messages"][0]["content"].rpartition("|")[2])) as server:
-        options = {"template": "{prompt}{label}|{response}", "unread": 0.5}
+        options = {"template": "{prompt}{label}|{response}", "default_score": 0.5}
         chosen = Settings.model_validate({"score": {**given, "rm_url": server.url, "rm_options": options}})
         samples = [sample_of(*pair) for pair in pairs]
         for sample in score(samples, Grader(chosen), chosen.score, executor=LocalExecutor()):

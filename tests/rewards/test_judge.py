@@ -46,10 +46,10 @@ REPLIES = [
 
 @pytest.mark.parametrize(("options", "reply", "reward"), REPLIES)
 def test_the_score_in_a_reply(options, reply, reward):
-    judge = verifier("judge", url=URL, unread=-0.5, **options)
+    judge = verifier("judge", url=URL, default_score=-0.5, **options)
     assert judge.read(reply) == (None if reward is None else pytest.approx(reward))
     with grading(lambda body: says(reply)) as server:
-        there = verifier("judge", url=f"{server.url}/v1", unread=-0.5, **options)
+        there = verifier("judge", url=f"{server.url}/v1", default_score=-0.5, **options)
         assert there(Sample(response="x")) == (-0.5 if reward is None else pytest.approx(reward))
     low, high = judge.bounds
     assert reward is None or low <= reward <= high
@@ -95,7 +95,7 @@ def test_the_key_comes_from_the_environment_that_is_named(monkeypatch: pytest.Mo
 def test_a_reply_without_a_score_is_asked_for_again():
     replies = ["Hm.", "Score: 99", "Score: 4", "Score: 9"]
     with grading(lambda body: says(replies.pop(0))) as server:
-        assert verifier("judge", url=server.url, asks=3)(Sample(response="x")) == pytest.approx(0.4)
+        assert verifier("judge", url=server.url, max_attempts=3)(Sample(response="x")) == pytest.approx(0.4)
     assert replies == ["Score: 9"]
 
 
@@ -136,7 +136,7 @@ def test_another_kind_of_server_is_named():
         ({"low": 5.0, "high": 5.0}, "low: 5 is not below"),
         ({"values": {"A": "good"}}, "values: not every value is a finite number"),
         ({"values": 3}, "values: 3 is of the wrong kind"),
-        ({"asks": 0}, "above 0"),
+        ({"max_attempts": 0}, "above 0"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused(options, message):
@@ -156,7 +156,7 @@ def served(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 def test_slimectl_serve_is_a_judge(served: str):
     settings = Settings.model_validate(
         {"score": {"rm_type": "judge", "rm_url": f"{served}/v1", "explain": True,
-                   "rm_options": {"unread": 0.25, "max_tokens": 8, "template": "Grade: {response}"}}}
+                   "rm_options": {"default_score": 0.25, "max_tokens": 8, "template": "Grade: {response}"}}}
     )  # fmt: skip
     samples = [Sample(index=i, response=str(i)) for i in range(16)]
     scored = list(score(samples, Grader(settings), settings.score, executor=LocalExecutor()))

@@ -128,7 +128,7 @@ def test_what_is_no_reward_stops_the_work(monkeypatch: pytest.MonkeyPatch, answe
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
     with grading(fresh) as server, pytest.raises(BackendError, match=message):
-        graded(server.url, [SAMPLE], rm_options={"tries": 2})
+        graded(server.url, [SAMPLE], rm_options={"max_retries": 1})
     assert len(server.bodies) == asked
 
 
@@ -148,7 +148,7 @@ def test_a_server_that_hangs_and_one_that_is_not_there_cost_their_time_and_no_mo
     with grading(hang) as server, pytest.raises(BackendError, match=r"no answer; no time left \(1 try, \d+ s\)"):
         verifier("remote_rm", url=server.url, timeout_s=0.3)(SAMPLE)
     with pytest.raises(BackendError, match=r"no answer: .*\(2 tries"):
-        verifier("remote_rm", url=server.url, tries=2)(SAMPLE)
+        verifier("remote_rm", url=server.url, max_retries=1)(SAMPLE)
     assert time.perf_counter() - started < 50  # the server would take 60 s
 
 
@@ -194,7 +194,7 @@ def test_from_a_thread_that_runs_an_event_loop():
     [
         ({}, r"rm_options\.url: missing, and remote_rm needs it"),
         ({"url": "localhost:8000"}, r"'localhost:8000' is no address; write http://HOST:PORT/PATH"),
-        ({"url": "http://x", "tries": 0}, "above 0"),
+        ({"url": "http://x", "max_retries": -1}, "below 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_runs(options, message):

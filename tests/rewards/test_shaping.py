@@ -11,8 +11,8 @@ LENGTH = [
     ("length_penalty", {"limit": 100}, 25, 0.25),
     ("length_penalty", {"limit": 100}, 100, 1.0),
     ("length_penalty", {"limit": 100}, 500, 1.0),
-    ("length_penalty", {"limit": 100, "free": 60}, 60, 0.0),
-    ("length_penalty", {"limit": 100, "free": 60}, 90, 0.75),  # 30 of the 40 between
+    ("length_penalty", {"limit": 100, "free_tokens": 60}, 60, 0.0),
+    ("length_penalty", {"limit": 100, "free_tokens": 60}, 90, 0.75),  # 30 of the 40 between
     # DAPO's own setting: 16384 tokens expected, 4096 of buffer, 20480 at most
     ("overlong", {"limit": 20480, "buffer": 4096}, 16384, 0.0),
     ("overlong", {"limit": 20480, "buffer": 4096}, 17408, -0.25),
@@ -40,9 +40,9 @@ def test_length(rm_type, options, length, reward):
 def test_the_length_penalty_with_weight_minus_1_is_the_overlong_penalty():
     for length in range(0, 120, 7):
         sample = Sample(response_length=length)
-        assert verifier("overlong", limit=100, buffer=40)(sample) == -verifier("length_penalty", limit=100, free=60)(
-            sample
-        )
+        assert verifier("overlong", limit=100, buffer=40)(sample) == -verifier(
+            "length_penalty", limit=100, free_tokens=60
+        )(sample)
 
 
 @pytest.mark.parametrize(("options", "response", "reward"), REPETITION)
@@ -52,7 +52,7 @@ def test_repetition(options, response, reward):
 
 def test_repetition_of_tokens_leaves_out_the_prompt():
     sample = Sample(tokens=[5, 5, 5, 5, 1, 2, 1, 2], response_length=4, response="whatever")
-    assert verifier("repetition", n=2, of="tokens")(sample) == pytest.approx(1 / 3)  # 12 21 12
+    assert verifier("repetition", n=2, unit="tokens")(sample) == pytest.approx(1 / 3)  # 12 21 12
 
 
 def test_an_explanation_has_the_figures():
@@ -65,12 +65,12 @@ def test_an_explanation_has_the_figures():
     ("rm_type", "options", "message"),
     [
         ("length_penalty", {}, r"rm_options\.limit: missing, and length_penalty needs it"),
-        ("length_penalty", {"limit": 5, "free": 5}, "free: 5 is not from 0 to below limit: 5"),
+        ("length_penalty", {"limit": 5, "free_tokens": 5}, "free_tokens: 5 is not from 0 to below limit: 5"),
         ("overlong", {"limit": 5, "buffer": 6}, "buffer: 6 is not from 1 to limit: 5"),
         ("overlong", {"limit": 5}, r"rm_options\.buffer: missing"),
         ("overlong", {"limit": "5", "buffer": 1}, "wrong kind"),
         ("repetition", {"n": 0}, "no length of an n-gram"),
-        ("repetition", {"of": "bytes"}, r"'bytes' is no of .*\('words', 'tokens'\)"),
+        ("repetition", {"unit": "bytes"}, r"'bytes' is no unit .*\('words', 'tokens'\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(rm_type, options, message):

@@ -181,3 +181,21 @@ def test_the_manual_has_every_type_with_its_options():
     for name, row in named.items():
         options = {field.name for field in fields(TYPES[name])}
         assert set(re.findall(r"`(\w+)`", row.split("|")[-2])) == options, name
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("judge", {"unread": 0.5, "asks": 2, "per_s": 3.0, "tries": 5},
+         {"default_score": 0.5, "max_attempts": 2, "max_requests_per_s": 3.0, "max_retries": 4}),
+        ("remote_rm", {"tries": 1}, {"max_retries": 0}),  # the first request counted as a try
+        ("repetition", {"of": "tokens"}, {"unit": "tokens"}),
+        ("length_penalty", {"limit": 9, "free": 3}, {"limit": 9, "free_tokens": 3}),
+        ("code", {"allow_weaker": True}, {"allow_unsandboxed_namespaces": True}),
+    ],
+)  # fmt: skip
+def test_old_names_of_options_still_work(name: str, old: dict, new: dict):
+    url = {"url": "http://h/v1"} if name in ("judge", "remote_rm") else {}
+    assert verifier(name, **url, **old) == verifier(name, **url, **new)
+    with pytest.raises(SettingsError, match=r"score.rm_options: \w+ and \w+ are the same option; give \w+ alone"):
+        verifier(name, **{**url, **old, **new})

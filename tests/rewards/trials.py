@@ -167,7 +167,7 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
 
     samples = [sample_of("x", "5") for _ in range(3)]
     with grading(garbage) as server:
-        once: dict[str, Any] = {"url": server.url, "tries": 1, "timeout_s": 5.0}
+        once: dict[str, Any] = {"url": server.url, "max_retries": 0, "timeout_s": 5.0}
         for name, asks in (("judge", Judge(**once)), ("remote_rm", RemoteRm(**once))):
             for number in range(count):
                 some = samples[: 1 if name == "judge" or number % 2 else 3]

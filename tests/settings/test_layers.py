@@ -67,13 +67,13 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["run.num_rollout=2", "run.num_epoch=2"], ["run.num_rollout", "run.num_epoch"]),
         (["algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"], ["use_tis", "use_rollout_logprobs"]),
         (["eval.interval=2"], ["eval.interval", "eval.data"]),
-        (["megatron.tensor_model_parallel_size=2"], ["megatron.tensor_model_parallel_size", "train.policy"]),
+        (["megatron.tensor_model_parallel_size=2"], ["megatron.tensor_model_parallel_size", "train.backend"]),
         (
-            ["train.policy=megatron", "megatron.context_parallel_size=2"],
+            ["train.backend=megatron", "megatron.context_parallel_size=2"],
             ["cluster.actor_num_gpus_per_node", "[megatron]"],
         ),
         (
-            ["train.policy=megatron", "megatron.expert_model_parallel_size=4", "cluster.actor_num_gpus_per_node=2"],
+            ["train.backend=megatron", "megatron.expert_model_parallel_size=4", "cluster.actor_num_gpus_per_node=2"],
             ["megatron.expert_model_parallel_size", "cluster"],
         ),
         (
@@ -93,22 +93,22 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["train.micro_batch_size=2"], ["train.micro_batch_size: 2", "train.use_dynamic_batch_size"]),
         (["train.lora_rank=4", "train.freeze_params_name_list=embed"], ["train.freeze_params_name_list", "lora_rank"]),
         (["train.lora_load=adapter"], ["train.lora_load has no effect without train.lora_rank"]),
-        (["run.max_staleness=1"], ["run.max_staleness", "run.ahead"]),
+        (["run.max_staleness=1"], ["run.max_staleness", "run.async_level"]),
         (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
         (
-            ["engine.kind=sglang", "cluster.rollout_num_gpus=3", "cluster.rollout_num_gpus_per_engine=2"],
+            ["engine.backend=sglang", "cluster.rollout_num_gpus=3", "cluster.rollout_num_gpus_per_engine=2"],
             ["cluster.rollout_num_gpus: 3", "cluster.rollout_num_gpus_per_engine: 2; give 2"],
         ),
-        (["cluster.rollout_num_gpus_per_engine=2"], ["cluster.rollout_num_gpus_per_engine", "engine.kind"]),
+        (["cluster.rollout_num_gpus_per_engine=2"], ["cluster.rollout_num_gpus_per_engine", "engine.backend"]),
         (["engine.url=http://a:1", "engine.num_engines=2"], ["engine.url", "engine.num_engines"]),
         (["engine.num_engines=2", "sync.transport=in_process"], ["sync.transport", "tensor, distributed, disk"]),
         (["sync.transport=disk"], ["sync.transport", "engine.num_engines"]),
-        (["cluster.colocate=true", "run.ahead=1"], ["cluster.colocate", "run.ahead"]),
+        (["cluster.colocate=true", "run.async_level=1"], ["cluster.colocate", "run.async_level"]),
         (["cluster.colocate=true", "engine.num_engines=2", "sync.transport=delta"], ["cluster.colocate", "delta"]),
         (["cluster.executor=ray", "rollout.data=-"], ["rollout.data", "actor"]),
         (
-            ["engine.kind=sglang", "sglang.args={enable_deterministic_inference=true}", "rollout.min_p=0.1"],
+            ["engine.backend=sglang", "sglang.args={enable_deterministic_inference=true}", "rollout.min_p=0.1"],
             ["min_p", "sglang"],
         ),
     ],
@@ -130,8 +130,8 @@ def test_tables_merge_key_by_key_and_one_string_is_a_list():
 
 
 def test_an_empty_value_empties_a_list():
-    layers = [Layer("recipe", {"warmup": {"data": ["words.jsonl"]}}), from_assignments(["warmup.data="])]
-    assert resolve(layers).settings.warmup.data == []
+    layers = [Layer("recipe", {"sft_warmup": {"data": ["words.jsonl"]}}), from_assignments(["sft_warmup.data="])]
+    assert resolve(layers).settings.sft_warmup.data == []
 
 
 @pytest.mark.parametrize(

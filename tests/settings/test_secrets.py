@@ -31,7 +31,7 @@ PLACES = [
     f'sglang.args={{api_key = "{WORD}"}}',
     f"sglang.args.admin_api_key={WORD}",
     f'sglang.args.ssl_keyfile_password="{WORD}"',
-    f'engine.kind=sglang sglang.groups=[{{name = "a", args = {{api_key = "{WORD}"}}}}]',
+    f'engine.backend=sglang sglang.server_groups=[{{name = "a", args = {{api_key = "{WORD}"}}}}]',
     f"score.rm_url=http://user:{WORD}@127.0.0.1:9/score",
     f"score.rm_url=http://{WORD}@127.0.0.1:9/score",
     f"score.rm_url=http://127.0.0.1:9/score?token={WORD}&x=1",

@@ -59,7 +59,7 @@ def test_several_steps_a_round_and_left_over_rollouts_lose_nothing(workshop: Wor
 
 
 def test_working_ahead_is_never_staler_than_asked(workshop: Workshop):
-    workshop.slimectl("run", "-s", "run.ahead=2", "-s", "run.max_staleness=2")
+    workshop.slimectl("run", "-s", "run.async_level=2", "-s", "run.max_staleness=2")
     stale = [line["metrics"]["rollout/staleness/max"] for line in without_eval(workshop.metrics("a"))]
     assert stale[0] == 0
     assert max(stale) in (1, 2)

@@ -145,7 +145,7 @@ def test_a_run_stops_at_the_first_loss_that_is_nan_and_keeps_its_checkpoint(
         "    return sum_of_sample_mean(-log_probs * (torch.nan if late else 1.0)), {}\n"
     )
     loss = "train.custom_loss_function_path=own.py:loss"
-    options = ["--policy", trainer, "-s", loss, "-s", f"cluster.actor_num_gpus_per_node={ranks}"]
+    options = ["--backend", trainer, "-s", loss, "-s", f"cluster.actor_num_gpus_per_node={ranks}"]
     workshop.slimectl("run", *options, code=1)
     assert "Traceback" not in workshop.stderr
     assert workshop.stderr.splitlines()[-1].startswith("slimectl: round 2, step 2: the loss is nan (not finite: the ")

@@ -144,7 +144,7 @@ def test_a_function_that_is_not_async_fails_alone_too(workshop: Workshop):
 
 def test_a_run_survives_groups_of_which_one_answer_is_left(workshop: Workshop):
     with_hook(workshop, SOME_FAIL.replace("sample.index % 4 == 2", "sample.index % 4 != 2"))
-    workshop.slimectl("run", *HOOK, "-s", "run.num_rollout=1", "-s", "eval.skip_before_train=true")
+    workshop.slimectl("run", *HOOK, "-s", "run.num_rollout=1", "-s", "eval.before_train=false")
     metrics = next(line["metrics"] for line in workshop.metrics("a") if "train/step" in line["metrics"])
     assert metrics["rollout/error/ConnectionError"] == 12
     assert "train/grad_norm" not in metrics  # nothing to compare, so no step

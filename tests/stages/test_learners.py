@@ -13,7 +13,7 @@ from workshop import Workshop, set_up
 
 ModelDir = Callable[..., Path]
 FILE = ["-c", "slimectl.toml"]
-STEADY = ["-s", "train.lr_decay_style=constant", "-s", "eval.interval=none", "-s", "eval.skip_before_train=true"]
+STEADY = ["-s", "train.lr_decay_style=constant", "-s", "eval.interval=none", "-s", "eval.before_train=false"]
 PREFERENCES = [
     {"prompt": f"say {word}", "chosen": "a" * (i + 1), "rejected": "b" * (4 - i)}
     for i, word in enumerate(("one", "two", "three", "four"))
@@ -126,7 +126,7 @@ def test_what_needs_no_rollouts_is_no_run(workshop: Workshop, name: str):
 
 def test_a_run_with_adapters_pushes_merged_weights_and_goes_on_with_either_trainer(workshop: Workshop):
     lora = [*STEADY, "-s", "train.lora_rank=4", "-s", "train.lr=1e-2", "-s", "run.num_rollout=3"]
-    workshop.slimectl("run", *lora, "-s", "train.policy=megatron", "--name", "adapted")
+    workshop.slimectl("run", *lora, "-s", "train.backend=megatron", "--name", "adapted")
     whole = steps(workshop, "adapted")
     # The engine samples with what the trainer computes: adapters are in what was pushed.
     assert all(line["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4 for line in whole[1:])

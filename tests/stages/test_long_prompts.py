@@ -88,7 +88,7 @@ def test_a_resumed_run_counts_them_as_an_undisturbed_one(ahead: int):
     def source(start: int = 0) -> Iterator[Prompt]:
         return (prompt for prompt in prompts(2, 12, 12, 3, 12, epochs=9) if prompt.index >= start)
 
-    options = {"num_rollout": 6, "rollout_batch_size": 2, "ahead": ahead}
+    options = {"num_rollout": 6, "rollout_batch_size": 2, "async_level": ahead}
     undisturbed = list(rounds(source(), Narrow(), **options))
     for cut in range(1, 6):
         state = undisturbed[cut - 1].state

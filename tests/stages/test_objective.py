@@ -182,7 +182,7 @@ def test_a_divergence_without_a_reference_is_refused():
         ("use_rollout_logprobs and algorithm.use_rs exclude", {"use_rollout_logprobs": True, "use_rs": True}),
         ("tis_clip_low: 3 is above algorithm.tis_clip: 2", {"use_tis": True, "tis_clip_low": 3.0}),
         ("critic_lr has no effect with algorithm.critic = shared", {"name": "ppo", "critic": "shared", "critic_lr": 1}),
-        ("value_coef has no effect with algorithm.critic = own", {"name": "ppo", "value_coef": 0.5}),
+        ("value_coef has no effect with algorithm.critic = separate", {"name": "ppo", "value_coef": 0.5}),
         ('tis_mode = "truncate"', {"use_tis": True, "tis_clip_low": 0.5, "tis_mode": "truncate"}),
     ],
 )

@@ -32,9 +32,9 @@ def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: in
 def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
     workshop: Workshop, policy: str, kills_at: tuple[int, ...]
 ):
-    workshop.slimectl("run", "--name", "whole", "--policy", policy)
+    workshop.slimectl("run", "--name", "whole", "--backend", policy)
     whole, broken = workshop.folder / "runs" / "whole", workshop.folder / "runs" / "broken"
-    command = ["run", "--name", "broken", "--policy", policy]
+    command = ["run", "--name", "broken", "--backend", policy]
     kills = 0
     for at_bytes in kills_at:
         kills += killed(workshop, command, broken / "metrics.jsonl", at_bytes)
@@ -51,12 +51,14 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
 TENSOR = ["cluster.actor_num_gpus_per_node=2", "megatron.tensor_model_parallel_size=2"]
 
 
-@pytest.mark.parametrize("change", [["train.policy=megatron", *TENSOR], ["train.policy=fsdp"]], ids=["tensor", "fsdp"])
+@pytest.mark.parametrize(
+    "change", [["train.backend=megatron", *TENSOR], ["train.backend=fsdp"]], ids=["tensor", "fsdp"]
+)
 def test_a_run_goes_on_at_another_layout_or_with_another_policy(workshop: Workshop, change: list[str]):
     """Within rounding: the third round's answers are the same, and so are its loss and gradient."""
-    workshop.slimectl("run", "--name", "whole", "--policy", "megatron", "-s", "run.num_rollout=3")
+    workshop.slimectl("run", "--name", "whole", "--backend", "megatron", "-s", "run.num_rollout=3")
     schedule = ["-s", "train.lr_decay_iters=3"]
-    workshop.slimectl("run", "--policy", "megatron", "-s", "run.num_rollout=2", *schedule)
+    workshop.slimectl("run", "--backend", "megatron", "-s", "run.num_rollout=2", *schedule)
     changes = [word for each in change for word in ("-s", each)]
     workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=3", *schedule, *changes)
     whole, moved = ([line for line in workshop.metrics(name) if line["step"] == 3] for name in ("whole", "a"))

@@ -51,7 +51,7 @@ def lengths(*counts: int) -> Iterator[Prompt]:
 
 
 def rounds(prompts: Any, engine: Echo, *, rollout: dict[str, Any] | None = None, state: Any = None, **more: Any) -> Any:
-    run = {key: more.pop(key) for key in ("num_rollout", "rollout_batch_size", "ahead") if key in more}
+    run = {key: more.pop(key) for key in ("num_rollout", "rollout_batch_size", "async_level") if key in more}
     given = settings(**run)
     chosen = given.rollout.model_copy(update=rollout or {})
     reward = more.pop("reward", lambda sample: 1.0)
@@ -81,7 +81,7 @@ def test_every_group_that_a_filter_drops_is_replaced_by_the_next_prompt():
 @pytest.mark.parametrize(("ahead", "begun"), [(0, 4), (2, 7)])
 def test_filters_hold_for_rounds_worked_ahead(ahead: int, begun: int):
     engine = Slow()
-    coming = rounds(lengths(*[1] * 8), engine, keep=odd, num_rollout=2, ahead=ahead)
+    coming = rounds(lengths(*[1] * 8), engine, keep=odd, num_rollout=2, async_level=ahead)
     first = next(coming)
     assert (numbers(first), first.state.position) == ([1, 3], 4)
     assert len(engine.asked) <= begun

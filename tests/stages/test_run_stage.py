@@ -99,7 +99,7 @@ def test_a_round_ends_before_the_next_begins_unless_told_to_work_ahead():
 
 def test_the_longest_answer_of_a_round_keeps_no_later_round_waiting():
     engine = Echo()
-    rounds = made(engine, "LsssssLs", ahead=3)
+    rounds = made(engine, "LsssssLs", async_level=3)
     assert [sample.tokens[0] for sample in next(rounds).samples] == [1, 2]
     # Two further rounds of two were under way beside answer 1, and no prompt beyond them.
     assert engine.log.index("end 5") < engine.log.index("end 1")
@@ -160,10 +160,10 @@ def test_engines_that_share_gpus_sleep_while_training_and_get_weights_when_they_
 def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(ahead: int):
     engine, policy = Echo(), Counting()
     sync = Pushes(policy, engine)
-    given = settings(ahead=ahead, num_rollout=8)
+    given = settings(async_level=ahead, num_rollout=8)
     reports = list(
         run(
-            lambda: made(engine, "ssssssssssssssss", ahead=ahead, num_rollout=8),
+            lambda: made(engine, "ssssssssssssssss", async_level=ahead, num_rollout=8),
             policy,
             sync,
             given,

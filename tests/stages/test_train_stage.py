@@ -145,7 +145,7 @@ def test_what_is_staler_than_allowed_is_dropped_and_counted(new_policy: Make):
         each.optim_step()
     groups = ((1.0, 0.0, 0.5), (1.0, 0.0, 0.25))
     fresh = [["2"], ["1", "2"], ["2"], ["2"], ["2"]]
-    allowed = given(prompts=2, n=3, run={"max_staleness": 1, "ahead": 1})
+    allowed = given(prompts=2, n=3, run={"max_staleness": 1, "async_level": 1})
     metrics = only(train(versions_of(attempts(*groups), ["0", "2"], *fresh), policy, allowed))
     assert metrics["rollout/dynamic_filter/drop_stale"] == 1
     assert metrics["train/global_batch_size"] == 5

@@ -27,7 +27,7 @@ OWNED = {
     "device": "engine.device",
     "context_length": "rollout.max_context_len",
     "weight_version": "the weights that are pushed",
-    "disaggregation_mode": "sglang.prefill_num_servers or sglang.groups",
+    "disaggregation_mode": "sglang.prefill_num_servers or sglang.server_groups",
 }
 """Fields that slimectl sets, and the setting that each comes from."""
 
@@ -40,12 +40,12 @@ def interpreter(python: str | None) -> str:
     path = python or sys.executable
     version = _installed_version(path, "sglang")
     if version is None:
-        raise BackendError(f"engine.kind = sglang: {path} has no sglang; run: {_remedy(path)}")
+        raise BackendError(f"engine.backend = sglang: {path} has no sglang; run: {_remedy(path)}")
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
         low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
         raise BackendError(
-            f"engine.kind = sglang: {path} has sglang {version}, and {low} to {high} are supported; run: "
+            f"engine.backend = sglang: {path} has sglang {version}, and {low} to {high} are supported; run: "
             f"{_remedy(path)}"
         )
     return path

@@ -70,10 +70,12 @@ def groups_of(
     specs.sort(key=lambda spec: spec.role != "prefill")
     roles = {spec.role for spec in specs if spec.gets_weights}
     if not roles:
-        raise SettingsError("sglang.groups: none has the model that is trained; leave `model` out of one of them")
+        raise SettingsError(
+            "sglang.server_groups: none has the model that is trained; leave `model` out of one of them"
+        )
     if roles not in ({"regular"}, {"prefill", "decode"}):
         raise SettingsError(
-            f"sglang.groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
+            f"sglang.server_groups: {' and '.join(sorted(roles))} alone do no work; give prefill and decode, or neither"
         )
     return [_with_port(spec, FIRST_BOOTSTRAP_PORT + i) for i, spec in enumerate(specs)]
 
@@ -98,10 +100,10 @@ def _specs_of(
     for key in group.keys() - GROUP_KEYS:
         near = difflib.get_close_matches(key, GROUP_KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(GROUP_KEYS))}"
-        raise SettingsError(f"sglang.groups: {key}: unknown key; {hint}")
+        raise SettingsError(f"sglang.server_groups: {key}: unknown key; {hint}")
     name, role = str(group.get("name", "engine")), group.get("role", "regular")
     if role not in ROLES:
-        raise SettingsError(f"sglang.groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
+        raise SettingsError(f"sglang.server_groups: {name}: role {role!r} is not one of {', '.join(ROLES)}")
     group_model = Path(group["model"]) if group.get("model") else model
     for i in range(_count(group, name, "num_engines", 1)):
         yield ServerSpec(
@@ -117,7 +119,7 @@ def _specs_of(
 def _count(group: Mapping[str, Any], name: str, key: str, default: int) -> int:
     value = group.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SettingsError(f"sglang.groups: {name}: {key}: {value!r} is not a number of at least 1")
+        raise SettingsError(f"sglang.server_groups: {name}: {key}: {value!r} is not a number of at least 1")
     return value
 
 

@@ -26,7 +26,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 _REFUSED = {
     "overlap_grad_reduce": "gradients are shared once a step, after all of its micro-batches",
     "overlap_param_gather": "weights are read between steps",
-    "use_megatron_fsdp": 'that is train.policy = "fsdp"',
+    "use_megatron_fsdp": 'that is train.backend = "fsdp"',
     "average_in_collective": "a loss here is a sum",
     "use_precision_aware_optimizer": "masters are float32",
     "optimizer": "it is AdamW",

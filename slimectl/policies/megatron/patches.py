@@ -94,11 +94,11 @@ def _version() -> str:
     for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
         # Without psutil saving a checkpoint hangs (megatron-core 0.16.1).
         if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(package, extra="megatron", wanted_by='train.policy = "megatron"')
+            raise MissingExtraError(package, extra="megatron", wanted_by='train.backend = "megatron"')
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.policy = "megatron"') from error
+        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.backend = "megatron"') from error
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= numbers < NEWER:
         raise BackendError(f"megatron-core {version} is not supported; run: pip install 'megatron-core>=0.16.1,<0.20'")
