@@ -119,8 +119,8 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
         }
         turns.told["prompt"] = statistics.fmean(sample.prompt_length for sample in report.samples)
         turns.told["trained"] = report.metrics.get("train/global_batch_size", 0.0) / (case.prompts * SAMPLES_PER_PROMPT)
-        turns.told["rollout"] = report.perf["perf/rollout_time"]
-        turns.told["train"] = report.perf["perf/train_time"]
+        turns.told["rollout"] = report.timings["perf/rollout_time"]
+        turns.told["train"] = report.timings["perf/train_time"]
         turns.done()
     if given["save"]:
         Path(given["save"]).mkdir()

@@ -237,15 +237,20 @@ class SamplerState:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """One round of rollouts: scored samples, siblings together, and the seconds to generate and score them."""
+    """One round of rollouts: scored samples, siblings together; the first step's report takes its metrics and timings."""
 
     samples: list[Sample]
-    seconds: float
+    duration_s: float = 0.0
+    """Time to generate and score the samples."""
+
     metrics: Metrics = field(default_factory=dict)
     """Metrics of dropped groups and prompts, by reason."""
 
     state: SamplerState | None = None
     """State of sampling after the round."""
+
+    timings: Metrics = field(default_factory=dict)
+    """Times of generation and of waiting for it, as perf.jsonl names them."""
 
 
 @dataclass(slots=True)
@@ -259,11 +264,11 @@ class StepReport:
     samples: list[Sample] = field(default_factory=list, repr=False)
     """Samples of the round, for records and statistics; not part of the JSON form."""
 
-    perf: Metrics = field(default_factory=dict)
-    """Timings; written to perf.jsonl."""
+    timings: Metrics = field(default_factory=dict)
+    """Written to perf.jsonl."""
 
-    ends_round: bool = True
-    """True for the last step of a round: new samples are drawn from its weights."""
+    last_step_of_round: bool = True
+    """New samples are drawn from the weights after this step."""
 
     sampling: SamplerState | None = field(default=None, repr=False)
     """State of sampling after the round, for the checkpoint; not part of the JSON form."""

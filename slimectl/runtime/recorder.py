@@ -53,12 +53,12 @@ class RunRecorder:
         """Record one optimizer step."""
         self._round = report.samples or self._round
         gpus = self.settings.cluster.rollout_num_gpus or self.settings.num_engines
-        report.perf |= round_perf(self._round, report.perf, gpus=gpus)
+        report.timings |= round_perf(self._round, report.timings, gpus=gpus)
         self.append("metrics.jsonl", report.to_json())
-        self.append("perf.jsonl", {"step": report.step, "metrics": report.perf})
+        self.append("perf.jsonl", {"step": report.step, "metrics": report.timings})
         if "rollout/raw_reward" in report.metrics:
             self.scores.append((report.rollout_id, report.metrics["rollout/raw_reward"]))
-        tracked = report.metrics | report.perf
+        tracked = report.metrics | report.timings
         self._track(user_rollout_log(report, tracked, self.settings) if report.samples else tracked, report.step)
 
     def record_evaluation(

@@ -251,9 +251,9 @@ class TrainingRun:
             self.journal.sampling = report.sampling or self.journal.sampling
             samples = [*([] if report.samples else samples), *report.samples]
             number, last = report.rollout_id, report.rollout_id == settings.run.num_rollout
-            if report.ends_round:
+            if report.last_step_of_round:
                 moving.follow(number, policy, self.folder.checkpoints())
-            if not report.ends_round or last:
+            if not report.last_step_of_round or last:
                 continue
             if settings.eval.interval and number % settings.eval.interval == 0:
                 self._evaluate(side, sync, report.weight_version)

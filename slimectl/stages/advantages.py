@@ -1,4 +1,4 @@
-"""The critic's part of a training step: values, optimizer step, explained variance."""
+"""Advantages of a round by its algorithm, and the critic's part of a step: values, update, explained variance."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def set_advantages(
     samples: list[Sample],
     rewards: list[float],
     algorithm: PolicyGradient,
-    metrics: Metrics,
     *,
     compare: bool = True,
-) -> None:
-    """Write `TrainingSample.advantages`, and `.returns` with a critic; the reverse KL to a teacher goes to `metrics`.
+) -> Metrics:
+    """Write `TrainingSample.advantages`, and `.returns` with a critic; return the reverse KL to a teacher.
 
     Rows have the log-probabilities, and the values, that the algorithm needs. `compare=False` skips the comparison
     of siblings: the rewards have been compared already.
     """
     masks = [_tensor(row.weights) for row in rows]
+    metrics: Metrics = {}
     token_advantages = _estimate_advantages(rows, samples, rewards, masks, algorithm, compare)
     if algorithm.opd_kl_coef and rows:
         distances = [_teacher_kl(row, sample) for row, sample in zip(rows, samples, strict=True)]
@@ -75,6 +75,7 @@ def set_advantages(
         token_advantages = whitened(token_advantages, masks)
     for row, advantages_T in zip(rows, token_advantages, strict=True):
         row.advantages = advantages_T.tolist()
+    return metrics
 
 
 def _estimate_advantages(

@@ -57,9 +57,9 @@ def preferred(
 
 
 def build_preference_batch(
-    samples: Sequence[Sample], algorithm: Pairwise, *, reward_key: str | None, metrics: Metrics
-) -> list[tuple[int, TrainingSample]]:
-    """Return (pair, row) for both rows of every pair; groups without a pair are counted in `metrics`.
+    samples: Sequence[Sample], algorithm: Pairwise, *, reward_key: str | None
+) -> tuple[list[tuple[int, TrainingSample]], Metrics]:
+    """Return (pair, row) for both rows of every pair, and the number of groups without a pair.
 
     Raises RecordError if a sample lacks a reward, or the reference's log-probabilities where they are needed.
     """
@@ -71,6 +71,7 @@ def build_preference_batch(
             raise RecordError(f"sample {sample.index}: no ref_log_probs; add --reference DIR to `slimectl score`")
         groups.setdefault(sample.group_index, []).append(sample)
     rows: list[tuple[int, TrainingSample]] = []
+    metrics: Metrics = {}
     for group in groups.values():
         pairs = preference_pairs([reward_number(sample, reward_key) for sample in group], algorithm.pairs)
         if not pairs:
@@ -81,7 +82,7 @@ def build_preference_batch(
             # Sample numbers of a run fit into 32 bits; the number of a pair holds both.
             pair = better.execution << PAIR_BITS | worse.execution
             rows += [(pair, _row(sample, algorithm)) for sample in (better, worse)]
-    return rows
+    return rows, metrics
 
 
 def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:

@@ -10,8 +10,8 @@ from slimectl.protocols import Critic, Executor, LogProbModel, Policy
 from slimectl.settings import Settings
 from slimectl.stages.rounds import Clock
 from slimectl.stages.score import attach_log_probs
-from slimectl.stages.train import TrainState, train_rounds
-from slimectl.types import Metrics, RolloutBatch, Sample, SamplerState, StepReport
+from slimectl.stages.train import TrainState, train_batches
+from slimectl.types import Metrics, RolloutBatch, StepReport
 
 
 class WeightSync(Protocol):
@@ -48,51 +48,49 @@ def run(
     `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
     or earlier with `settings.run.ahead`: its weights are then at most that many versions old, at one step per round.
     """
-    perf: dict[int, Metrics] = {}
-    round_metrics: dict[int, Metrics] = {}
-    sampling_state: SamplerState | None = None
-    colocated = settings.cluster.colocate
 
-    def prepared_rounds() -> Iterator[list[Sample]]:
-        nonlocal sampling_state
+    def prepared_batches() -> Iterator[RolloutBatch]:
         batches = executor.stream(make_rounds, ahead=min(1, settings.run.ahead))
         wait_start = clock()
         for batch in batches:
             waited = clock() - wait_start
             if colocated:
                 sync.sleep()
-            samples = batch.samples
-            if reference is not None:
-                samples = list(attach_log_probs(samples, reference, "ref_log_probs", again=True))
-            if teacher is not None:
-                samples = list(attach_log_probs(samples, teacher, "teacher_log_probs"))
-            sampling_state = batch.state
-            round_metrics[id(samples[0])] = batch.metrics
-            perf[id(samples[0])] = {
-                "perf/rollout_time": batch.seconds,
-                "perf/wait_time": waited,
-                "rollout/generation_time": batch.seconds,
-                "rollout/samples_per_second": len(samples) / batch.seconds if batch.seconds else 0.0,
-            }
-            yield samples
+            batch.timings = _rollout_timings(batch, waited)
+            yield _with_log_probs(batch, reference, teacher)
             wait_start = clock()
 
+    colocated = settings.cluster.colocate
     sync.push()
     round_start = clock()
-    for report in train_rounds(prepared_rounds(), policy, settings, critic=critic, state=state):
-        report.sampling = sampling_state
-        if report.samples:
-            report.perf |= perf.pop(id(report.samples[0]), {})
-            report.metrics |= round_metrics.pop(id(report.samples[0]), {})
-        if report.ends_round:
+    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state):
+        if report.last_step_of_round:
             if colocated:
                 sync.wake()
             if colocated or report.rollout_id % settings.sync.update_weights_interval == 0:
-                report.perf |= _push_weights(sync, clock)
+                report.timings |= _push_weights(sync, clock)
             total, round_start = clock() - round_start, clock()
-            report.perf["perf/total_time"] = total
-            report.perf["perf/wait_time_ratio"] = report.perf.get("perf/wait_time", 0.0) / total if total else 0.0
+            report.timings["perf/total_time"] = total
+            report.timings["perf/wait_time_ratio"] = report.timings.get("perf/wait_time", 0.0) / total if total else 0.0
         yield report
+
+
+def _with_log_probs(batch: RolloutBatch, reference: Policy | None, teacher: LogProbModel | None) -> RolloutBatch:
+    """Return the batch with the log-probabilities of the reference, which may have moved, and of the teacher."""
+    if reference is not None:
+        batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", again=True))
+    if teacher is not None:
+        batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
+    return batch
+
+
+def _rollout_timings(batch: RolloutBatch, waited_s: float) -> Metrics:
+    return {
+        "perf/rollout_time": batch.duration_s,
+        "perf/wait_time": waited_s,
+        "rollout/generation_time": batch.duration_s,
+        "rollout/samples_per_second": len(batch.samples) / batch.duration_s if batch.duration_s else 0.0,
+    }
 
 
 def _push_weights(sync: WeightSync, clock: Clock) -> Metrics:

@@ -29,7 +29,7 @@ from slimectl.stages.training_batch import (
     set_loss_weights,
 )
 from slimectl.stages.user_loss import CustomLoss, custom_advantages, user_policy_loss
-from slimectl.types import Metrics, Sample, Status, StepReport, TrainingSample
+from slimectl.types import Metrics, RolloutBatch, Sample, Status, StepReport, TrainingSample
 
 METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
 """Metrics that are reported under a second name."""
@@ -78,27 +78,35 @@ def train(
         rounds = _batch_groups(samples, settings.train.global_batch_size or settings.run.rollout_batch_size)
     else:
         rounds = _batch_rollouts(samples, settings.rollouts_per_round)
-    yield from train_rounds(rounds, policy, settings, critic=critic, state=state)
+    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state)
 
 
-def train_rounds(
-    rounds: Iterable[list[Sample]],
+def train_batches(
+    batches: Iterable[RolloutBatch],
     policy: Policy,
     settings: Settings,
     *,
     critic: Critic | None = None,
     state: TrainState | None = None,
 ) -> Iterator[StepReport]:
-    """Train like `train`, on samples that are already grouped into rounds."""
+    """Train on rounds of samples; yield one report per optimizer step, with what its batch brought along.
+
+    Rows that do not fill a step of train.global_batch_size wait for the next round; those that remain at the end make
+    a last, smaller step.
+    """
     state = state or TrainState()
-    learners = Models(policy, cast(Critic, policy) if critic_is_shared(settings.algorithm) else critic)
-    for samples in rounds:
+    models = Models(policy, cast(Critic, policy) if critic_is_shared(settings.algorithm) else critic)
+    sampling = None
+    for batch in batches:
         state.rollout_id += 1
-        yield from _train_round(samples, learners, settings, state)
+        sampling = batch.state
+        yield from _train_batch(batch, models, settings, state)
     if state.pending:
         rows, state.pending = state.pending, []
         state.step += 1
-        yield _train_step(rows, learners, settings, state, {}, [])
+        report = _train_step(rows, models, settings, state)
+        report.sampling = sampling
+        yield report
 
 
 def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
@@ -131,72 +139,71 @@ def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]
         yield [sample for members in batch for sample in members]
 
 
-def _train_round(
-    samples: list[Sample], learners: Models, settings: Settings, state: TrainState
-) -> Iterator[StepReport]:
+def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state: TrainState) -> Iterator[StepReport]:
+    """Train on one round: build its rows, then make one optimizer step per minibatch."""
     started = time.perf_counter()
-    metrics: Metrics = {}
-    training_samples, shaped = user_batch.apply_user_filters(samples, settings)
-    rows = _build_rows(training_samples, learners, settings, metrics, state.rollout_id, rewards=shaped and shaped[1])
-    logged = shaped is not None and len(training_samples) == len(samples)
-    rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
-    rewards = shaped[0] if shaped and logged else rewards
-    metrics |= rollout_metrics(samples, rewards) | round_metrics(samples, rewards, settings)
+    algorithm, rewards_key = settings.algorithm, settings.score.reward_key
+    samples, shaped = user_batch.apply_user_filters(batch.samples, settings)
+    rows, metrics = _build_rows(samples, models, settings, state.rollout_id, rewards=shaped and shaped[1])
+    rewards = [reward_number(s, rewards_key) for s in batch.samples if s.reward is not None]
+    if shaped and len(samples) == len(batch.samples):
+        rewards = shaped[0]
+    metrics |= rollout_metrics(batch.samples, rewards) | round_metrics(batch.samples, rewards, settings)
     metrics |= user_batch.reward_metrics(shaped[1]) if shaped else {}
     state.pending += rows
     waiting = [row for _, row in state.pending]
-    steps = list(_take_steps(state, settings))
-    if isinstance(settings.algorithm, PolicyGradient):
-        will_update = len(steps) > 1 or bool(state.pending) or settings.algorithm.tis_batch_normalize
-        _compute_old_log_probs(waiting, learners.policy, will_update=will_update)
+    minibatches = list(_take_minibatches(state, settings))
+    if isinstance(algorithm, PolicyGradient):
+        will_update = len(minibatches) > 1 or bool(state.pending) or algorithm.tis_batch_normalize
+        _compute_old_log_probs(waiting, models.policy, will_update=will_update)
     metrics |= row_metrics([row for _, row in rows])
-    perf = {"perf/data_preprocess_time": time.perf_counter() - started}
-    for i, step_rows in enumerate(steps or [[]]):
+    timings = {"perf/data_preprocess_time": time.perf_counter() - started, **batch.timings}
+    for i, minibatch in enumerate(minibatches or [[]]):
         state.step += 1
-        report = _train_step(
-            step_rows, learners, settings, state, metrics if i == 0 else {}, samples if i == 0 else [], step_id=i
-        )
-        report.perf |= perf if i == 0 else {}
-        report.ends_round = i == max(0, len(steps) - 1)
+        report = _train_step(minibatch, models, settings, state, step_id=i, batch_metrics=None if i else metrics)
+        if i == 0:
+            report.samples = batch.samples
+            report.metrics |= batch.metrics
+            report.timings |= timings
+        report.sampling = batch.state
+        report.last_step_of_round = i == max(0, len(minibatches) - 1)
         yield report
 
 
 def _build_rows(
-    samples: list[Sample],
-    learners: Models,
-    settings: Settings,
-    metrics: Metrics,
-    rollout_id: int,
-    *,
-    rewards: Sequence[float] | None,
-) -> list[tuple[int, TrainingSample]]:
-    """Return (execution, row) for the samples that are trained on; only the loss weights of the step are missing.
+    samples: list[Sample], models: Models, settings: Settings, rollout_id: int, *, rewards: Sequence[float] | None
+) -> tuple[list[tuple[int, TrainingSample]], Metrics]:
+    """Return (execution, row) for the samples that are trained on, and metrics of those that are not.
 
-    `rewards` become advantages without further normalization.
+    Only the loss weights of the step are missing in the rows. `rewards` become advantages without further
+    normalization.
     """
-    policy, algorithm, key = learners.policy, settings.algorithm, settings.score.reward_key
-    retained = _drop_failed_and_stale(samples, int(policy.weight_version), settings.run.max_staleness, metrics)
+    policy, algorithm, key = models.policy, settings.algorithm, settings.score.reward_key
+    fresh, metrics = _select_fresh(samples, int(policy.weight_version), settings.run.max_staleness)
+    retained = [samples[i] for i in fresh]
     if isinstance(algorithm, Pairwise):
-        return build_preference_batch(retained, algorithm, reward_key=key, metrics=metrics)
-    rows = build_sft_batch(retained)
-    if isinstance(algorithm, PolicyGradient):
-        require_groups(samples, algorithm)
-        has_custom_advantages = settings.train.custom_advantage_function_path is not None
-        retained, rows = build_policy_batch(
-            retained,
-            algorithm,
-            reward_key=key,
-            metrics=metrics,
-            log_probs=policy.log_probs,
-            critic=learners.critic,
-            custom=partial(custom_advantages, settings=settings) if has_custom_advantages else None,
-            shaped=None if rewards is None else {id(s): r for s, r in zip(samples, rewards, strict=True)},
-        )
-        if settings.rollout.data_postprocess_path is not None:
-            _compute_old_log_probs(rows, policy, will_update=True)
-            numbers = [reward_number(sample, key) for sample in retained]
-            user_batch.postprocess(rows, retained, numbers, settings, rollout_id)
-    return list(zip((sample.execution for sample in retained), rows, strict=True))
+        pairs, pair_metrics = build_preference_batch(retained, algorithm, reward_key=key)
+        return pairs, metrics | pair_metrics
+    if not isinstance(algorithm, PolicyGradient):
+        rows = build_sft_batch(retained)
+        return list(zip((sample.execution for sample in retained), rows, strict=True)), metrics
+    require_groups(samples, algorithm)
+    has_custom_advantages = settings.train.custom_advantage_function_path is not None
+    batch = build_policy_batch(
+        retained,
+        algorithm,
+        reward_key=key,
+        log_probs=policy.log_probs,
+        critic=models.critic,
+        custom=partial(custom_advantages, settings=settings) if has_custom_advantages else None,
+        shaped=None if rewards is None else [rewards[i] for i in fresh],
+    )
+    if settings.rollout.data_postprocess_path is not None:
+        _compute_old_log_probs(batch.rows, policy, will_update=True)
+        numbers = [reward_number(sample, key) for sample in batch.samples]
+        user_batch.postprocess(batch.rows, batch.samples, numbers, settings, rollout_id)
+    executions = (sample.execution for sample in batch.samples)
+    return list(zip(executions, batch.rows, strict=True)), metrics | batch.metrics
 
 
 def _compute_old_log_probs(rows: list[TrainingSample], policy: Policy, *, will_update: bool) -> None:
@@ -211,21 +218,20 @@ def _compute_old_log_probs(rows: list[TrainingSample], policy: Policy, *, will_u
             row.old_log_probs = log_probs
 
 
-def _drop_failed_and_stale(
-    samples: list[Sample], version: int, max_staleness: int | None, metrics: Metrics
-) -> list[Sample]:
-    """Return the samples that are not failed and not staler than allowed; write their staleness into `metrics`."""
-    ages = {id(sample): age for sample in samples if (age := _age(sample, version)) is not None}
-    if ages:
-        metrics["rollout/staleness/mean"] = sum(ages.values()) / len(ages)
-        metrics["rollout/staleness/max"] = float(max(ages.values()))
-    answered = [sample for sample in samples if sample.status is not Status.FAILED]
+def _select_fresh(samples: list[Sample], version: int, max_staleness: int | None) -> tuple[list[int], Metrics]:
+    """Return the positions of samples that are not failed and not staler than allowed, and metrics of staleness."""
+    ages = [_age(sample, version) for sample in samples]
+    metrics: Metrics = {}
+    if known_ages := [age for age in ages if age is not None]:
+        metrics["rollout/staleness/mean"] = sum(known_ages) / len(known_ages)
+        metrics["rollout/staleness/max"] = float(max(known_ages))
+    answered = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
     if max_staleness is None:
-        return answered
-    fresh = [sample for sample in answered if ages.get(id(sample), 0) <= max_staleness]
+        return answered, metrics
+    fresh = [i for i in answered if (ages[i] or 0) <= max_staleness]
     if len(fresh) < len(answered):
         metrics["rollout/dynamic_filter/drop_stale"] = float(len(answered) - len(fresh))
-    return fresh
+    return fresh, metrics
 
 
 def _age(sample: Sample, version: int) -> int | None:
@@ -237,8 +243,8 @@ def _age(sample: Sample, version: int) -> int | None:
     return max(0, version - min(map(int, versions)))
 
 
-def _take_steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
-    """Take full steps of whole rollouts from the pending rows; without a batch size the whole round is one step."""
+def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
+    """Take full minibatches of whole rollouts from the pending rows; without a batch size, one for the whole round."""
     whole_round = settings.train.global_batch_size is None and settings.train.num_steps_per_rollout is None
     while state.pending:
         executions = list(dict.fromkeys(execution for execution, _ in state.pending))
@@ -254,42 +260,44 @@ def _take_steps(state: TrainState, settings: Settings) -> Iterator[list[tuple[in
 
 
 def _train_step(
-    step_rows: list[tuple[int, TrainingSample]],
-    learners: Models,
+    minibatch: list[tuple[int, TrainingSample]],
+    models: Models,
     settings: Settings,
     state: TrainState,
-    metrics: Metrics,
-    samples: list[Sample],
     *,
     step_id: int = 0,
+    batch_metrics: Metrics | None = None,
 ) -> StepReport:
-    """Make one optimizer step over rows and return its report; without rows no update is made."""
+    """Make one optimizer step and return its report; without rows no update is made.
+
+    `batch_metrics` are those of a round, which its first step reports.
+    """
     started = time.perf_counter()
-    metrics = dict(metrics)
-    rows = [row for _, row in step_rows]
+    metrics = dict(batch_metrics or {})
+    rows = [row for _, row in minibatch]
     if rows:
-        executions = [execution for execution, _ in step_rows]
+        executions = [execution for execution, _ in minibatch]
         set_loss_weights(rows, executions, settings.algorithm)
         if settings.megatron.custom_before_train_step_hook_path is not None:
-            cast(PreStepHook, learners.policy).before_step(state.rollout_id, step_id)
-        metrics |= sample_counts(rows) | _optimizer_step(rows, executions, learners, settings, state)
+            cast(PreStepHook, models.policy).before_step(state.rollout_id, step_id)
+        metrics |= sample_counts(rows) | _optimizer_step(rows, executions, models, settings, state)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
     metrics["train/step"] = float(state.step)
-    if samples:
+    if batch_metrics is not None:
         metrics["rollout/step"] = float(state.rollout_id)
     seconds = time.perf_counter() - started
     tokens = sum(len(row.tokens) for row in rows)
-    perf = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}
-    return StepReport(state.step, state.rollout_id, learners.policy.weight_version, metrics, samples, perf)
+    timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}
+    return StepReport(state.step, state.rollout_id, models.policy.weight_version, metrics, timings=timings)
 
 
 def _optimizer_step(
-    rows: list[TrainingSample], executions: list[int], learners: Models, settings: Settings, state: TrainState
+    rows: list[TrainingSample], executions: list[int], models: Models, settings: Settings, state: TrainState
 ) -> Metrics:
     """Update policy and critic on rows with loss weights and return the metrics. Raises DivergedError."""
-    policy, critic, algorithm = learners.policy, learners.critic, settings.algorithm
+    policy, critic, algorithm = models.policy, models.critic, settings.algorithm
     finite = FiniteCheck(rows, sample_ids(executions, algorithm), state.rollout_id, state.step)
     outputs = critic.values if isinstance(algorithm, RewardModel) and critic is not None else policy.log_probs
     pair_metrics: Metrics = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -102,33 +102,45 @@ def build_sft_batch(samples: Sequence[Sample]) -> list[TrainingSample]:
     return [_row(sample) for sample in samples]
 
 
+@dataclass
+class TrainingBatch:
+    """Rows of a round with the samples and rewards from which they came, in parallel."""
+
+    samples: list[Sample]
+    rows: list[TrainingSample]
+    rewards: list[float]
+    metrics: Metrics
+    """Counts of dropped groups, and of those without signal."""
+
+
 def build_policy_batch(
     samples: Sequence[Sample],
     algorithm: PolicyGradient,
     *,
     reward_key: str | None,
-    metrics: Metrics,
     log_probs: Callable[[Sequence[TrainingSample]], list[list[float]]],
     critic: Critic | None = None,
     custom: Estimator | None = None,
-    shaped: Mapping[int, float] | None = None,
-) -> tuple[list[Sample], list[TrainingSample]]:
-    """Return the samples that carry signal and their rows with advantages; counts of drops go to `metrics`.
+    shaped: Sequence[float] | None = None,
+) -> TrainingBatch:
+    """Return the samples that carry signal, their rows with advantages, and counts of dropped groups.
 
     `log_probs` is the policy's forward pass over rows, called only if an advantage depends on it; ppo needs a
-    `critic`. A `custom` estimator writes the advantages instead of the algorithm's. `shaped` has rewards, by the id()
-    of their sample, that become advantages without a comparison with siblings. Raises RecordError if a sample lacks a
+    `critic`. A `custom` estimator writes the advantages instead of the algorithm's. `shaped` has a reward for each
+    sample that becomes its advantage without a comparison with siblings. Raises RecordError if a sample lacks a
     reward, or log-probabilities that a setting needs.
     """
     rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
-    if not isinstance(algorithm, Opd):
-        metrics |= zero_std_groups([[rewards[id(s)] for s in group] for group in groups.values()])
+    groups: dict[int, list[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        groups.setdefault(sample.group_index, []).append(reward)
+    metrics: Metrics = {} if isinstance(algorithm, Opd) else zero_std_groups(list(groups.values()))
     if algorithm.drop_zero_std_groups:
-        _drop_without_signal(groups, rewards, metrics)
-    trained_samples = [sample for sample in samples if sample.group_index in groups]
+        groups, drops = _drop_without_signal(groups)
+        metrics |= drops
+    trained = [i for i, sample in enumerate(samples) if sample.group_index in groups]
+    numbers = [(rewards if shaped is None else shaped)[i] for i in trained]
+    trained_samples = [samples[i] for i in trained]
     rows = [_row(sample) for sample in trained_samples]
     _require_log_probs(trained_samples, algorithm)
     if algorithm.use_rollout_logprobs:
@@ -139,21 +151,19 @@ def build_policy_batch(
             row.old_log_probs = old
     if critic is not None:
         set_values(rows, critic)
-    numbers = [(shaped or rewards)[id(sample)] for sample in trained_samples]
     if custom is not None:
         custom(rows, trained_samples, numbers)
     else:
-        set_advantages(rows, trained_samples, numbers, algorithm, metrics, compare=shaped is None)
-    return trained_samples, rows
+        metrics |= set_advantages(rows, trained_samples, numbers, algorithm, compare=shaped is None)
+    return TrainingBatch(trained_samples, rows, numbers, metrics)
 
 
-def _rewards(samples: Sequence[Sample], reward_key: str | None, *, needed: bool) -> dict[int, float]:
-    """Return the reward of each sample by its id(); missing ones are 0 if no reward is `needed`."""
+def _rewards(samples: Sequence[Sample], reward_key: str | None, *, needed: bool) -> list[float]:
+    """Return the reward of each sample; missing ones are 0 if no reward is `needed`."""
     lacking = [sample for sample in samples if sample.reward is None]
     if lacking and needed:
         raise RecordError(f"sample {lacking[0].index}: no reward; run `slimectl score` on these samples first")
-    lacking_ids = {id(sample) for sample in lacking}
-    return {id(s): 0.0 if id(s) in lacking_ids else reward_number(s, reward_key) for s in samples}
+    return [0.0 if sample.reward is None else reward_number(sample, reward_key) for sample in samples]
 
 
 def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
@@ -175,17 +185,22 @@ def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> 
             raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {way_out}")
 
 
-def _drop_without_signal(groups: dict[int, list[Sample]], rewards: dict[int, float], metrics: Metrics) -> None:
-    for key, group in list(groups.items()):
-        keep, reason = has_signal([rewards[id(sample)] for sample in group])
-        if not keep:
+def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list[float]], Metrics]:
+    """Return the groups whose rewards differ, and how many were dropped by reason."""
+    retained: dict[int, list[float]] = {}
+    drops: Metrics = {}
+    for key, rewards in groups.items():
+        keep, reason = has_signal(rewards)
+        if keep:
+            retained[key] = rewards
+        else:
             name = f"rollout/dynamic_filter/drop_{reason}"
-            metrics[name] = metrics.get(name, 0.0) + 1.0
-            del groups[key]
+            drops[name] = drops.get(name, 0.0) + 1.0
+    return retained, drops
 
 
 def _row(sample: Sample) -> TrainingSample:
-    """Return a sample as a row; its weights are the mask until `weigh` applies the step's reduction."""
+    """Return a sample as a row; its weights are the mask until `set_loss_weights` applies the step's reduction."""
     return TrainingSample(
         tokens=sample.tokens,
         response_length=sample.response_length,

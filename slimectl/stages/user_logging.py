@@ -27,7 +27,7 @@ def user_rollout_log(report: StepReport, tracked: Metrics, settings: Settings) -
     extra = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
     base_metrics = {name: value for name, value in tracked.items() if name not in extra}
     arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
-    arguments["rollout_time"] = report.perf.get("perf/rollout_time", 0.0)
+    arguments["rollout_time"] = report.timings.get("perf/rollout_time", 0.0)
     return (
         base_metrics
         if _skips_default_log(function, settings, arguments)

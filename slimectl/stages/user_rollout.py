@@ -225,8 +225,7 @@ def user_rounds(
             if not groups:
                 return
             samples = flatten(groups)
-            rewarded_ids = {id(sample): sample.reward for sample in samples if sample.reward is not None}
-            graded([sample for sample in samples if id(sample) not in rewarded_ids])
+            graded([sample for sample in samples if sample.reward is None])
             process_all(groups, source, settings)
             state.rounds += 1
             source.save(state.rounds)

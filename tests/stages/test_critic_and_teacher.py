@@ -70,9 +70,9 @@ def test_ppo_compares_returns_with_the_critic_and_whitens():
         for i, reward in enumerate((1.0, 0.0))
     ]
     critic: Any = Expecting()
-    _, rows = build_policy_batch(
-        samples, algorithm("ppo", lambd=0.5), reward_key=None, metrics={}, log_probs=lambda rows: [], critic=critic
-    )
+    rows = build_policy_batch(
+        samples, algorithm("ppo", lambd=0.5), reward_key=None, log_probs=lambda rows: [], critic=critic
+    ).rows
     # delta 0 and 0.5, or 0 and -0.5: advantages ±(0.25, 0.5), of mean 0 and variance 2 (1/16 + 1/4) / 3
     std = (0.625 / 3) ** 0.5
     assert [row.returns for row in rows] == [[0.75, 1.0], [0.25, 0.0]]
@@ -114,19 +114,18 @@ def test_distillation_takes_the_distance_from_the_teacher_off_any_advantage():
     samples = attempts(groups=1)
     for sample in samples:
         sample.teacher_log_probs = [-3.0] * sample.response_length
-    found = {}
-    for coefficient in (0.0, 0.5):
-        _, rows = build_policy_batch(
+    batches = {
+        coefficient: build_policy_batch(
             samples,
             algorithm("grpo", opd_kl_coef=coefficient),
             reward_key=None,
-            metrics=found,
             log_probs=lambda rows: [[-1.0] * row.response_length for row in rows],
         )
-        found[coefficient] = [row.advantages for row in rows]
-    for plain, taught in zip(found[0.0], found[0.5], strict=True):  # 0.5 (-1 + 3)
-        assert taught == pytest.approx([value - 1.0 for value in plain])
-    assert found["train/opd_reverse_kl"] == pytest.approx(2.0)
+        for coefficient in (0.0, 0.5)
+    }
+    for plain, distilled in zip(batches[0.0].rows, batches[0.5].rows, strict=True):  # 0.5 (-1 + 3)
+        assert distilled.advantages == pytest.approx([value - 1.0 for value in plain.advantages])
+    assert batches[0.5].metrics["train/opd_reverse_kl"] == pytest.approx(2.0)
 
 
 def test_distillation_moves_a_policy_towards_its_teacher_without_rewards(model_dir: ModelDir, tmp_path: Path):

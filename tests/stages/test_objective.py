@@ -54,15 +54,14 @@ def objective(name: str, old: float = -1.0, ref: float | None = None, **changes:
     chosen, given = algorithm(name, **changes), attempts()
     for sample in given:
         sample.ref_log_probs = None if ref is None else [ref] * sample.response_length
-    samples, rows = build_policy_batch(
+    batch = build_policy_batch(
         given,
         chosen,
         reward_key=None,
-        metrics={},
         log_probs=lambda rows: [[old] * row.response_length for row in rows],
     )
-    set_loss_weights(rows, [sample.execution for sample in samples], chosen)
-    return rows
+    set_loss_weights(batch.rows, [sample.execution for sample in batch.samples], chosen)
+    return batch.rows
 
 
 # Group 0 has mean 1/3, group 1 has 2/3; both have the unbiased standard deviation sqrt(1/3).
@@ -127,10 +126,11 @@ U_STD = ((4 * 4 / 9 + 4 / 9 + 4 / 16 - 14 * (2 / 21) ** 2) / 13) ** 0.5
 )  # fmt: skip
 def test_groups_of_any_size_are_compared_by_attempts_not_by_samples(name: str, expected: list[float]):
     chosen = algorithm(name, drop_zero_std_groups=False, calculate_per_token_loss=False)
-    samples, rows = build_policy_batch(uneven(), chosen, reward_key=None, metrics={}, log_probs=lambda rows: [])
+    batch = build_policy_batch(uneven(), chosen, reward_key=None, log_probs=lambda rows: [])
+    rows = batch.rows
     for row, value in zip(rows, expected, strict=True):
         assert row.advantages == pytest.approx([value] * 2, rel=1e-5, abs=1e-9)
-    set_loss_weights(rows, [sample.execution for sample in samples], chosen)
+    set_loss_weights(rows, [sample.execution for sample in batch.samples], chosen)
     # Six attempts: 4 tokens share the first one's sixth, 2 each of the others.
     assert [row.weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
 

@@ -176,5 +176,5 @@ def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(
     assert max(staleness) <= ahead + 1
     assert staleness[:2] == [0.0, 1.0]
     for report in reports:
-        assert 0 <= report.perf["perf/wait_time_ratio"] <= 1
-        assert ("perf/update_weights_bytes" in report.perf) == (report.rollout_id % 2 == 0)
+        assert 0 <= report.timings["perf/wait_time_ratio"] <= 1
+        assert ("perf/update_weights_bytes" in report.timings) == (report.rollout_id % 2 == 0)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.settings import Settings
-from slimectl.stages.train import TrainState, train_rounds
-from slimectl.types import Sample, Status, TrainingSample
+from slimectl.stages.train import TrainState, train_batches
+from slimectl.types import RolloutBatch, Sample, Status, TrainingSample
 
 rounds = st.lists(st.lists(st.integers(1, 3), max_size=7), max_size=4)
 """Of every round, how many samples each of its rollouts fanned out into."""
@@ -56,14 +56,14 @@ def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list
     chosen = Settings.model_validate(
         {"algorithm": {"name": "reinforce_plus_plus"}, "train": {"global_batch_size": size}}
     )
-    reports = list(train_rounds(given_rounds, policy, chosen, state=state))  # type: ignore[arg-type]
+    reports = list(train_batches(map(RolloutBatch, given_rounds), policy, chosen, state=state))  # type: ignore[arg-type]
     total = sum(map(len, fan_outs))
     assert sorted(row.tokens[1] for rows in policy.steps for row in rows) == list(range(number))
     sizes = [len({row.group for row in rows}) for rows in policy.steps]
     assert sizes == [size] * (total // size) + [total % size] * (total % size > 0)
     told = [report.metrics["train/global_batch_size"] for report in reports if "train/loss" in report.metrics]
     assert told == sizes
-    over = [report.metrics.get("train/rollouts_left_over", 0.0) for report in reports if report.ends_round]
+    over = [report.metrics.get("train/rollouts_left_over", 0.0) for report in reports if report.last_step_of_round]
     kept = [rolled % size for rolled in accumulate(map(len, filter(None, fan_outs)))]
     assert over == kept + [0.0] * bool(kept and kept[-1])
     assert state.pending == []

@@ -102,7 +102,7 @@ def test_a_round_without_any_signal_takes_no_step_and_reports(new_policy: Make):
     rounds = [*attempts((0.0, 0.0), (1.0, 1.0)), *attempts((1.0, 0.0), (0.0, 1.0), first=2)]
     reports = train(rounds, policy, given(prompts=2))
     idle = next(reports)
-    assert (idle.step, idle.rollout_id, idle.weight_version, idle.ends_round) == (1, 1, "0", True)
+    assert (idle.step, idle.rollout_id, idle.weight_version, idle.last_step_of_round) == (1, 1, "0", True)
     assert idle.metrics["rollout/raw_reward"] == 0.5
     assert not {"train/loss", "train/grad_norm", "train/lr"} & set(idle.metrics)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
