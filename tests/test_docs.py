@@ -1,0 +1,93 @@
+"""Documents: short README, links that lead somewhere, names and keys that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_floors import FLOORS
+
+from slimectl.settings.reference import entries
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+LIVING = [page for page in PAGES if page.name not in ("CHANGELOG.md", "RESULTS.md", "reliability.md")]
+"""Pages about the present; the others tell of earlier versions too."""
+
+EXAMPLES = ("models/smollm2",)
+"""Paths that readers make themselves."""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_leads_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert linked.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", LIVING, ids=name_of)
+def test_every_file_of_the_package_that_is_named_exists(page: Path):
+    inside = r"(?<![\w/.-])(?:slimectl|tests|benchmarks|models|docs)/[\w/.-]*\w/?"
+    for path in re.findall(inside, page.read_text(encoding="utf-8")):
+        placeholder = re.search(r"\b[A-Z]{4,}\b", Path(path).stem)  # docs/NAME.md stands for any
+        assert placeholder or (ROOT / path).exists() or path in EXAMPLES, path
+
+
+def test_readme_and_docs_name_settings_that_exist():
+    keys = {entry.key for entry in entries()}
+    known = keys | {re.sub(r"^algorithm\.\w+\.", "algorithm.", key) for key in keys}
+    sections = {name.partition(".")[0] for name in known}
+    for page in LIVING:
+        for key in re.findall(r"`(\w+\.\w+)", page.read_text(encoding="utf-8")):
+            section, _, name = key.partition(".")
+            if section in sections and name not in ("py", "toml", "json", "jsonl", "md"):
+                assert any(each == key or each.startswith(f"{key}.") for each in known), (name_of(page), key)
+
+
+def test_every_page_is_on_the_map_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"(docs/{page.name})" not in readme] == []
+
+
+def test_the_floors_of_the_architecture_page_are_those_of_the_test():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", packages) for _, packages in rows] == FLOORS
+
+
+def test_the_architecture_page_has_every_package():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = [path.parent.name for path in (ROOT / "slimectl").glob("*/__init__.py")]
+    assert [name for name in sorted(packages) if f"`{name}/`" not in text] == []
+
+
+def test_the_glossary_is_in_alphabetical_order():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| \*\*(.+?)\*\*", text, flags=re.MULTILINE)
+    assert words == sorted(words, key=lambda word: re.sub(r"\W", " ", word))
