@@ -162,12 +162,12 @@ def _connection() -> socket.socket:
 
 def preload() -> None:
     """Import what takes time; nothing that starts a thread."""
-    import slimectl.job
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
+    import slimectl.builders
     import slimectl.cli.app
-    import slimectl.wiring  # noqa: F401
+    import slimectl.runtime.run  # noqa: F401
 
     assert threading.active_count() == 1
 
