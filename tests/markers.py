@@ -73,24 +73,30 @@ BY_PATH: dict[str, tuple[str, ...]] = {
 }
 """By the beginning of a test's id."""
 
-BY_FIXTURE: dict[str, tuple[str, ...]] = {
-    "workshop": (PROCESSES,),
-    "served": (PROCESSES, SLOW),
-    "sglang": (PROCESSES, SGLANG, SLOW),
-    "two": (PROCESSES, SLOW),
-    "four": (PROCESSES, SLOW),
-    "smollm2": (SLOW,),
+BY_FIXTURE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("tests/", "smollm2"): (SLOW,),
+    ("tests/", "workshop"): (PROCESSES,),
+    ("tests/contracts/", "served"): (PROCESSES, SLOW),
+    ("tests/contracts/", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("tests/contracts/test_executor_contract.py", "two"): (SLOW,),
+    ("tests/policies/megatron/", "two"): (PROCESSES, SLOW),
+    ("tests/policies/megatron/", "four"): (PROCESSES, SLOW),
 }
+"""By the beginning of a test's id, and a fixture that it uses."""
 
-BY_PARAMETER: dict[str, tuple[str, ...]] = {
-    "served": (PROCESSES, SLOW),
-    "sglang": (PROCESSES, SGLANG, SLOW),
-    "ray": (PROCESSES, RAY, SLOW),
-    "group": (PROCESSES, SLOW),
-    "two": (PROCESSES, SLOW),
-    "four": (PROCESSES, SLOW),
+BY_PARAMETER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("cut", "four"): (PROCESSES, SLOW),
+    ("cut", "two"): (PROCESSES, SLOW),
+    ("dealt", "four"): (PROCESSES, SLOW),
+    ("dealt", "two"): (PROCESSES, SLOW),
+    ("engine", "served"): (PROCESSES, SLOW),
+    ("engine", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("executor", "ray"): (PROCESSES, RAY, SLOW),
+    ("made", "group"): (PROCESSES, SLOW),
+    ("url", "served"): (PROCESSES, SLOW),
+    ("url", "sglang"): (PROCESSES, SGLANG, SLOW),
 }
-"""By a parameter that is the name of a fixture or an adapter; the first of a tuple counts as well."""
+"""By a fixture and its parameter, or the first value of its parameter."""
 
 
 def mark(item: pytest.Item) -> None:
@@ -99,12 +105,13 @@ def mark(item: pytest.Item) -> None:
     for beginning, markers in BY_PATH.items():
         if item.nodeid.startswith(beginning):
             names.update(markers)
-    for fixture in getattr(item, "fixturenames", ()):
-        names.update(BY_FIXTURE.get(fixture, ()))
+    for (beginning, fixture), markers in BY_FIXTURE.items():
+        if item.nodeid.startswith(beginning) and fixture in getattr(item, "fixturenames", ()):
+            names.update(markers)
     callspec = getattr(item, "callspec", None)
-    for value in callspec.params.values() if callspec is not None else ():
+    for fixture, value in callspec.params.items() if callspec is not None else ():
         value = value[0] if isinstance(value, tuple) and value else value
         if isinstance(value, str):
-            names.update(BY_PARAMETER.get(value, ()))
+            names.update(BY_PARAMETER.get((fixture, value), ()))
     for name in sorted(names):
         item.add_marker(name)
