@@ -30,8 +30,11 @@ GROUPS = {
     "tests/contracts/": "servers of the contracts",
     "tests/executors/test_ray": "Ray",
     "tests/stages/test_faults.py": "Ray",
+    "tests/stages/test_servers.py": "runs on servers",
+    "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
 }
-"""Tests that share processes, by how their path begins: one worker of pytest-xdist runs them all, before the others."""
+"""Tests that share processes, or take long, by how their path begins: one worker of pytest-xdist runs those of a group,
+before the others, so that no long file is left for one worker at the end."""
 
 
 def scope_of(path: str) -> str:
