@@ -6,11 +6,17 @@ import pytest
 
 SLOW, PROCESSES, RAY, SGLANG = "slow", "processes", "ray", "sglang"
 
+HOSTILE_METADATA = (
+    "tests/checkpoints/test_hostile_torch_dist.py::test_metadata_that_would_run_a_command_is_refused_in_a_line"
+)
+
 BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/checkpoints/test_convert.py": (PROCESSES,),
     "tests/checkpoints/test_convert.py::test_full_disk": (SLOW,),
     "tests/checkpoints/test_convert.py::test_killed_conversion": (SLOW,),
     "tests/checkpoints/test_hostile_torch_dist.py": (PROCESSES,),
+    f"{HOSTILE_METADATA}[10**6": (SLOW,),
+    f"{HOSTILE_METADATA}[a tuple": (SLOW,),
     "tests/checkpoints/test_megatron_files.py": (PROCESSES, SLOW),
     "tests/cli/": (PROCESSES,),
     "tests/cli/test_bad_input.py::test_a_full_disk": (SLOW,),
