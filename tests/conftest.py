@@ -12,7 +12,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import serving
 from hypothesis import settings
+from markers import mark
 from workshop import Workshop, set_up
 
 from slimectl.builders import convert
@@ -28,8 +30,11 @@ GROUPS = {
     "tests/contracts/": "servers of the contracts",
     "tests/executors/test_ray": "Ray",
     "tests/stages/test_faults.py": "Ray",
+    "tests/stages/test_servers.py": "runs on servers",
+    "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
 }
-"""Tests that share processes, by how their path begins: one worker of pytest-xdist runs them all, before the others."""
+"""Tests that share processes, or take long, by how their path begins: one worker of pytest-xdist runs those of a group,
+before the others, so that no long file is left for one worker at the end."""
 
 
 def scope_of(path: str) -> str:
@@ -49,6 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests that share processes first: they take longest, and the second worker runs the others meanwhile."""
     groups = list(dict.fromkeys(GROUPS.values()))
@@ -59,6 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return groups.index(scope) if scope in groups else last
 
     items.sort(key=rank)
+    for item in items:
+        mark(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    serving.may_use_sglang = item.get_closest_marker("sglang") is not None
 
 
 SHAPE: dict[str, Any] = {

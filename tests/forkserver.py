@@ -165,6 +165,10 @@ def preload() -> None:
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
+    import slimectl.builders
+    import slimectl.cli.app
+    import slimectl.runtime.run  # noqa: F401
+
     assert threading.active_count() == 1
 
 

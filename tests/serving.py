@@ -24,8 +24,13 @@ KEYS = Keys(admin_api_key="admin-key-of-the-tests")
 """Opens the servers that are started here."""
 
 
+may_use_sglang = False
+"""Whether the test that runs is marked `sglang`."""
+
+
 def sglang_python() -> str:
     """The Python with SGLang; skips the test where nobody has installed one."""
+    assert may_use_sglang, "mark this test `sglang` in tests/markers.py"
     python = os.environ.get("SLIMECTL_SGLANG_PYTHON")
     if not python:
         pytest.skip("needs SGLang: install slimectl/engines/sglang/requirements-cpu.txt, name its Python in "

@@ -340,21 +340,42 @@ def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy
     assert sync.push()["bytes"] > 0
 
 
+class Spare:
+    """A server to be hurt, which starts without weights, and again for the next test after one that killed it."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.process, self.url = process, process.start()
+
+    def revive(self) -> None:
+        if not self.process.alive():
+            self.url = self.process.start()
+
+    def strike(self, number: int) -> None:
+        pid = self.process.pid()
+        assert pid is not None
+        os.kill(pid, number)
+
+
+@pytest.fixture(scope="module")
+def one_spare(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spare]:
+    process = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
+    yield Spare(process)
+    process.stop()
+
+
 @pytest.fixture
-def spare(model_dir: ModelDir, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server to be hurt, with weights yet to come."""
-    server = serving.serve(model_dir(), tmp_path / "logs", wait_for_weights=True)
-    yield server
-    server.stop()
+def spare(one_spare: Spare) -> Spare:
+    one_spare.revive()
+    return one_spare
 
 
 def test_a_restarted_engine_gets_the_weights_alone_and_then_with_the_others(
-    policy: Policy, served: str, spare: ServerProcess, make: Make, model_dir: ModelDir
+    policy: Policy, served: str, spare: Spare, make: Make, model_dir: ModelDir
 ):
     syncs = [make(kind, policy, [served]) for kind in KINDS]
     for sync in syncs:
         sync.push()
-    late = spare.start()
+    late = spare.url
     for sync in syncs:
         sync.push_to(HttpWorkers([late], timeout_s=60, keys=serving.KEYS))
         assert answers([late], model_dir())[0].tokens == expected(policy, model_dir())
@@ -368,18 +389,16 @@ def test_a_restarted_engine_gets_the_weights_alone_and_then_with_the_others(
 
 
 def test_a_push_to_an_engine_that_hangs_or_died_ends_in_time_and_the_others_go_on(
-    served: str, spare: ServerProcess, make: Make, model_dir: ModelDir
+    served: str, spare: Spare, make: Make, model_dir: ModelDir
 ):
-    doomed = spare.start()
+    doomed = spare.url
     policy = Held(HFCheckpoint().read(model_dir()), "51")
     syncs = {kind: make(kind, policy, [served, doomed], timeout_s=1) for kind in KINDS}
     for sync in syncs.values():
         sync.push()
-    pid = spare.pid()
-    assert pid is not None
     policy.weight_version = "52"
     for how, words in [(signal.SIGSTOP, "has not answered within 1 s"), (signal.SIGKILL, "(is not there|went away)")]:
-        os.kill(pid, how)
+        spare.strike(how)
         for sync in syncs.values():
             started = time.monotonic()
             with pytest.raises(BackendError, match=rf"engine at {doomed} {words}"):
@@ -390,20 +409,18 @@ def test_a_push_to_an_engine_that_hangs_or_died_ends_in_time_and_the_others_go_o
     assert answers([served], model_dir())[0].weight_versions == ["52"]
 
 
-def test_an_engine_that_dies_in_the_middle_of_a_broadcast_ends_it(
-    spare: ServerProcess, make: Make, model_dir: ModelDir
-):
-    doomed = spare.start()
+def test_an_engine_that_dies_in_the_middle_of_a_broadcast_ends_it(spare: Spare, make: Make, model_dir: ModelDir):
+    doomed = spare.url
     policy = Held(HFCheckpoint().read(model_dir()), "61")
     sync = make("distributed", policy, [doomed], timeout_s=5)
     sync.push()
     group = distributed._GROUPS[sync._key]  # type: ignore[attr-defined]
-    os.kill(spare.pid() or 0, signal.SIGSTOP)
+    spare.strike(signal.SIGSTOP)
     large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than sockets hold: it stays under way
     work = distributed._start_broadcast(group, large, 30.0)
     time.sleep(0.3)
     assert not work.is_completed()
-    os.kill(spare.pid() or 0, signal.SIGKILL)
+    spare.strike(signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(BackendError):
         distributed._finish(work, distributed._in_background(lambda: None), 30.0)

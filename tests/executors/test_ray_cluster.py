@@ -1,4 +1,4 @@
-"""Two machines of eight GPUs, simulated: who lands where is what the plan said, and a lost machine is survived."""
+"""Two machines of four GPUs, simulated: who lands where is what the plan said, and a lost machine is survived."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slimectl.executors.ray import RayExecutor
 
 UNWATCHED = "RAY_memory_monitor_refresh_ms"
 """Off: how full this machine is, is not what is tested."""
-MACHINE = {"num_cpus": 2, "num_gpus": 8, "object_store_memory": 80_000_000}
+MACHINE = {"num_cpus": 2, "num_gpus": 4, "object_store_memory": 80_000_000}
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ def assert_planned(executor: RayExecutor, placement: Placement) -> list[str]:
 
 
 def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
-    placement = Placement(actor_gpus_per_node=8, engines=8)
+    placement = Placement(actor_gpus_per_node=4, engines=4, gpus_per_node=4)
     executor = RayExecutor(cluster.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
         assert len(nodes) == 2
-        group = executor.group(tell_where, nothing, ranks=8)
-        assert list(group.answers()) == [[(nodes[0], (str(rank),), str(rank)) for rank in range(8)]]
+        group = executor.group(tell_where, nothing, ranks=4)
+        assert list(group.answers()) == [[(nodes[0], (str(rank),), str(rank)) for rank in range(4)]]
         engine = executor.host(Engine, name="engine-0", gpus=1)
         assert engine.where() == (nodes[1], ("0",), "0")
         again = [executor.host(Engine, name=name, gpus=1) for name in ("engine-1", "engine-0")]
@@ -70,38 +70,42 @@ def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
 
 
 def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
-    placement = Placement(actor_nodes=2, actor_gpus_per_node=8, engines=4, gpus_per_engine=4, colocate=True)
+    placement = Placement(
+        actor_nodes=2, actor_gpus_per_node=4, engines=4, gpus_per_engine=2, gpus_per_node=4, colocate=True
+    )
     executor = RayExecutor(cluster.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
-        group = executor.group(tell_where, nothing, ranks=10)
+        group = executor.group(tell_where, nothing, ranks=6)
         planned = [(nodes[bundle.node], (str(bundle.gpu),), str(bundle.gpu)) for bundle in placement.bundles]
-        assert list(group.answers()) == [planned[:10]]  # all ten: what is left unread would count as the next answer
-        engines = [executor.host(Engine, name=f"engine-{i}", gpus=4) for i in range(2)]
+        assert list(group.answers()) == [planned[:6]]  # all six: what is left unread would count as the next answer
+        engines = [executor.host(Engine, name=f"engine-{i}", gpus=2) for i in range(2)]
         assert [engine.where() for engine in engines] == [
-            (nodes[0], ("0",), "0,1,2,3"), (nodes[0], ("4",), "4,5,6,7")
+            (nodes[0], ("0",), "0,1"), (nodes[0], ("2",), "2,3")
         ]  # fmt: skip
         group.send("wait")
         lost = next(node for node in cluster.worker_nodes if node.node_id == nodes[1])
         cluster.remove_node(lost, allow_graceful=False)
         begun = time.monotonic()
-        with pytest.raises(DiedError, match=r"rank \d+ of 10 died \(on .*: its machine has left the cluster"):
+        with pytest.raises(DiedError, match=r"rank \d+ of 6 died \(on .*: its machine has left the cluster"):
             list(group.answers())
         assert time.monotonic() - begun < 60  # the others wait for 1000 s
         assert engines[1].where()[0] == nodes[0]
         cluster.add_node(**MACHINE)
-        group = executor.group(tell_where, nothing, ranks=9)
+        group = executor.group(tell_where, nothing, ranks=5)
         (told,) = group.answers()
-        assert [node for node, _, _ in told[:8]] == [nodes[0]] * 8
-        assert told[8][0] not in nodes
+        assert [node for node, _, _ in told[:4]] == [nodes[0]] * 4
+        assert told[4][0] not in nodes
         group.end()
     finally:
         executor.close()
 
 
 def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(cluster: Any):
-    with pytest.raises(BackendError, match=r"has 16 GPUs on 2 machines, 16 of them free, and 24 are asked for"):
-        RayExecutor(cluster.address, placement=Placement(actor_nodes=3, actor_gpus_per_node=8), wait_s=1.0)
+    with pytest.raises(BackendError, match=r"has 8 GPUs on 2 machines, 8 of them free, and 12 are asked for"):
+        RayExecutor(
+            cluster.address, placement=Placement(actor_nodes=3, actor_gpus_per_node=4, gpus_per_node=4), wait_s=1.0
+        )
 
 
 def test_an_impossible_placement_is_refused_before_anything_is_held(cluster: Any):

@@ -6,17 +6,45 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from forkserver import ForkedProcess
-from workshop import Workshop, alike
+from workshop import Workshop, alike, set_up
 
-ROUNDS = ["-s", "run.num_rollout=24", "-s", "rollout.max_response_len=120", "-s", "rollout.ignore_eos=true"]
-ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=4"]
+ROUNDS = ["-s", "run.num_rollout=6", "-s", "rollout.max_response_len=120", "-s", "rollout.ignore_eos=true"]
+ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=2"]
+ROUNDS += ["-s", "score.timeout_s=1000"]  # a round waits in its reward until the test permits it
+GATE = '''
+
+small_bytes = reward
+
+def reward(sample):
+    """The same, once the round of the sample is permitted."""
+    import pathlib, time
+    permitted = pathlib.Path(__file__).with_name("permitted")
+    while sample.index // 16 >= int(permitted.read_text()):
+        time.sleep(0.02)
+    return small_bytes(sample)
+'''
+
+
+@pytest.fixture
+def workshop(workshop: Workshop) -> Workshop:
+    """Rounds of 16 samples, of which no more are finished than were permitted: no run ends before the test is done."""
+    with (workshop.folder / "reward.py").open("a") as file:
+        file.write(GATE)
+    permit(workshop, 1000)
+    return workshop
+
+
+def permit(workshop: Workshop, rounds: int) -> None:
+    new = workshop.folder / "permitted.new"
+    new.write_text(str(rounds))
+    new.replace(workshop.folder / "permitted")
 
 
 def started(workshop: Workshop, *arguments: str) -> ForkedProcess:
@@ -41,7 +69,7 @@ def rounds_done(workshop: Workshop, run: str) -> int:
     return path.read_text().count("perf/train_time") if path.exists() else 0
 
 
-def until(condition, *, process: ForkedProcess, limit_s: float = 60.0) -> None:
+def until(condition, *, process: ForkedProcess, limit_s: float = 300.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, "the run ended meanwhile"
@@ -53,50 +81,64 @@ def words(workshop: Workshop) -> str:
     return (workshop.folder / "words.txt").read_text()
 
 
-def test_five_killed_engines_cost_no_answer_and_change_no_metric(workshop: Workshop):
+def test_three_killed_engines_cost_no_answer_and_change_no_metric(workshop: Workshop):
     workshop.slimectl("run", *ROUNDS, "--name", "undisturbed")
+    permit(workshop, 1)
     process = started(workshop, *ROUNDS, "--name", "shot-at", "--engines", "2", "-s", "engine.health_check_interval=1")
     killed = 0
-    for count in (2, 2, 1):  # with both gone, the run can only wait for one to come back
-        done = rounds_done(workshop, "shot-at")
-        until(lambda done=done: rounds_done(workshop, "shot-at") > done, process=process)
+    for rounds, count in ((1, 2), (3, 1)):  # with both gone, the run can only wait for one to come back
+        permit(workshop, rounds)
+        until(lambda rounds=rounds: rounds_done(workshop, "shot-at") == rounds, process=process)
         for server in descendants(process, "slimectl", "serve")[:count]:
             server.kill()
             killed += 1
-        if killed < 5:
-            until(lambda killed=killed: words(workshop).count("is back at") == killed, process=process)
-    assert killed == 5
-    assert process.wait(timeout=90) == 0, words(workshop)
-    assert "restart 4 of 10" in words(workshop)
+        until(lambda killed=killed: words(workshop).count("is back at") == killed, process=process)
+    assert killed == 3
+    permit(workshop, 6)
+    assert process.wait(timeout=300) == 0, words(workshop)
+    assert "restart 3 of 10" in words(workshop)
     alike(workshop.metrics("undisturbed"), workshop.metrics("shot-at"))
-    samples = (workshop.folder / "runs/shot-at/step_000024/samples.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["index"] for line in samples) == list(range(23 * 16, 24 * 16))
+    samples = (workshop.folder / "runs/shot-at/step_000006/samples.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["index"] for line in samples) == list(range(5 * 16, 6 * 16))
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(workshop.folder) in " ".join(p.info["cmdline"] or [])
     ]
 
 
-def test_a_dead_rank_ends_the_step_and_the_run_goes_on_from_its_checkpoint(workshop: Workshop):
-    two = ["-s", "cluster.actor_num_gpus_per_node=2"]
-    workshop.slimectl("run", *ROUNDS, *two, "--name", "undisturbed")
-    process = started(workshop, *ROUNDS, *two, "--name", "shot-at")
-    until(lambda: rounds_done(workshop, "shot-at") >= 5, process=process)
+TWO_RANKS = ["-s", "cluster.actor_num_gpus_per_node=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> list[dict]:
+    """Metrics of a run with two ranks in which nothing dies."""
+    workshop = set_up(tmp_path_factory.mktemp("undisturbed"), model_dir("llama"))
+    workshop.slimectl("run", *ROUNDS, *TWO_RANKS)
+    return workshop.metrics("a")
+
+
+def test_a_dead_rank_ends_the_step_and_the_run_goes_on_from_its_checkpoint(workshop: Workshop, undisturbed: list[dict]):
+    permit(workshop, 3)
+    process = started(workshop, *ROUNDS, *TWO_RANKS, "--name", "shot-at")
+    until(lambda: rounds_done(workshop, "shot-at") == 3, process=process)
     ranks = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     ranks[-1].kill()
-    assert process.wait(timeout=90) == 0, words(workshop)
+    permit(workshop, 6)
+    assert process.wait(timeout=300) == 0, words(workshop)
     assert "going on from the last checkpoint (3 restarts left)" in words(workshop)
-    alike(workshop.metrics("undisturbed"), workshop.metrics("shot-at"))
+    alike(undisturbed, workshop.metrics("shot-at"))
 
 
 def test_restarts_are_bounded(workshop: Workshop):
+    permit(workshop, 1)
     process = started(
         workshop, *ROUNDS, "--name", "a", "--engines", "2", "-s", "engine.max_restarts=0",
         "-s", "engine.health_check_interval=1",
     )  # fmt: skip
-    until(lambda: rounds_done(workshop, "a") >= 1, process=process)
+    until(lambda: rounds_done(workshop, "a") == 1, process=process)
     for child in descendants(process, "slimectl", "serve"):
         child.kill()
-    assert process.wait(timeout=60) == 4
+    permit(workshop, 6)
+    assert process.wait(timeout=300) == 4
     last = words(workshop).splitlines()[-1]
     assert "all 0 restarts are used (engine.max_restarts)" in last
 
@@ -115,15 +157,15 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_a_lost_machine_is_survived(workshop: Workshop, machines: Any):
-    two = ["-s", "cluster.actor_num_gpus_per_node=2", "-s", "run.num_rollout=16"]
-    workshop.slimectl("run", *ROUNDS, *two, "--name", "undisturbed")
-    process = started(workshop, *ROUNDS, *two, "--name", "shot-at", "--ray-address", machines.address)
-    until(lambda: rounds_done(workshop, "shot-at") >= 5, process=process, limit_s=120)
+def test_a_lost_machine_is_survived(workshop: Workshop, machines: Any, undisturbed: list[dict]):
+    permit(workshop, 3)
+    process = started(workshop, *ROUNDS, *TWO_RANKS, "--name", "shot-at", "--ray-address", machines.address)
+    until(lambda: rounds_done(workshop, "shot-at") == 3, process=process)
     machines.remove_node(machine_of_the_ranks(machines), allow_graceful=False)
-    assert process.wait(timeout=240) == 0, words(workshop)
+    permit(workshop, 6)
+    assert process.wait(timeout=300) == 0, words(workshop)
     assert "going on from the last checkpoint (3 restarts left)" in words(workshop)
-    alike(workshop.metrics("undisturbed"), workshop.metrics("shot-at"))
+    alike(undisturbed, workshop.metrics("shot-at"))
 
 
 def machine_of_the_ranks(machines: Any) -> Any:
@@ -137,8 +179,9 @@ def machine_of_the_ranks(machines: Any) -> Any:
 
 @pytest.mark.parametrize("how", ["interrupt twice", "kill"])
 def test_nothing_is_left_running_when_the_run_is_ended(workshop: Workshop, how: str, tmp_path: Path):
-    process = started(workshop, *ROUNDS, "-s", "run.num_rollout=400", "--name", "a", "--engines", "2")
-    until(lambda: rounds_done(workshop, "a") >= 2, process=process)
+    permit(workshop, 1)
+    process = started(workshop, *ROUNDS, "--name", "a", "--engines", "2")
+    until(lambda: rounds_done(workshop, "a") == 1, process=process)
     left = psutil.Process(process.pid).children(recursive=True)
     assert len(left) >= 2
     if how == "kill":

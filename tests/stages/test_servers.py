@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from serving import sglang_python
-from workshop import Workshop, alike
+from workshop import Workshop, alike, set_up
 
 
 def lines(path: Path) -> list[dict]:
@@ -46,23 +47,33 @@ def test_local_equals_ray_to_the_last_digit(workshop: Workshop):
     assert logs == {"rank-0.log", "sampler.log"}
 
 
+THREE = ["-s", "run.num_rollout=3", "-s", "eval.temperature=0"]
+
+
+@pytest.fixture(scope="module")
+def beside_the_trainer(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> list[dict]:
+    """Metrics of the run whose engine is embedded."""
+    workshop = set_up(tmp_path_factory.mktemp("one"), model_dir("llama"))
+    workshop.slimectl("run", *THREE)
+    return workshop.metrics("a")
+
+
 @pytest.mark.parametrize("transport", ["tensor", "disk", "distributed", "delta"])
-def test_two_servers_answer_as_the_engine_beside_the_trainer(workshop: Workshop, transport: str):
-    workshop.slimectl("run", "--name", "one", "-s", "run.num_rollout=3", "-s", "eval.temperature=0")
+def test_two_servers_answer_as_the_engine_beside_the_trainer(
+    workshop: Workshop, beside_the_trainer: list[dict], transport: str
+):
     checked = ["-s", f"sync.transport={transport}", "-s", "sync.check_weight_update_equal=true"]
-    workshop.slimectl(
-        "run", "--name", "two", "-s", "run.num_rollout=3", "-s", "eval.temperature=0", "--engines", "2", *checked
-    )
-    alike(workshop.metrics("one"), workshop.metrics("two"))
+    workshop.slimectl("run", "--name", "two", *THREE, "--engines", "2", *checked, timeout_s=300)
+    alike(beside_the_trainer, workshop.metrics("two"))
     assert last_evaluation(workshop, "two", 3) == greedy(workshop, "two")
     assert nothing_is_left(workshop)
 
 
-@pytest.mark.parametrize("transport", ["tensor", "disk", "distributed"])
-def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, transport: str):
+def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
+    """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
     sglang_python()
-    three = ["-s", "run.num_rollout=3", "-s", "eval.temperature=0", "-s", f"sync.transport={transport}"]
-    workshop.slimectl("run", *three, "--executor", "ray", "--engine", "sglang", timeout_s=400)
+    transport = ["-s", "sync.transport=distributed"]
+    workshop.slimectl("run", *THREE, *transport, "--executor", "ray", "--engine", "sglang", timeout_s=600)
     steps = [line for line in workshop.metrics("a") if "train/loss" in line["metrics"]]
     assert [line["weight_version"] for line in steps] == ["1", "2", "3"]
     for line in steps:

@@ -33,22 +33,17 @@ PER_BATCH = 2
 Trial = tuple[str, ParallelLayout, Recompute]
 
 
-def run(rank: int, world: int, folder: Path, trials: Sequence[Trial]) -> None:
+def run(folder: Path, trials: Sequence[Trial]) -> None:
     """Every trial in turn, each with groups of its own."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / f"store{world}"), world), rank=rank, world_size=world
-    )
     for name, layout, recompute in trials:
         parallel.start(layout, seed=1)
         try:
             _compare(torch.load(folder / f"{name}.pt", weights_only=False), layout, recompute)
         except Exception as error:
-            error.add_note(f"{name} {layout} {recompute}, rank {rank}")
+            error.add_note(f"{name} {layout} {recompute}, rank {dist.get_rank()}")
             raise
-        parallel.stop()
-    dist.barrier()
-    dist.destroy_process_group()
+        finally:
+            parallel.stop()
 
 
 def _compare(hf: Reference, layout: ParallelLayout, recompute: Recompute) -> None:

@@ -104,7 +104,6 @@ def test_recomputed_layers_learn_although_their_input_has_no_gradient(four_layer
 
 TWO: list[tuple[str, dict[str, Any]]] = [
     ("dense", {"layout": ParallelLayout(tensor=2)}),
-    ("tied", {"layout": ParallelLayout(pipeline=2)}),
     ("tied", {}),
     ("dense", {"layout": ParallelLayout(pipeline=2, virtual_pipeline=2), "recompute": Recompute("full")}),
     ("dense", {"layout": ParallelLayout(context=2), "distributed_optimizer": False}),

@@ -1,0 +1,123 @@
+"""Which tests are slow, and which start processes, Ray or SGLang: markers by path, by fixture and by parameter."""
+
+from __future__ import annotations
+
+import pytest
+
+SLOW, PROCESSES, RAY, SGLANG = "slow", "processes", "ray", "sglang"
+
+HOSTILE_METADATA = (
+    "tests/checkpoints/test_hostile_torch_dist.py::test_metadata_that_would_run_a_command_is_refused_in_a_line"
+)
+
+BY_PATH: dict[str, tuple[str, ...]] = {
+    "tests/checkpoints/test_convert.py": (PROCESSES,),
+    "tests/checkpoints/test_convert.py::test_full_disk": (SLOW,),
+    "tests/checkpoints/test_convert.py::test_killed_conversion": (SLOW,),
+    "tests/checkpoints/test_hostile_torch_dist.py": (PROCESSES,),
+    f"{HOSTILE_METADATA}[10**6": (SLOW,),
+    f"{HOSTILE_METADATA}[a tuple": (SLOW,),
+    "tests/checkpoints/test_megatron_files.py": (PROCESSES, SLOW),
+    "tests/cli/": (PROCESSES,),
+    "tests/cli/test_bad_input.py::test_a_full_disk": (SLOW,),
+    "tests/cli/test_convert_command.py": (SLOW,),
+    "tests/cli/test_pipes.py": (SLOW,),
+    "tests/cli/test_score_command.py::test_a_reward_that_hangs": (SLOW,),
+    "tests/cli/test_serve_command.py": (SLOW,),
+    "tests/contracts/test_executor_contract.py": (PROCESSES,),
+    "tests/contracts/test_sync_contract.py": (PROCESSES, SLOW),
+    "tests/engines/server/test_serve_limits.py": (PROCESSES, SLOW),
+    "tests/engines/sglang/test_hidden_keys.py": (PROCESSES,),
+    "tests/engines/sglang/test_sglang_args.py": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_client.py::test_another_model": (SLOW,),
+    "tests/engines/sglang/test_sglang_groups.py::test_a_role_becomes_flags": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_processes.py": (PROCESSES,),
+    "tests/engines/sglang/test_sglang_rollout.py": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/sglang/test_sglang_router.py": (PROCESSES, SGLANG, SLOW),
+    "tests/engines/test_fleet.py": (PROCESSES, SLOW),
+    "tests/executors/": (PROCESSES,),
+    "tests/executors/test_ray": (RAY, SLOW),
+    "tests/hooks/": (PROCESSES,),
+    "tests/hooks/test_kept_promises.py": (SLOW,),
+    "tests/policies/megatron/test_model_layouts.py": (PROCESSES, SLOW),
+    "tests/policies/megatron/test_megatron_torch_dist.py": (SLOW,),
+    "tests/policies/megatron/test_shims.py::test_importing": (PROCESSES, SLOW),
+    "tests/policies/test_fsdp_critic.py::test_two_ranks": (PROCESSES, SLOW),
+    "tests/policies/test_fsdp_shared.py::test_two_ranks": (PROCESSES, SLOW),
+    "tests/policies/test_group.py": (PROCESSES, SLOW),
+    "tests/policies/test_lora.py::test_two_ranks": (PROCESSES, SLOW),
+    "tests/recipes/test_agents.py": (PROCESSES,),
+    "tests/rewards/": (PROCESSES,),
+    "tests/rewards/test_hostile.py::test_no_hostile_response": (SLOW,),
+    "tests/rewards/test_judge.py::test_slimectl_serve": (SLOW,),
+    "tests/rewards/test_reward_model.py::test_a_worker_process": (SLOW,),
+    "tests/sandbox/": (PROCESSES,),
+    "tests/sandbox/test_judging.py::test_no_program": (SLOW,),
+    "tests/sandbox/test_without_namespaces.py::test_processes_are_bounded": (SLOW,),
+    "tests/stages/": (PROCESSES,),
+    "tests/stages/test_equalities.py": (SLOW,),
+    "tests/stages/test_faults.py": (SLOW,),
+    "tests/stages/test_faults.py::test_a_lost_machine": (RAY,),
+    "tests/stages/test_finite.py::test_a_run_stops": (SLOW,),
+    "tests/stages/test_grader.py::test_a_group_that_hangs": (SLOW,),
+    "tests/stages/test_large_input.py": (SLOW,),
+    "tests/stages/test_learners.py": (SLOW,),
+    "tests/stages/test_resume.py": (SLOW,),
+    "tests/stages/test_run_secrets.py": (SLOW,),
+    "tests/stages/test_score.py::test_an_overrun_time_limit": (SLOW,),
+    "tests/stages/test_score.py::test_rewards_stay": (SLOW,),
+    "tests/stages/test_servers.py": (SLOW,),
+    "tests/stages/test_servers.py::test_local_equals_ray": (RAY,),
+    "tests/stages/test_servers.py::test_rollout_and_eval_through_sglang": (SGLANG,),
+    "tests/stages/test_servers.py::test_three_rounds_on_ray": (RAY, SGLANG),
+    "tests/test_floors.py": (PROCESSES,),
+    "tests/test_house.py": (PROCESSES,),
+    "tests/test_house.py::test_mypy": (SLOW,),
+    "tests/test_manifest.py": (PROCESSES,),
+    "tests/test_stdio.py": (PROCESSES,),
+    "tests/trackers/test_services.py::test_a_run": (PROCESSES, SLOW),
+}
+"""By the beginning of a test's id."""
+
+BY_FIXTURE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("tests/", "smollm2"): (SLOW,),
+    ("tests/", "workshop"): (PROCESSES,),
+    ("tests/contracts/", "served"): (PROCESSES, SLOW),
+    ("tests/contracts/", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("tests/contracts/test_executor_contract.py", "two"): (SLOW,),
+    ("tests/policies/megatron/", "two"): (PROCESSES, SLOW),
+    ("tests/policies/megatron/", "four"): (PROCESSES, SLOW),
+}
+"""By the beginning of a test's id, and a fixture that it uses."""
+
+BY_PARAMETER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("cut", "four"): (PROCESSES, SLOW),
+    ("cut", "two"): (PROCESSES, SLOW),
+    ("dealt", "four"): (PROCESSES, SLOW),
+    ("dealt", "two"): (PROCESSES, SLOW),
+    ("engine", "served"): (PROCESSES, SLOW),
+    ("engine", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("executor", "ray"): (PROCESSES, RAY, SLOW),
+    ("made", "group"): (PROCESSES, SLOW),
+    ("url", "served"): (PROCESSES, SLOW),
+    ("url", "sglang"): (PROCESSES, SGLANG, SLOW),
+}
+"""By a fixture and its parameter, or the first value of its parameter."""
+
+
+def mark(item: pytest.Item) -> None:
+    """Add to a test what the tables say of it."""
+    names: set[str] = set()
+    for beginning, markers in BY_PATH.items():
+        if item.nodeid.startswith(beginning):
+            names.update(markers)
+    for (beginning, fixture), markers in BY_FIXTURE.items():
+        if item.nodeid.startswith(beginning) and fixture in getattr(item, "fixturenames", ()):
+            names.update(markers)
+    callspec = getattr(item, "callspec", None)
+    for fixture, value in callspec.params.items() if callspec is not None else ():
+        value = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(value, str):
+            names.update(BY_PARAMETER.get((fixture, value), ()))
+    for name in sorted(names):
+        item.add_marker(name)
