@@ -103,6 +103,35 @@ def test_the_unit_graph_has_no_cycle():
     assert "builders" in done
 
 
+def module_graph() -> dict[str, set[str]]:
+    """Modules by the modules of ours that they import: lazily, and for annotations, too."""
+    modules = {
+        ".".join(("slimectl", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for _, path in files()
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slimectl"):
+                members = (f"{node.module}.{alias.name}" for alias in node.names)
+                targets |= {member if member in modules else node.module or "" for member in members}
+        graph[name] = targets & modules.keys() - {name}
+    return graph
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = module_graph()
+    while leaves := [name for name, targets in graph.items() if not targets]:
+        graph = {name: targets - set(leaves) for name, targets in graph.items() if name not in leaves}
+    assert graph == {}
+
+
+def test_at_most_six_modules_stand_outside_a_package():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert len(modules) <= 6, modules
+
+
 def test_ray_is_imported_in_executors_only():
     for owner, path in files():
         if owner != "executors":

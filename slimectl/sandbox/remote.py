@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from slimectl.sandbox.judge import Judge
+
+class ProgramChannel(Protocol):
+    """Sends operations to the process of the program (judge.Judge)."""
+
+    note: str
+
+    def ask(self, operation: str, *arguments: Any, keywords: dict[str, Any] | None = None) -> Any:
+        """Perform the operation on the program's objects and return its result."""
+        ...
 
 
 class RemoteObject:
     """An object of the program."""
 
-    def __init__(self, judge: Judge, number: int, type_name: str) -> None:
+    def __init__(self, judge: ProgramChannel, number: int, type_name: str) -> None:
         object.__setattr__(self, "_judge", judge)
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_type_name", str(type_name)[:60])
