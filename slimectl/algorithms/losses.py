@@ -65,17 +65,18 @@ class PolicyLoss:
     """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss.
 
     pg_loss is the clipped loss of PPO and GRPO, or that of another `surrogate`: gspo, cispo, sapo, gmpo (see
-    surrogates.py, sequence_surrogates.py).
+    surrogates.py).
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. If the pack has no `old_logprobs_T`,
     the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
 
-    Metrics: pg_loss (after the correction), pg_clipfrac, those of `movement` and `outside` and the extremes ratio_max
-    and ratio_min, where gspo's ratio is the sequence's; with a reference kl_loss; with entropy entropy_loss; with
-    rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked (tokens zeroed by TIS
-    and rejection), those of `mismatch` and the maximum tis_max. `tis_scale` is 1 over the step's mean weight if weights
-    are normalised (corrections.batch_mean), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself is
-    the first of the returned pair and not repeated among the metrics.
+    Metrics: pg_loss (after the correction), pg_clipfrac, those of `approx_kl_metrics` and `ratio_bound_metrics`, and
+    the extremes ratio_max and ratio_min, where gspo's ratio is the sequence's; with a reference kl_loss; with entropy
+    entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked
+    (tokens zeroed by TIS and rejection), those of `engine_mismatch_metrics` and the maximum tis_max. `tis_scale` is 1
+    over the step's mean weight if weights are normalised (importance_sampling.self_normalization), `report_scale` 1
+    over the sum of the step's `weights_T`. The loss itself is the first of the returned pair and not repeated among
+    the metrics.
 
     Raises SettingsError if the pack lacks a column that a coefficient needs.
     """

@@ -182,7 +182,7 @@ class WeightSynchronizer:
 
 
 class RolloutService:
-    """Starts and owns the sampling side of a run: the servers, if any, and the Sampler, in any process."""
+    """Starts and owns the sampling side of a run: the servers, if any, and the RolloutWorker, in any process."""
 
     def __init__(self, settings: Settings, model: Path, *, executor: Executor, folder: Path) -> None:
         settings = builders.keyed(settings)

@@ -93,7 +93,7 @@ def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
 
 
 def _stored_names(projection: str) -> dict[str, str]:
-    """Names in a checkpoint, those of mcore's local layers (weights/stored.py has the others)."""
+    """Names in a checkpoint, those of mcore's local layers (architectures/torch_dist_keys.py has the others)."""
     return {
         "input_layernorm.": f"self_attention.{projection}.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
