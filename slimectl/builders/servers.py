@@ -127,7 +127,7 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
         num_engines=settings.num_engines,
         gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
         prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
-        groups=settings.sglang.server_groups if sglang else (),
+        server_groups=settings.sglang.server_groups if sglang else (),
         # Only with it SGLang releases memory while the trainer runs.
         args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
     )

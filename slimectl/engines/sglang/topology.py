@@ -58,14 +58,14 @@ def groups_of(
     num_engines: int,
     gpus_per_engine: int,
     prefill_num_servers: int = 0,
-    groups: Sequence[Mapping[str, Any]] = (),
+    server_groups: Sequence[Mapping[str, Any]] = (),
     args: Mapping[str, Any] | None = None,
 ) -> list[ServerSpec]:
     """Return the spec of every server, prefill servers first. `args` apply to all; those of a group take precedence.
 
     Raises SettingsError for an unknown key of a group, or for prefill without decode and the reverse.
     """
-    configs = list(groups) or _default_groups(num_engines, prefill_num_servers)
+    configs = list(server_groups) or _default_groups(num_engines, prefill_num_servers)
     specs = [spec for group in configs for spec in _specs_of(group, model, gpus_per_engine, args or {})]
     specs.sort(key=lambda spec: spec.role != "prefill")
     roles = {spec.role for spec in specs if spec.gets_weights}

@@ -55,7 +55,7 @@ def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():
         {"name": "policy", "num_engines": 2, "num_gpus_per_engine": 2},
         {"name": "judge", "model": "models/judge", "num_gpus_per_engine": 8, "args": {"context_length": 8192}},
     ]
-    specs = made(groups=groups, args={"context_length": 4096, "log_level": "warning"})
+    specs = made(server_groups=groups, args={"context_length": 4096, "log_level": "warning"})
     assert [(s.name, str(s.model), s.tensor_parallel, s.gets_weights) for s in specs] == [
         ("policy-0", "models/policy", 2, True), ("policy-1", "models/policy", 2, True),
         ("judge-0", "models/judge", 8, False),
