@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl import builders
 from slimectl.data.io import is_pipe
 from slimectl.errors import BackendError
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
@@ -40,7 +41,7 @@ class RolloutWorker:
         self.tokenizer = builders.tokenizer(model)
         self.reward = builders.reward(settings)
         self.agent = builders.agent(settings)
-        self.keep, self.from_buffer = builders.keep(settings), builders.from_buffer(settings)
+        self.hooks = UserHooks(settings)
         self.source = builders.data_source(settings)
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = builders.graders()
@@ -59,8 +60,7 @@ class RolloutWorker:
             self.settings,
             executor=self.graders,
             agent=self.agent,
-            keep=self.keep,
-            from_buffer=self.from_buffer,
+            hooks=self.hooks,
             source=self.source,
             count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
             state=state.snapshot(),
@@ -107,7 +107,7 @@ class RolloutWorker:
         too_long: list[Prompt] = []
         samples = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id, left_out=too_long.append,
+            rollout_id=rollout_id, left_out=too_long.append, hooks=UserHooks(settings),
         )  # fmt: skip
         answer = answer_extractor(reward)
         return list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long)), metrics

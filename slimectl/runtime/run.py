@@ -20,6 +20,7 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService, WeightSynchronizer
@@ -48,7 +49,8 @@ class TrainingRun:
         self.settings = settings
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
-        self.journal = RunRecorder(self.folder, settings)
+        self.hooks = UserHooks(settings)
+        self.journal = RunRecorder(self.folder, settings, self.hooks)
         self.executor: Any = None
         self.state = TrainState()
         check_hooks(settings)  # hooks are loaded before the run's folder is created
@@ -154,7 +156,7 @@ class TrainingRun:
             prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
         )  # fmt: skip
         say(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
-        for report in islice(train(samples, policy, sft), warmup.max_steps):
+        for report in islice(train(samples, policy, sft, hooks=self.hooks), warmup.max_steps):
             if self.interrupted():
                 say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
                 raise KeyboardInterrupt
@@ -231,6 +233,7 @@ class TrainingRun:
                 teacher=teacher,
                 critic=critic,
                 state=self.state,
+                hooks=self.hooks,
             )
             ending.callback(reports.close)
             return self._consume_reports(reports, policy, side, sync, moving)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from slimectl.protocols import Critic, Executor, LogProbModel, Policy
 from slimectl.settings import Settings
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.rounds import Clock
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState, train_batches
@@ -41,6 +42,7 @@ def run(
     teacher: LogProbModel | None = None,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
     clock: Clock = time.perf_counter,
 ) -> Iterator[StepReport]:
     """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
@@ -64,7 +66,7 @@ def run(
     colocated = settings.cluster.colocate
     sync.push()
     round_start = clock()
-    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state):
+    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state, hooks=hooks):
         if report.last_step_of_round:
             if colocated:
                 sync.wake()
