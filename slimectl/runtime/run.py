@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
@@ -23,7 +23,7 @@ from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.rollout_worker import RolloutService, WeightSynchronizer
+from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.evaluate import resolve_dataset_settings
@@ -31,6 +31,9 @@ from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
 from slimectl.types import Metrics, Prompt, Sample, StepReport
+
+if TYPE_CHECKING:
+    from slimectl.weight_sync.base import WeightSynchronizer
 
 WARMUP_CHECK = 128
 """Number of prompts on which the warm-up measures accuracy."""
