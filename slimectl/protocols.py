@@ -287,6 +287,10 @@ class Executor(Protocol):
         """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
         ...
 
+    def close(self) -> None:
+        """End what it started, processes and hosted objects alike."""
+        ...
+
 
 class Tracker(Protocol):
     """Logs metrics and tables to a service or file."""

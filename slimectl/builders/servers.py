@@ -147,7 +147,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
         "keys": keys(settings, ()),
         "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
     }
-    if options.kind == "embedded":
+    if options.backend == "embedded":
         return serve_server(
             spec.model.absolute(),
             max_running=options.max_running_requests,

@@ -116,7 +116,10 @@ def to_servers(
     elif name == "disk":
         transport = DiskSync(policy, receivers, **on_disk)
     else:
-        coding = {"encoding": sync.update_weight_delta_encoding, "checksum": sync.update_weight_delta_checksum}
+        coding: dict[str, Any] = {
+            "encoding": sync.update_weight_delta_encoding,
+            "checksum": sync.update_weight_delta_checksum,
+        }
         transport = DeltaSync(policy, receivers, **on_disk, **coding)
     if not sync.check_weight_update_equal:
         return transport

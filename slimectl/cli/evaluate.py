@@ -69,7 +69,7 @@ def evaluate(
                 f"--data {name}={source}: {name} is {sources[name]} already; give each dataset its name"
             )
         sources[name] = source
-    flags = {"eval.data": sources or None, "model.path": model, "eval.n_samples_per_prompt": n}
+    flags: dict[str, Any] = {"eval.data": sources or None, "model.path": model, "eval.n_samples_per_prompt": n}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     flags |= {"eval.temperature": temperature, "score.rm_type": rm_type}
     resolution = resolved(config, assign, flags, eval_config=eval_config)

@@ -95,6 +95,7 @@ def plan(
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
     from slimectl.cli.output import say
     from slimectl.planner import plan as estimates
+    from slimectl.planner.search import USABLE
     from slimectl.planner.workload import Run
     from slimectl.settings.train import TrainSettings
 
@@ -102,7 +103,7 @@ def plan(
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
     shape = estimates.model_of(
         configuration(card, model), lora_rank=lora_rank, lora_targets=lora_target or TrainSettings().lora_targets,
-        critic=critic, reference=reference, teacher=teacher and _teacher(teacher),
+        critic=critic, reference=reference, teacher=_teacher(teacher) if teacher else None,
     )  # fmt: skip
     share = min(1.0, (response_len or seq_len) / seq_len)
     run = Run(gpus, ParallelLayout(), backend, dtype, recompute or "none", seq_len, max_tokens, share, device)
@@ -122,7 +123,7 @@ def plan(
     )  # fmt: skip
     print_plan(result, as_json)
     verdict = "fits" if result.fits else "does not fit"
-    say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
+    say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,7 +52,7 @@ def rollout(
 
         slimectl rollout --data prompts.jsonl --model models/smollm2 -n 4 > samples.jsonl
     """
-    flags = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
+    flags: dict[str, Any] = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
     flags |= {"rollout.temperature": temperature, "rollout.max_response_len": max_response_len}
     flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
     resolution = resolved(config, assign, flags)

@@ -85,7 +85,7 @@ def score(
     skipped = SkippedLines(name_of(samples), say)
     read = read_samples(
         samples,
-        on_error=on_error,
+        on_error="skip" if on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         allow_reward_paths=settings.score.allow_paths_in_records,

@@ -238,7 +238,7 @@ class TrainingRun:
                 state=self.state,
                 hooks=self.hooks,
             )
-            ending.callback(reports.close)
+            ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
             return self._consume_reports(reports, policy, side, sync, moving)
 
     def _consume_reports(
@@ -250,7 +250,8 @@ class TrainingRun:
         moving: builders.PeriodicReference,
     ) -> bool:
         """Record every report; evaluate and save at their intervals. The last round is always evaluated and saved."""
-        settings, samples = self.settings, []
+        settings = self.settings
+        samples: list[Sample] = []
         for report in reports:
             self.journal.record(report)
             self._check_logprob_mismatch(report)

@@ -58,7 +58,7 @@ class ServerPool:
         max_restarts: int = 10,
         watch: bool = True,
         announce: Announce | None = None,
-        restore: Callable[[str], None] | None = None,
+        restore: Callable[[str], object] | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.announce, self.restore, self.failed = announce, restore, failed
