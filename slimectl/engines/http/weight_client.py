@@ -214,7 +214,7 @@ class HttpWorkers:
             )
         return by_worker
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         self._request_all("/weights_checker", {"action": "reset_tensors"})
 
     # --- requests --------------------------------------------------------------------------------------------------
