@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import Force
 from slimectl.errors import SettingsError
 
@@ -48,15 +49,14 @@ def convert(
     if to not in LAYOUTS:
         raise SettingsError(f"--to {to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
     from slimectl import builders
-    from slimectl.cli.output import say
 
     if dry_run:
-        say(f"{builders.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
+        stdio.say(f"{builders.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
         return
     summary = builders.convert(
         source, target, to=to, dtype=dtype, quantize=quantize, block=block, group=group, config=config, card=card,
         force=force, verify=verify, logits=logits,
     )  # fmt: skip
-    say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    stdio.say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
     if not summary.get("verified", True) and verify is None:
-        say("not read back, because the model is large; --verify does it")
+        stdio.say("not read back, because the model is large; --verify does it")

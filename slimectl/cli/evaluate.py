@@ -81,12 +81,10 @@ def evaluate(
         return
     import json
 
-    from slimectl.cli.output import say
-
     metrics = _measure(settings, out)
     for name in settings.eval.data:
-        say(summary_line(name, metrics))
-    (say if out == "-" else stdio.emit)(json.dumps(metrics))
+        stdio.say(summary_line(name, metrics))
+    (stdio.say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
 def _measure(settings: Settings, out: str | None) -> Metrics:

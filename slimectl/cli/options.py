@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,8 +78,9 @@ def resolved(
     layers += [from_eval_config(eval_config)] if eval_config else []
     assigned = from_assignments(assign or [])
     if next(secrets_in(assigned.values), None) is not None:
-        print("slimectl: -s: everybody on this machine can read a command line; give a secret as env:NAME or file:PATH",
-              file=sys.stderr)  # fmt: skip
+        stdio.say(
+            "slimectl: -s: everybody on this machine can read a command line; give a secret as env:NAME or file:PATH"
+        )
     layers += [from_environment(), assigned]
     values: dict[str, dict[str, Any]] = {}
     for name, value in flags.items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import Assign, Config, resolved
@@ -93,7 +94,6 @@ def plan(
         return
     if config or assign:
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
-    from slimectl.cli.output import say
     from slimectl.planner import plan as estimates
     from slimectl.planner.workload import Run
     from slimectl.settings.train import TrainSettings
@@ -122,7 +122,7 @@ def plan(
     )  # fmt: skip
     print_plan(result, as_json)
     verdict = "fits" if result.fits else "does not fit"
-    say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
+    stdio.say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
 
@@ -166,7 +166,6 @@ def print_plan(result: Plan, as_json: bool) -> None:
 def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
     """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
     from slimectl import builders
-    from slimectl.cli.output import say
 
     placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
     problems = [*placement.problems(), *_layout_problems(settings)]
@@ -178,8 +177,8 @@ def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
         for line in table(placement):
             print(line)
     for line in [*problems, *notes]:
-        say(line)
-    say(placement_lines(placement))
+        stdio.say(line)
+    stdio.say(placement_lines(placement))
     if problems:
         raise typer.Exit(1)
 

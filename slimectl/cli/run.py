@@ -100,10 +100,9 @@ def run(
 
 def locked(run: Path) -> Lock:
     """Lock the folder of a run before reading any of its files. Raises SettingsError."""
-    from slimectl.cli.output import say
     from slimectl.data.run_dir import RunDir
 
-    return RunDir(run).lock(warn=say)
+    return RunDir(run).lock(warn=stdio.say)
 
 
 class Interrupt:
@@ -124,9 +123,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, *_: object) -> None:
-        from slimectl.cli.output import say
-
         self._count += 1
         if self._count > 1:
             raise KeyboardInterrupt
-        say("finishing this round, then saving; Ctrl-C again stops now")
+        stdio.say("finishing this round, then saving; Ctrl-C again stops now")

@@ -78,11 +78,11 @@ def score(
     if not check and not lines:
         needs_destination(out)
     from slimectl import builders
-    from slimectl.cli.output import say, up_to_date
+    from slimectl.cli.output import up_to_date
     from slimectl.data.jsonl import name_of, read_samples
     from slimectl.data.skip_counts import SkippedLines
 
-    skipped = SkippedLines(name_of(samples), say)
+    skipped = SkippedLines(name_of(samples), stdio.say)
     read = read_samples(
         samples,
         on_error=on_error,
@@ -126,7 +126,7 @@ def _grade_samples(
     from statistics import fmean
 
     from slimectl import builders
-    from slimectl.cli.output import print_summary, say, write_out, write_resumable
+    from slimectl.cli.output import print_summary, write_out, write_resumable
     from slimectl.data.io import is_pipe
     from slimectl.data.resumable import can_be_resumable
     from slimectl.data.skip_counts import locate
@@ -171,7 +171,7 @@ def _grade_samples(
         graders.close()
     if settings.score.explain:
         for line in reasons.lines():
-            say(line)
+            stdio.say(line)
     print_summary(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import Assign, Config, DryRun, Model, print_settings, resolved
 from slimectl.errors import EXIT_INTERRUPTED
 
@@ -62,7 +63,6 @@ def serve(
         return
     from slimectl import builders
     from slimectl.builders import serving
-    from slimectl.cli.output import say
 
     folder = builders.model_folder(resolution.settings.model.path, verify=resolution.settings.model.verify)
     key, drawn = serving.admin_key(resolution.settings)
@@ -83,7 +83,7 @@ def serve(
             admin_key=key,
             allowed_hosts=allow_host or (),
             load=not wait_for_weights,
-            ready=lambda: say("\n".join(lines)),
+            ready=lambda: stdio.say("\n".join(lines)),
             interval=stream_interval,
             incremental=incremental,
             pause_timeout_s=pause_timeout,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from slimectl import stdio
 from slimectl.cli.options import Assign, Config, print_settings, resolved, shown, toml_value
 from slimectl.errors import SettingsError
 
@@ -60,7 +61,6 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
 
         slimectl settings explain rollout.temperature
     """
-    from slimectl.cli.output import say
     from slimectl.hooks import HOOKS
     from slimectl.settings import aliases
     from slimectl.settings.loading import nearest_name, sections
@@ -73,7 +73,7 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
         hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
         raise SettingsError(f"{key}: unknown setting; {hint}")
     if name != key:
-        say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
+        stdio.say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):

@@ -66,7 +66,7 @@ def train(
         print_settings(resolution)
         return
     from slimectl import builders
-    from slimectl.cli.output import say, up_to_date
+    from slimectl.cli.output import up_to_date
     from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import name_of
     from slimectl.data.skip_counts import SkippedLines
@@ -79,7 +79,7 @@ def train(
     if manifest is None:
         return
     tokenizer = builders.tokenizer(folder)
-    skipped, too_long = SkippedLines(name_of(samples), say), list[Prompt]()
+    skipped, too_long = SkippedLines(name_of(samples), stdio.say), list[Prompt]()
     stream = builders.training_samples(
         settings,
         samples,
@@ -102,7 +102,7 @@ def train(
     if steps == 0:
         raise RecordError(f"{samples}: no samples came; look at what the stage before said")
     dropped = f", {len(too_long)} left out as too long" if too_long else ""
-    say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+    stdio.say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
 
 
 def _train_steps(
