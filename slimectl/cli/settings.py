@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import Assign, Config, print_settings, resolved, shown, toml_value
+from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, shown, toml_value, with_options
 from slimectl.errors import SettingsError
 
 
+@with_options(SETTINGS, "changed")
 def show(
-    config: Config = None,
-    assign: Assign = None,
+    options: CommonOptions,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults")] = False,
 ) -> None:
     """Print every setting with the layer that set it.
@@ -23,7 +23,7 @@ def show(
 
         slimectl settings show -s train.lr=1e-5
     """
-    resolution = resolved(config, assign, {})
+    resolution = options.resolve()
     if changed:
         for name, value in shown(resolution):
             if resolution.origins[name] != "default":
@@ -32,14 +32,15 @@ def show(
     print_settings(resolution)
 
 
-def validate(config: Config = None, assign: Assign = None) -> None:
+@with_options(SETTINGS)
+def validate(options: CommonOptions) -> None:
     """Check settings files; silent if all is well.
 
     Example:
 
         slimectl settings validate -s train.lr=1e-5
     """
-    resolved(config, assign, {})
+    options.resolve()
 
 
 def schema() -> None:
