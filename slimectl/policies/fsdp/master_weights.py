@@ -123,16 +123,6 @@ class MasterWeights:
         with torch.no_grad():
             local.copy_(full)
 
-    def full(self, name: str, local: Tensor) -> Tensor:
-        """Gather the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
-        if self.mesh is None:
-            return local
-        from torch.distributed.tensor import DTensor
-
-        sharded: Any = self.parameters[name]
-        shape, stride = sharded.size(), sharded.stride()
-        return DTensor.from_local(local, self.mesh, sharded.placements, shape=shape, stride=stride).full_tensor()
-
     def publish(self) -> None:
         """Copy the master weights into the model's compute copies."""
         if self.copies and self.trained:

@@ -245,7 +245,19 @@ class FsdpTrainer:
         self.masters.publish()
 
     def _full_tensor(self, parameter: str) -> Tensor:
-        return self.masters.full(parameter, self.masters.tensors[parameter])
+        return self._gather(parameter, self.masters.tensors[parameter])
+
+    def _gather(self, name: str, local: Tensor) -> Tensor:
+        """Return the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
+        if self.masters.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        sharded: Any = self.masters.parameters[name]
+        shape, stride = sharded.size(), sharded.stride()
+        return DTensor.from_local(
+            local, self.masters.mesh, sharded.placements, shape=shape, stride=stride
+        ).full_tensor()
 
     def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.masters.trained:
@@ -290,4 +302,4 @@ class FsdpTrainer:
         for name, master in self.masters.trained.items():
             for moment in MOMENTS:
                 local = self.optimizer.state[master].get(moment)
-                yield f"{moment}.{name}", self.masters.full(name, torch.zeros_like(master) if local is None else local)
+                yield f"{moment}.{name}", self._gather(name, torch.zeros_like(master) if local is None else local)
