@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.http.client import SglangEngine
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_process import ServerProcess
 
 CONTEXT = 256
@@ -47,15 +48,16 @@ def serve(folder: Path, logs: Path, **options: Any) -> ServerProcess:
     return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log", "keys": KEYS} | options))
 
 
-def client(urls: Sequence[str], folder: Path, **options: Any) -> SglangEngine:
+def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return SglangEngine(
+    return HttpEngine(
         urls,
+        api=SglangApi(),
         vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
         max_context=CONTEXT,
         decode=Detokenizer(tokenizer).decode,
-        receiver=partial(HttpWorkers, keys=KEYS),
+        receiver=partial(SglangWorkers, keys=KEYS),
         forms=HFCheckpoint().open(folder).forms,
         **{"keys": KEYS, **options},
     )

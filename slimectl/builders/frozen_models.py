@@ -42,10 +42,11 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
         return None
     if algorithm.opd_teacher_url:
         from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+        from slimectl.engines.sglang.api import SglangApi
 
         limit = settings.engine.request_timeout_s
         urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
-        remote_model = RemoteLogProbModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        remote_model = RemoteLogProbModel(urls, api=SglangApi(), setting="algorithm.opd_teacher_url", timeout_s=limit)
         remote_model.check_vocabulary(tokenizer(start), of=start)
         return remote_model
     folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from slimectl.builders.engines import engine
 from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.models import device, version_of
-from slimectl.builders.weight_sync import keyed, keys, urls
+from slimectl.builders.weight_sync import keyed, keys, server_api, urls
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_pool import ServerPool
     from slimectl.engines.supervisor.server_process import ServerProcess
@@ -135,7 +135,8 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    from slimectl.engines.sglang.launch import NO_WEIGHTS, serve_server, sglang_server
+    from slimectl.engines.http.request import NO_WEIGHTS
+    from slimectl.engines.sglang.launch import serve_server, sglang_server
 
     options = settings.engine
     shared: dict[str, Any] = {
@@ -206,16 +207,17 @@ def client(
     workers: Sequence[str],
     *,
     troubled: Callable[[str], None] | None = None,
-) -> SglangEngine:
+) -> HttpEngine:
     """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
-    sglang_client = SglangEngine(
+    http_engine = HttpEngine(
         addresses,
+        api=server_api(settings),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
@@ -228,8 +230,8 @@ def client(
         keys=keys(settings, workers),
     )
     if options.url:
-        sglang_client.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
-    return sglang_client
+        http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
+    return http_engine
 
 
 @contextmanager
@@ -245,11 +247,11 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = server_pool(settings, model, executor=executor, folder=folder, waiting=False)
         if started is None:
-            sglang_client = client(settings, model, text, urls(settings), urls(settings))
+            http_engine = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
             print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)
-            sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
-            started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
-        closing.callback(lambda: asyncio.run(sglang_client.close()))
-        yield sglang_client
+            http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            started.announce, started.failed = http_engine.set_urls, http_engine.fail
+        closing.callback(lambda: asyncio.run(http_engine.close()))
+        yield http_engine

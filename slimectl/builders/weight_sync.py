@@ -17,6 +17,7 @@ from slimectl.types import Metrics
 
 if TYPE_CHECKING:
     from slimectl.engines.api_keys import Keys
+    from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -79,11 +80,18 @@ def keyed(settings: Settings) -> Settings:
     )
 
 
+def server_api(settings: Settings) -> ServerApi:
+    """Return the dialect that the servers of the settings speak."""
+    from slimectl.engines.sglang.api import SglangApi
+
+    return SglangApi()
+
+
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
-    from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.engines.sglang.weight_client import SglangWorkers
 
-    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+    return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
@@ -116,7 +124,7 @@ def to_servers(
     name = sync.transport
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
+        shares = device(settings.engine.device) == "cuda" or receivers.shares_memory
         name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
     transport: WeightSyncBase
     if name == "tensor":

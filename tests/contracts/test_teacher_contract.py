@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+from slimectl.engines.sglang.api import SglangApi
 from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings import Settings
@@ -67,14 +68,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(url: str, model_dir: ModelDi
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     facts["model"]["vocab"] = {text: 255 - i for text, i in facts["model"]["vocab"].items()}
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(facts)))
-    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60)
+    teacher = RemoteLogProbModel([url], api=SglangApi(), setting="algorithm.opd_teacher_url", timeout_s=60)
     teacher.check_vocabulary(tokenizer, of="DIR")
     with pytest.raises(SettingsError, match=r"opd_teacher_url: the model at \S+ has another vocabulary than DIR"):
         teacher.check_vocabulary(other, of="DIR")
 
 
 def test_what_the_teacher_cannot_read_is_told_in_the_servers_words(url: str):
-    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
+    teacher = RemoteLogProbModel([url], api=SglangApi(), setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
     too_long = TrainingSample([1] * 4000, 1, [1.0])
     with pytest.raises(BackendError, match=rf"the teacher at {url}/generate: answered 400: .*\d\d\d.*"):
         teacher.log_probs([too_long])

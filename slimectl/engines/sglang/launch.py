@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.http.transport import NO_KEYS
 from slimectl.engines.sglang.args import BOOTSTRAP, flags, interpreter, router_interpreter
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.redaction import is_secret_name
-
-NO_WEIGHTS = "unpushed"
-"""Weight version of a server that waits for its first push: no answer under this name is ever used."""
 
 HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
 """Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.engines.http.client import SglangEngine
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.bootstrap.cleanup import members
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
@@ -36,7 +36,7 @@ class Served:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         self.server: ServerProcess = serving.sglang(folder, logs)
-        self.engine: SglangEngine = serving.client([], folder)
+        self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(
             lambda _: self.server, 1, interval_s=600.0, announce=self.engine.set_urls, restore=self.push,
             failed=self.engine.fail,
@@ -45,7 +45,7 @@ class Served:
         self.fleet.start()
 
     def push(self, url: str) -> None:
-        workers = HttpWorkers([url], keys=serving.KEYS)
+        workers = SglangWorkers([url], keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="5")
         workers.end()
