@@ -31,7 +31,8 @@ import torch
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.api_keys import Keys, new_key
-from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.server.launch import serve_server
+from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions

@@ -15,8 +15,9 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.api import SglangApi
-from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_process import ServerProcess
 

@@ -136,7 +136,8 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
     from slimectl.engines.http.request import NO_WEIGHTS
-    from slimectl.engines.sglang.launch import serve_server, sglang_server
+    from slimectl.engines.server.launch import serve_server
+    from slimectl.engines.sglang.launch import sglang_server
 
     options = settings.engine
     shared: dict[str, Any] = {
@@ -148,7 +149,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
         "keys": keys(settings, ()),
         "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
     }
-    if options.kind == "embedded":
+    if options.backend == "embedded":
         return serve_server(
             spec.model.absolute(),
             max_running=options.max_running_requests,

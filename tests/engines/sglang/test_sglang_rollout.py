@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
-from slimectl.engines.sglang.bootstrap.cleanup import members
 from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.supervisor.bootstrap.cleanup import members
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
