@@ -37,12 +37,14 @@ def check_engine(settings: Settings) -> None:
     """
     if settings.engine.url or not settings.uses_servers or settings.cluster.executor != "local":
         return
-    from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
+    from slimectl.engines.sglang.args import SGLANG, router_interpreter
+    from slimectl.engines.vllm.args import VLLM
 
-    if settings.engine.backend == "sglang":
-        python = interpreter(settings.sglang.python)
+    installed = {"sglang": SGLANG, "vllm": VLLM}.get(settings.engine.backend)
+    if installed is not None:
+        python = installed.interpreter(getattr(settings, installed.section).python)
         for spec in _specs(settings, Path("model")):
-            flags(spec.args, python)
+            installed.flags(spec.args, python)
     if _router_policy(settings) is not None:
         router_interpreter(settings.sglang.python)
 
@@ -121,15 +123,17 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
     from slimectl.engines.sglang.topology import groups_of
 
-    sglang = settings.engine.backend == "sglang"
+    sglang, colocate = settings.engine.backend == "sglang", settings.cluster.colocate
+    # Only with it a server releases memory while the trainer runs.
+    memory = {"sglang": "enable_memory_saver", "vllm": "enable_sleep_mode"}.get(settings.engine.backend)
+    args = settings.sglang.args if sglang else settings.vllm.args
     return groups_of(
         model,
         num_engines=settings.num_engines,
         gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
         prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
         server_groups=settings.sglang.server_groups if sglang else (),
-        # Only with it SGLang releases memory while the trainer runs.
-        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
+        args=({memory: True} if colocate and memory else {}) | args,
     )
 
 
@@ -138,6 +142,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
     from slimectl.engines.http.request import NO_WEIGHTS
     from slimectl.engines.server.launch import serve_server
     from slimectl.engines.sglang.launch import sglang_server
+    from slimectl.engines.vllm.launch import vllm_server
 
     options = settings.engine
     shared: dict[str, Any] = {
@@ -157,13 +162,18 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
             pause_timeout_s=settings.sync.timeout_s,
             **shared,
         )  # fmt: skip
-    return sglang_server(
-        spec.model.absolute(),
-        python=settings.sglang.python,
-        weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-        **spec.options(),
-        **shared,
-    )
+    shared["weight_version"] = NO_WEIGHTS if waiting else version_of(spec.model)
+    if options.backend == "vllm":
+        return vllm_server(
+            spec.model.absolute(),
+            python=settings.vllm.python,
+            tensor_parallel=spec.tensor_parallel,
+            args=spec.args,
+            name=spec.name,
+            keep_weights=settings.sync.check_weight_update_equal,
+            **shared,
+        )
+    return sglang_server(spec.model.absolute(), python=settings.sglang.python, **spec.options(), **shared)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -218,7 +228,7 @@ def client(
     config = config.get("text_config", config)
     http_engine = HttpEngine(
         addresses,
-        api=server_api(settings),
+        api=server_api(settings.engine.backend),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],

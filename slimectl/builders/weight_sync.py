@@ -38,7 +38,7 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
     from slimectl.engines.api_keys import Keys
 
     engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
-    if engine.backend != "sglang":
+    if engine.backend != "sglang":  # vLLM's own key is engine.api_key
         args = {}
     given_keys = Keys(
         api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
@@ -63,6 +63,7 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
@@ -75,13 +76,18 @@ def keyed(settings: Settings) -> Settings:
         update={
             "engine": engine.model_copy(update=keys),
             "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
             "score": revealed_score(settings.score),
         }
     )
 
 
-def server_api(settings: Settings) -> ServerApi:
-    """Return the dialect that the servers of the settings speak."""
+def server_api(backend: str) -> ServerApi:
+    """Return the dialect of servers of this backend; embedded engines behind HTTP speak SGLang's."""
+    if backend == "vllm":
+        from slimectl.engines.vllm.api import VllmApi
+
+        return VllmApi()
     from slimectl.engines.sglang.api import SglangApi
 
     return SglangApi()
@@ -89,6 +95,10 @@ def server_api(settings: Settings) -> ServerApi:
 
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
+    if settings.engine.backend == "vllm":
+        from slimectl.engines.vllm.weight_client import VllmWorkers
+
+        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
     from slimectl.engines.sglang.weight_client import SglangWorkers
 
     return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))

@@ -39,11 +39,13 @@ Executor = Annotated[str | None, typer.Option("--executor", help="Where work run
 RayAddress = Annotated[
     str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray")
 ]
-Engine = Annotated[str | None, typer.Option("--engine", help="What samples: embedded or sglang")]
+Engine = Annotated[str | None, typer.Option("--engine", help="What samples: embedded, sglang or vllm")]
 Engines = Annotated[int | None, typer.Option("--engines", help="Engines to start")]
 EngineUrl = Annotated[
     list[str] | None,
-    typer.Option("--engine-url", metavar="URL", help="Running server (SGLang's or `slimectl serve`); may be repeated"),
+    typer.Option(
+        "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
+    ),
 ]
 EvalConfig = Annotated[
     Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")

@@ -161,7 +161,7 @@ def test_kill_9_in_mid_answer_costs_nothing_but_time(served: Served):
 def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path, model_dir: ModelDir):
     starved = tmp_path / "python"
     starved.write_text(
-        f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v 1000000;; esac\nexec {serving.sglang_python()} "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v 1000000;; esac\nexec {serving.python_of("sglang")} "$@"\n'
     )
     starved.chmod(0o755)
     with pytest.raises(BackendError) as died:

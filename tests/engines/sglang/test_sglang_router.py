@@ -31,7 +31,7 @@ class Routed:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
-        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.sglang_python()))
+        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang")))
         self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
