@@ -178,6 +178,11 @@ class WeightUpdateClient(Protocol):
         """Number of model processes of each worker: its tensor-parallel size."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `load_tensors` goes through shared memory on a CPU too."""
+        ...
+
     def begin(self, *, mode: str) -> None:
         """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
         ...

@@ -28,7 +28,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"),
+    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
     ("rewards", "sandbox"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),
