@@ -101,8 +101,11 @@ class Policy(Protocol):
         """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        """Call `consumer(weights)` in the process that holds the weights (rank 0), without a copy.
+
+        `consumer` must be picklable.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -223,7 +226,7 @@ class WeightUpdateClient(Protocol):
         """Return a checksum of every tensor, by worker."""
         ...
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
         ...
 
