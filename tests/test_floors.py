@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry"],
     ["algorithms", "architectures", "rewards", "sandbox", "settings"],
     ["protocols", "hooks", "data", "planner"],
     ["stages"],
@@ -26,7 +26,7 @@ FLOORS = [
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"),
+    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("registry", "errors"),
     ("rewards", "sandbox"),
     ("hooks", "protocols"), ("data", "hooks"),
     ("policies", "checkpoints"),

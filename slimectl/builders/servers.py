@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slimectl.builders.engines import engine
+from slimectl.builders.engines import EngineBackend, engine, engine_backend, keys
 from slimectl.builders.executors import executor as executor_of
-from slimectl.builders.models import device, version_of
-from slimectl.builders.weight_sync import keyed, keys, urls
+from slimectl.builders.models import device
+from slimectl.builders.weight_sync import keyed, urls
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ def check_engine(settings: Settings) -> None:
 
     Raises BackendError or SettingsError. On a Ray cluster the machines that start them say so.
     """
-    if settings.engine.url or not settings.uses_servers or settings.cluster.executor != "local":
+    if settings.engine.url:
         return
-    from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
+    backend = engine_backend(settings)
+    if settings.uses_servers and type(backend).server is EngineBackend.server:
+        backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # refuses
+    backend.check(settings)
+    if settings.cluster.executor == "local" and settings.uses_servers and _router_policy(settings) is not None:
+        from slimectl.engines.sglang.args import router_interpreter
 
-    if settings.engine.backend == "sglang":
-        python = interpreter(settings.sglang.python)
-        for spec in _specs(settings, Path("model")):
-            flags(spec.args, python)
-    if _router_policy(settings) is not None:
         router_interpreter(settings.sglang.python)
 
 
@@ -119,49 +119,12 @@ def auxiliary_servers(
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
-    from slimectl.engines.sglang.topology import groups_of
-
-    sglang = settings.engine.backend == "sglang"
-    return groups_of(
-        model,
-        num_engines=settings.num_engines,
-        gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
-        prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
-        server_groups=settings.sglang.server_groups if sglang else (),
-        # Only with it SGLang releases memory while the trainer runs.
-        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
-    )
+    return engine_backend(settings).specs(settings, model)
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    from slimectl.engines.sglang.launch import NO_WEIGHTS, serve_server, sglang_server
-
-    options = settings.engine
-    shared: dict[str, Any] = {
-        "log": log.absolute(),
-        "dtype": options.dtype,
-        "device": device(options.device),
-        "max_context": settings.rollout.max_context_len,
-        "start_timeout_s": options.start_timeout_s,
-        "keys": keys(settings, ()),
-        "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
-    }
-    if options.kind == "embedded":
-        return serve_server(
-            spec.model.absolute(),
-            max_running=options.max_running_requests,
-            wait_for_weights=waiting,
-            pause_timeout_s=settings.sync.timeout_s,
-            **shared,
-        )  # fmt: skip
-    return sglang_server(
-        spec.model.absolute(),
-        python=settings.sglang.python,
-        weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-        **spec.options(),
-        **shared,
-    )
+    return engine_backend(settings).server(settings, spec, log=log, waiting=waiting)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -175,7 +138,7 @@ def _router_policy(settings: Settings) -> str | None:
     policy = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        policy = "cache_aware" if settings.engine.backend == "sglang" and len(specs) > 1 else "none"
+        policy = engine_backend(settings).default_router if len(specs) > 1 else "none"
     return None if policy == "none" else policy
 
 

@@ -17,7 +17,7 @@ from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
 from slimectl.rewards.http import HttpClient
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import BatchedReward, Grader, as_batched
+from slimectl.stages.grader import BatchedReward, Grader, as_batched, worker_count
 from slimectl.types import Sample, Status, TrainingSample
 
 BATCH = 64
@@ -91,7 +91,7 @@ def _grade_samples(
             waiting.append(call)
             yield call
 
-    if workers := settings.processes:
+    if workers := worker_count(settings, grader):
         limit = settings.timeout_s + grader.patience_s
         results = executor.map(grader.many, submitted_calls(), workers=workers, timeout_s=limit)
     else:
