@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import sys
 import types
 from typing import Any
@@ -25,6 +26,7 @@ def apply() -> None:
     _deterministic_sampling()
     _host_register()
     _synchronize()
+    _fork_workers()
 
 
 def _torchvision_schemas() -> None:
@@ -149,6 +151,14 @@ def _synchronize() -> None:
     sglang/srt/utils/weight_checker.py checks.
     """
     torch.cuda.synchronize = lambda *_: None
+
+
+def _fork_workers() -> None:
+    """Fork the worker processes, which SGLang starts anew: each would import torch and SGLang again, 6 seconds of CPU.
+    SGLang does so because a process that uses CUDA cannot be forked. Delete when SGLang forks on a CPU.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None
 
 
 class _Inert(types.ModuleType):
