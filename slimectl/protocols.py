@@ -252,6 +252,10 @@ class Executor(Protocol):
         """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
         ...
 
+    def close(self) -> None:
+        """End every process that was started."""
+        ...
+
 
 class Tracker(Protocol):
     """Logs metrics and tables to a service or file."""

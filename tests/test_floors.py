@@ -22,6 +22,7 @@ FLOORS = [
     ["conversions"],
     ["builders", "recipes"],
     ["runtime"],
+    ["api"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

@@ -95,6 +95,26 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
     return Layer(origin, values)
 
 
+def nested(values: Mapping[str, Any]) -> Values:
+    """Sections from dotted keys; a third part addresses a table.
+
+    >>> nested({"run.num_rollout": 2, "eval.data.aime": "aime.jsonl"})
+    {'run': {'num_rollout': 2}, 'eval': {'data': {'aime': 'aime.jsonl'}}}
+
+    Raises SettingsError for a key without a section.
+    """
+    sections: Values = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        if len(parts) < 2 or not all(parts):
+            raise SettingsError(f"{name}: write a setting as section.key, e.g. train.lr")
+        table: dict[str, Any] = sections.setdefault(parts[0], {})
+        for part in parts[1:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = value
+    return sections
+
+
 def parse_value(text: str) -> Any:
     """Parse a TOML value, `none` as None; any other text is returned unchanged."""
     if text.strip().lower() in ("none", "null"):

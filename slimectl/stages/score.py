@@ -12,7 +12,7 @@ from slimectl.data.json_values import kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.hooks import in_one_line
-from slimectl.protocols import Executor, LogProbModel, Policy
+from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
 from slimectl.rewards.http import HttpClient
@@ -58,7 +58,7 @@ def score(
     settings: ScoreSettings,
     *,
     executor: Executor,
-    reference: Policy | None = None,
+    reference: LogProbModel | None = None,
     skip: Skip | None = None,
 ) -> Iterator[Sample]:
     """Grade every sample, in order; a `reference` also attaches its log-probabilities.
