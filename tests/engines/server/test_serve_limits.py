@@ -138,8 +138,6 @@ def test_large_bodies_share_a_bounded_memory(
 def test_what_is_no_http_is_one_line_and_nothing_is_said_of_it(
     server: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
     for raw in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
