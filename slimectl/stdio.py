@@ -41,7 +41,7 @@ class _Output(io.FileIO):
 
     _failed = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         if self._failed:
             return len(memoryview(data))
         try:
@@ -57,7 +57,7 @@ class _Output(io.FileIO):
 class _MessageOutput(io.FileIO):
     """Stderr as bytes: messages that cannot be written are lost, without an error."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except OSError:

@@ -64,6 +64,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
     from slimectl import builders
     from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
+    from slimectl.hooks.user_hooks import UserHooks
     from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
     from slimectl.stages.evaluate import evaluate as stage
 
@@ -89,6 +90,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
                 executor=graders,
                 agent=agent,
                 left_out=too_long.append,
+                hooks=UserHooks(dataset_settings),
             )
             yield from with_summary(
                 name, samples, metrics, dataset_settings, answer=answer_extractor(reward), too_long=too_long

@@ -106,6 +106,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
     if common.config or common.assign:
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
     from slimectl.planner import plan as estimates
+    from slimectl.planner.search import USABLE
     from slimectl.settings.train import TrainSettings
 
     if options.lora_target and options.lora_rank is None:
@@ -116,7 +117,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         lora_targets=options.lora_target or TrainSettings().lora_targets,
         critic=options.critic,
         reference=options.reference,
-        teacher=options.teacher and _teacher(options.teacher),
+        teacher=_teacher(options.teacher) if options.teacher else None,
     )
     run = _planned_run(options, shape)
     estimates.check(shape, run)
@@ -133,7 +134,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
     )
     print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"
-    stdio.say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
+    stdio.say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
 

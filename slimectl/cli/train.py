@@ -95,6 +95,7 @@ def _train_steps(
 
     from slimectl import builders
     from slimectl.data.run_dir import write_folder
+    from slimectl.hooks.user_hooks import UserHooks
     from slimectl.runtime.recorder import load_state
     from slimectl.stages.score import attach_log_probs
     from slimectl.stages.train import train as stage
@@ -112,7 +113,7 @@ def _train_steps(
             state = load_state(load, policy)
         for field, model_of in models.asked.items():
             stream = attach_log_probs(stream, model_of, field)
-        for report in stage(stream, policy, settings, critic=critic, state=state):
+        for report in stage(stream, policy, settings, critic=critic, state=state, hooks=UserHooks(settings)):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)
                 counted = len(too_long)

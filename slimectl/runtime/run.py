@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
@@ -19,9 +19,10 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.rollout_worker import RolloutService, WeightSynchronizer
+from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.evaluate import resolve_dataset_settings
@@ -30,6 +31,9 @@ from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
 from slimectl.stdio import logger
 from slimectl.types import Metrics, Prompt, Sample, StepReport
+
+if TYPE_CHECKING:
+    from slimectl.weight_sync.base import WeightSynchronizer
 
 WARMUP_CHECK = 128
 """Number of prompts on which the warm-up measures accuracy."""
@@ -43,7 +47,8 @@ class TrainingRun:
         self.settings = settings
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
-        self.journal = RunRecorder(self.folder, settings)
+        self.hooks = UserHooks(settings)
+        self.journal = RunRecorder(self.folder, settings, self.hooks)
         self.executor: Any = None
         self.state = TrainState()
         check_hooks(settings)  # hooks are loaded before the run's folder is created
@@ -149,7 +154,7 @@ class TrainingRun:
             prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
         )  # fmt: skip
         logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
-        for report in islice(train(samples, policy, sft), warmup.max_steps):
+        for report in islice(train(samples, policy, sft, hooks=self.hooks), warmup.max_steps):
             if self.interrupted():
                 logger.warning(
                     f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}"
@@ -228,8 +233,9 @@ class TrainingRun:
                 teacher=teacher,
                 critic=critic,
                 state=self.state,
+                hooks=self.hooks,
             )
-            ending.callback(reports.close)
+            ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
             return self._consume_reports(reports, policy, side, sync, moving)
 
     def _consume_reports(
@@ -241,7 +247,8 @@ class TrainingRun:
         moving: builders.PeriodicReference,
     ) -> bool:
         """Record every report; evaluate and save at their intervals. The last round is always evaluated and saved."""
-        settings, samples = self.settings, []
+        settings = self.settings
+        samples: list[Sample] = []
         for report in reports:
             self.journal.record(report)
             self._check_logprob_mismatch(report)

@@ -58,7 +58,7 @@ class ServerPool:
         max_restarts: int = 10,
         watch: bool = True,
         announce: Announce | None = None,
-        restore: Callable[[str], None] | None = None,
+        restore: Callable[[str], object] | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.announce, self.restore, self.failed = announce, restore, failed
@@ -240,7 +240,7 @@ class ServerPool:
 
     def _restart_router(self) -> None:
         assert self._router is not None
-        logger.warning(f"sglang-router died ({failure_reason(self._router)}); starting it again")
+        logger.warning(f"the router died ({failure_reason(self._router)}); starting it again")
         try:
             self._router_url = self._router.start()
             for member in self._members:

@@ -107,10 +107,12 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         _check_is_ray_head(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _print_on_stderr()
-    options = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
+    options: dict[str, Any] = {"logging_level": "ERROR", "namespace": "slimectl"}
+    if address is None:
+        options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
-        context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **options)
+        context: Any = ray.init(address=address or OWN, **options)
     except Exception as error:
         raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
     return context["session_dir"] if address is None else None
