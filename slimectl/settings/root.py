@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimectl.redaction import remember, secrets_in
+from slimectl.registry import ENGINES
 from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
 from slimectl.settings.base import Section
 from slimectl.settings.checks import algorithm_conflicts, hook_conflicts
@@ -19,9 +20,13 @@ from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.train import MegatronSettings, TrainSettings, megatron_conflicts
 
+SectionType = TypeVar("SectionType", bound=BaseModel)
+
 
 class Settings(Section):
-    """All settings of a stage or a run."""
+    """All settings of a stage or a run; parts of other packages may add sections of their own, by their names."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
@@ -38,6 +43,20 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_sections(cls, values: Any) -> Any:
+        """Reject sections that are neither slimectl's nor validated ones of another package's part."""
+        for name in values.keys() - cls.model_fields.keys() if isinstance(values, dict) else ():
+            if not isinstance(values[name], BaseModel):
+                raise ValueError(f"{name}: unknown section")
+        return values
+
+    def part_section(self, name: str, cls: type[SectionType]) -> SectionType:
+        """The section that a part of another package brings; its defaults if these settings have none."""
+        section = (self.__pydantic_extra__ or {}).get(name)
+        return section if isinstance(section, cls) else cls()
 
     def model_post_init(self, _: Any) -> None:
         """Register the secrets of these settings, so that no message of this process shows them."""
@@ -60,7 +79,8 @@ class Settings(Section):
     @property
     def uses_servers(self) -> bool:
         """Whether engines are HTTP servers, rather than in the process of their caller."""
-        return self.engine.backend != "embedded" or bool(self.engine.url) or self.num_engines > 1
+        in_process = ENGINES.fact(self.engine.backend, "in_process", False)
+        return not in_process or bool(self.engine.url) or self.num_engines > 1
 
     @property
     def rollouts_per_round(self) -> int:
@@ -185,8 +205,11 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
     """Conflicts between engines, weight transports and the cluster."""
     engine, sync, cluster = settings.engine, settings.sync, settings.cluster
     if cluster.ray_address and cluster.executor != "ray":
-        yield 'cluster.ray_address has no effect with cluster.executor = "local"; set cluster.executor = "ray"'
-    if cluster.actor_num_nodes > 1 and cluster.executor != "ray":
+        yield (
+            f'cluster.ray_address has no effect with cluster.executor = "{cluster.executor}"; set '
+            f'cluster.executor = "ray"'
+        )
+    if cluster.actor_num_nodes > 1 and cluster.executor == "local":
         yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
     gpus_per_engine = cluster.rollout_num_gpus_per_engine
     if cluster.rollout_num_gpus and cluster.rollout_num_gpus % gpus_per_engine:
@@ -195,10 +218,10 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}; give {nearest}"
         )
-    if engine.backend == "embedded" and gpus_per_engine > 1:
+    if ENGINES.fact(engine.backend, "in_process", False) and gpus_per_engine > 1:
         yield (
-            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an embedded engine lives on one device; "
-            f'set engine.backend = "sglang" or "vllm", or give 1'
+            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an {engine.backend} engine lives on one "
+            f'device; set engine.backend = "sglang" or "vllm", or give 1'
         )
     if engine.url and settings.num_engines > 1:
         yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
@@ -230,5 +253,5 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "
             "seed without min-p only; drop one"
         )
-    if cluster.executor == "ray" and "-" in settings.rollout.data:
+    if cluster.executor != "local" and "-" in settings.rollout.data:
         yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
