@@ -27,7 +27,7 @@ FLOORS = [
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"),
-    ("rewards", "sandbox"),
+    ("rewards", "sandbox"), ("algorithms", "settings"),
     ("hooks", "protocols"), ("data", "hooks"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),

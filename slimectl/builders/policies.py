@@ -14,7 +14,6 @@ from slimectl.builders.models import device, is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo, RewardModel, critic_is_shared
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
@@ -56,13 +55,13 @@ def critic(
     It is initialized from the model at `start`, or from algorithm.critic_load. None for an algorithm without one, and
     if the policy is its own critic.
     """
-    algorithm, lr = settings.algorithm, None
-    if critic_is_shared(algorithm):
-        return None
-    if isinstance(algorithm, Ppo):
-        lr = algorithm.critic_lr
-        start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
-    elif not isinstance(algorithm, RewardModel):
+    options, lr = settings.algorithm.critic_options, None
+    if options is not None:
+        if options.shared:
+            return None
+        lr = options.lr
+        start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
+    elif settings.algorithm.trained_output != "values":
         return None
     return _build_over_ranks(
         settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
@@ -144,7 +143,8 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
-    shares_critic = trains and critic_is_shared(settings.algorithm)
+    options = settings.algorithm.critic_options
+    shares_critic = trains and options is not None and options.shared
     if not values:
         shared["temperature"] = settings.rollout.temperature
     if train.backend == "fsdp":

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, is_secret_name, redact
 from slimectl.settings import aliases
-from slimectl.settings.algorithm import ALGORITHMS, Grpo
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.root import Settings, conflicts
 
 PREFIX = "SLIMECTL_"

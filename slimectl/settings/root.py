@@ -8,13 +8,14 @@ from typing import Any
 from pydantic import Field
 
 from slimectl.redaction import remember, secrets_in
-from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
+from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.base import Section
-from slimectl.settings.checks import algorithm_conflicts, hook_conflicts
+from slimectl.settings.checks import hook_conflicts
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
 from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.train import MegatronSettings, TrainSettings, megatron_conflicts
@@ -64,7 +65,7 @@ class Settings(Section):
     @property
     def rollouts_per_round(self) -> int:
         """Number of attempts per round; demonstrations (sft) have one per prompt."""
-        if isinstance(self.algorithm, Sft):
+        if self.algorithm.trains_on == "demonstrations":
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
 
@@ -131,8 +132,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         sync=settings.sync,
         run=settings.run,
     )
-    if isinstance(algorithm, PolicyGradient):
-        yield from algorithm_conflicts(algorithm, temperature=rollout.temperature)
+    yield from algorithm.conflicts(temperature=rollout.temperature)
 
 
 def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:

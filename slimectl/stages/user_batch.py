@@ -18,7 +18,6 @@ from slimectl.errors import HookError
 from slimectl.hooks import FlatSettings, Hook, hook
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 FILTER, POSTPROCESS = "rollout.sample_filter_path", "rollout.data_postprocess_path"
@@ -51,7 +50,7 @@ def apply_user_filters(
 
     Losses that are not policy gradients (also those of a warm-up) use the samples unchanged.
     """
-    if not isinstance(settings.algorithm, PolicyGradient):
+    if settings.algorithm.trains_on != "rollouts":
         return samples, None
     apply_sample_filter(samples, settings)
     training_samples = convert_samples(samples, settings)
