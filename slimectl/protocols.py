@@ -162,6 +162,14 @@ class WeightUpdateClient(Protocol):
 
     def leave(self, *, name: str) -> None: ...
 
+    def sleep(self) -> None:
+        """Release the memory of cache and weights, after ending requests in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the memory again; a push brings the weights and continues generation."""
+        ...
+
     @property
     def checksums_by_hf_name(self) -> bool:
         """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
@@ -173,6 +181,33 @@ class WeightUpdateClient(Protocol):
 
     def scramble(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Transfers the policy's weights to the engines."""
+
+    def push(self) -> Metrics:
+        """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
+
+        Raises BackendError if an engine refuses or is gone; the others continue.
+        """
+        ...
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        """Push the weights to these workers only: engines that were restarted."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the engines' GPU memory again; the next push loads their weights."""
+        ...
+
+    def close(self) -> None:
+        """Remove files, process groups and shared memory."""
         ...
 
 
@@ -211,6 +246,10 @@ class Executor(Protocol):
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
     ) -> Iterator[Result | BaseException]:
         """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
+        ...
+
+    def close(self) -> None:
+        """End what it started, processes and hosted objects alike."""
         ...
 
 

@@ -40,6 +40,9 @@ class TrainingBatch:
     round_rewards: list[float] = field(default_factory=list)
     """Normalized rewards of the whole round, those of dropped groups included, for its metrics."""
 
+    reported_rewards: list[float] | None = None
+    """Rewards of the round from a user's function, which its metrics show in place of the samples' own."""
+
 
 def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: PolicyGradient) -> list[float]:
     """Return rewards compared within their groups by the baseline of the algorithm; as they are without a baseline."""

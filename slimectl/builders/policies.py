@@ -12,12 +12,13 @@ from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.builders.models import device, is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
-from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.hooks import TRAINING_HOOKS, FlatSettings, check_hooks, hook
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
     from slimectl.policies.lora import LoraOptions
+    from slimectl.policies.megatron.hooks import UserFunctions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.protocols import Critic, Executor, Policy
 
@@ -37,7 +38,7 @@ def policy(
     `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks; without one
     they run on this machine.
     """
-    trainer = _build_over_ranks(
+    trainer: Policy = _build_over_ranks(
         settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
     )
     if settings.uses_servers and not _has_ranks(settings):
@@ -63,9 +64,10 @@ def critic(
         start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
     elif settings.algorithm.trained_output != "values":
         return None
-    return _build_over_ranks(
+    trainer: Critic = _build_over_ranks(
         settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
     )
+    return trainer
 
 
 def _has_ranks(settings: Settings) -> bool:
@@ -160,7 +162,6 @@ def _build(
         )
     from slimectl.policies.megatron.config import Recompute
     from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
-    from slimectl.policies.megatron.hooks import user_functions
     from slimectl.policies.megatron.policy import MegatronPolicy
 
     granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
@@ -172,9 +173,23 @@ def _build(
         distributed_optimizer=megatron.use_distributed_optimizer,
         optimizer_cpu_offload=megatron.optimizer_cpu_offload,
         routing_replay=megatron.use_routing_replay,
-        user_functions=user_functions(settings, store_prefix=store_prefix),
+        user_functions=_user_functions(settings, store_prefix),
         args=megatron.args,
         **shared,
+    )
+
+
+def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
+    """Load the functions of [megatron] for one model."""
+    from slimectl.policies.megatron.hooks import UserFunctions
+
+    return UserFunctions(
+        args=FlatSettings(settings),
+        init=hook(settings, "megatron.custom_init_path"),
+        provider=hook(settings, "megatron.custom_model_provider_path"),
+        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
+        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
+        store_prefix=store_prefix,
     )
 
 

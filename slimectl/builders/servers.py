@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.models import device, version_of
 from slimectl.builders.weight_sync import keyed, keys, urls
 from slimectl.settings import Settings
+from slimectl.stdio import logger
 
 if TYPE_CHECKING:
     from slimectl.engines.http.client import SglangEngine
@@ -147,7 +147,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
         "keys": keys(settings, ()),
         "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
     }
-    if options.kind == "embedded":
+    if options.backend == "embedded":
         return serve_server(
             spec.model.absolute(),
             max_running=options.max_running_requests,
@@ -248,7 +248,7 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
             sglang_client = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
-            print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)
+            logger.info(f"{len(started.urls)} engines are up")
             sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
             started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
         closing.callback(lambda: asyncio.run(sglang_client.close()))

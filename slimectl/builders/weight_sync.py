@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slimectl.builders.models import device
 from slimectl.hooks import FlatSettings, hook
-from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightUpdateClient
+from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal, revealed_score
-from slimectl.types import Metrics
 
 if TYPE_CHECKING:
     from slimectl.engines.api_keys import Keys
     from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.weight_sync.base import WatchedServers, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-class Transport(Protocol):
-    """Pushes the policy's weights to every engine, or to those that were restarted."""
-
-    def push(self) -> Metrics: ...
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics: ...
-
-    def close(self) -> None: ...
 
 
 def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
@@ -86,7 +76,7 @@ def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
-def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
+def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
     """Build the transport to one engine in this process."""
     from slimectl.weight_sync.in_process import InProcessSync
 
@@ -95,7 +85,7 @@ def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
 
 def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
-) -> Transport:
+) -> WeightSync:
     """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
     import torch
 
@@ -126,11 +116,21 @@ def to_servers(
     elif name == "disk":
         transport = DiskSync(policy, receivers, **on_disk)
     else:
-        coding = {"encoding": sync.update_weight_delta_encoding, "checksum": sync.update_weight_delta_checksum}
+        coding: dict[str, Any] = {
+            "encoding": sync.update_weight_delta_encoding,
+            "checksum": sync.update_weight_delta_checksum,
+        }
         transport = DeltaSync(policy, receivers, **on_disk, **coding)
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def synchronizer(sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> WeightSynchronizer:
+    """Build the synchronizer that a run pushes by: `sync`, repeated when servers of `pool` were restarted."""
+    from slimectl.weight_sync.base import WeightSynchronizer
+
+    return WeightSynchronizer(sync, policy, pool=pool)
 
 
 def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:

@@ -9,12 +9,30 @@ from slimectl.algorithms.advantages import whitened
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.registry import ALGORITHMS
+from slimectl.settings import Settings
 from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.needs import Need
+from slimectl.stages.hooks import Hooks
+from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, TrainingSample
 
 
-def set_advantages(batch: TrainingBatch, algorithm: AlgorithmSettings) -> Metrics:
+def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollout_id: int) -> Metrics:
+    """Write the advantages, by the algorithm or the user's function, then the user's changes; return the metrics."""
+    if settings.algorithm.trains_on != "rollouts":
+        return {}
+    metrics: Metrics = {}
+    if hooks.advantages is not None:
+        hooks.advantages(batch.rows, batch.samples, batch.rewards)
+    else:
+        metrics = estimate_advantages(batch, settings.algorithm)
+    if hooks.post_process_rows is not None:
+        numbers = [reward_number(sample, settings.score.reward_key) for sample in batch.samples]
+        hooks.post_process_rows(batch.rows, batch.samples, numbers, rollout_id)
+    return metrics
+
+
+def estimate_advantages(batch: TrainingBatch, algorithm: AlgorithmSettings) -> Metrics:
     """Write `TrainingSample.advantages`, and `.returns` with a critic; return the reverse KL to a teacher.
 
     Rows have the log-probabilities and values that the algorithm needs.

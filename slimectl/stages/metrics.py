@@ -56,11 +56,10 @@ def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
     return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
-def batch_metrics(
-    samples: Sequence[Sample], batch: TrainingBatch, settings: Settings, *, rewards: Sequence[float] | None = None
-) -> Metrics:
-    """Return the metrics of a round and of its rows, before the first step; `rewards` are those to report instead."""
-    if rewards is None or len(rewards) != len(samples):
+def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
+    """Return the metrics of a round and of its rows, before the first step."""
+    rewards = batch.reported_rewards
+    if rewards is None:
         rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
     metrics = rollout_metrics(samples, rewards) | round_metrics(samples, rewards, batch.round_rewards, settings)
     return metrics | row_metrics(batch.rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slimectl.protocols import Critic, Policy
 from slimectl.settings.needs import AlgorithmSection, Need
+from slimectl.stages.hooks import Hooks
 from slimectl.types import TrainingSample
 
 
@@ -19,15 +20,18 @@ class Models:
 
 
 def attach_model_outputs(
-    rows: Sequence[TrainingSample], models: Models, algorithm: AlgorithmSection, *, old_log_probs: bool
+    rows: Sequence[TrainingSample], models: Models, algorithm: AlgorithmSection, hooks: Hooks, *, several_steps: bool
 ) -> None:
-    """Write `TrainingSample.old_log_probs` if they are asked for, and `.values` if the algorithm has a critic.
+    """Write `TrainingSample.old_log_probs` and `.values` where they are needed; what a row has already is kept.
 
-    What a row has already is kept. If all rows are new and make one step, the policy does not change before their loss,
-    which uses its own detached values instead: the same numbers with one forward pass less.
+    In one step the policy does not change before the loss, which uses its own detached log-probabilities as the old
+    ones, unless an advantage or a hook reads them: the same numbers with one forward pass less.
     """
+    if algorithm.trains_on != "rollouts":
+        return
+    hooks_read = hooks.advantages is not None or hooks.post_process_rows is not None
     lacking = [row for row in rows if row.old_log_probs is None]
-    if lacking and old_log_probs:
+    if lacking and (several_steps or hooks_read or Need.OLD_LOG_PROBS in algorithm.needs):
         for row, log_probs in zip(lacking, models.policy.log_probs(lacking), strict=True):
             row.old_log_probs = log_probs
     unjudged = [row for row in rows if row.values is None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -12,13 +11,12 @@ from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.reductions import token_weights
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.algorithms.value_loss import explained_variance
-from slimectl.protocols import PreStepHook
 from slimectl.settings import Settings
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.finite_check import FiniteCheck
+from slimectl.stages.hooks import Hooks
 from slimectl.stages.model_outputs import Models
 from slimectl.stages.preferences import sample_ids, set_preference_gradients
-from slimectl.stages.user_loss import CustomLoss, user_policy_loss
 from slimectl.types import Loss, Metrics, TrainingSample
 
 METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
@@ -35,13 +33,18 @@ class StepIndex:
 
 
 def optimizer_step(
-    rows: Sequence[TrainingSample], executions: Sequence[int], models: Models, settings: Settings, index: StepIndex
+    rows: Sequence[TrainingSample],
+    executions: Sequence[int],
+    models: Models,
+    settings: Settings,
+    hooks: Hooks,
+    index: StepIndex,
 ) -> Metrics:
     """Set the loss weights of `rows`, update policy and critic, and return the metrics. Raises DivergedError."""
     set_loss_weights(rows, executions, settings.algorithm)
-    if settings.megatron.custom_before_train_step_hook_path is not None:
-        cast(PreStepHook, models.policy).before_step(index.rollout_id, index.step_in_round)
-    return _sample_counts(rows) | _update(rows, executions, models, settings, index)
+    hooks.before_step(models.policy, index.rollout_id, index.step_in_round)
+    loss = _make_loss(rows, executions, settings, hooks)
+    return _sample_counts(rows) | _update(rows, executions, models, settings, loss, index)
 
 
 def set_loss_weights(rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: AlgorithmSection) -> None:
@@ -61,7 +64,12 @@ def _sample_counts(rows: Sequence[TrainingSample]) -> Metrics:
 
 
 def _update(
-    rows: Sequence[TrainingSample], executions: Sequence[int], models: Models, settings: Settings, index: StepIndex
+    rows: Sequence[TrainingSample],
+    executions: Sequence[int],
+    models: Models,
+    settings: Settings,
+    loss: Loss,
+    index: StepIndex,
 ) -> Metrics:
     policy, critic, algorithm = models.policy, models.critic, settings.algorithm
     finite = FiniteCheck(rows, sample_ids(executions, algorithm), index.rollout_id, index.step)
@@ -76,20 +84,18 @@ def _update(
         metrics = _critic_step(rows, models, settings, finite)
         if not options.shared and index.step <= options.only_steps:
             return metrics
-    summed = finite.update(policy, _loss(rows, executions, settings), of="the", outputs=outputs)
+    summed = finite.update(policy, loss, of="the", outputs=outputs)
     summed |= {alias: summed[name] for name, alias in METRIC_ALIASES.items() if name in summed}
     return metrics | {f"train/{name}": value for name, value in summed.items()} | pair_metrics
 
 
-def _loss(rows: Sequence[TrainingSample], executions: Sequence[int], settings: Settings) -> Loss:
+def _make_loss(rows: Sequence[TrainingSample], executions: Sequence[int], settings: Settings, hooks: Hooks) -> Loss:
     """Return the loss of the algorithm for a step, or the user's, with the critic's beside it if they share a model."""
     algorithm, options = ALGORITHMS[settings.algorithm.name], settings.algorithm.critic_options
-    if settings.train.custom_loss_function_path is not None and settings.algorithm.trains_on == "rollouts":
-        loss: Loss = CustomLoss(settings)
-    else:
-        loss = algorithm.loss(settings.algorithm, rows)
+    custom_loss = hooks.loss if settings.algorithm.trains_on == "rollouts" else None
+    loss = custom_loss or algorithm.loss(settings.algorithm, rows)
     if isinstance(loss, PolicyLoss):
-        loss = user_policy_loss(loss, rows, executions, settings)
+        loss = hooks.policy_loss(loss, rows, executions)
     if options is not None and options.shared and algorithm.joint_loss is not None:
         loss = algorithm.joint_loss(settings.algorithm, loss)
     return loss

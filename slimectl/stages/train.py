@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
 
-from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
-from slimectl.stages import user_batch
 from slimectl.stages.advantages import set_advantages
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import batch_metrics
 from slimectl.stages.model_outputs import Models, attach_model_outputs
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step
-from slimectl.stages.score import reward_number
 from slimectl.stages.training_batch import build_training_batch
-from slimectl.stages.user_loss import custom_advantages
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
 
 
@@ -45,6 +42,7 @@ def train(
     *,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[StepReport]:
     """Train on samples, round by round; yield one report per optimizer step.
 
@@ -58,7 +56,7 @@ def train(
         rounds = _batch_groups(samples, settings.train.global_batch_size or settings.run.rollout_batch_size)
     else:
         rounds = _batch_rollouts(samples, settings.rollouts_per_round)
-    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state)
+    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state, hooks=hooks)
 
 
 def train_batches(
@@ -68,6 +66,7 @@ def train_batches(
     *,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[StepReport]:
     """Train on rounds of samples; yield one report per optimizer step, with what its batch brought along.
 
@@ -81,11 +80,11 @@ def train_batches(
     for batch in batches:
         state.rollout_id += 1
         sampling = batch.state
-        yield from _train_batch(batch, models, settings, state)
+        yield from _train_batch(batch, models, settings, state, hooks)
     if state.pending:
         rows, state.pending = state.pending, []
         state.step += 1
-        report = _train_step(rows, models, settings, state)
+        report = _train_step(rows, models, settings, state, hooks)
         report.sampling = sampling
         yield report
 
@@ -120,28 +119,25 @@ def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]
         yield [sample for members in batch for sample in members]
 
 
-def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state: TrainState) -> Iterator[StepReport]:
+def _train_batch(
+    batch: RolloutBatch, models: Models, settings: Settings, state: TrainState, hooks: Hooks
+) -> Iterator[StepReport]:
     """Train on one round in five passes: rows, outputs of the models, advantages, metrics, and the optimizer steps."""
     started = time.perf_counter()
-    algorithm = settings.algorithm
-    samples, shaped = user_batch.apply_user_filters(batch.samples, settings)
-    data, metrics = build_training_batch(
-        samples, settings, version=int(models.policy.weight_version), shaped=shaped and shaped[1]
-    )
-    is_first_use = not state.pending
-    state.pending += zip(data.executions, data.rows, strict=True)
+    rows, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
+    has_older_rows = bool(state.pending)
+    state.pending += zip(rows.executions, rows.rows, strict=True)
     waiting = [row for _, row in state.pending]
     minibatches = list(_take_minibatches(state, settings))
-    # The policy changes before the last row is used if there is more than one step.
-    several_steps = len(minibatches) > 1 or bool(state.pending) or not is_first_use
-    old_log_probs = Need.OLD_LOG_PROBS in algorithm.needs or _hooks_read_log_probs(settings) or several_steps
-    attach_model_outputs(waiting, models, algorithm, old_log_probs=old_log_probs and algorithm.trains_on == "rollouts")
-    metrics |= _set_advantages(data, settings, state.rollout_id)
-    metrics |= batch_metrics(batch.samples, data, settings, rewards=shaped and shaped[0])
+    # With several steps the policy changes before the last row is used.
+    several_steps = len(minibatches) > 1 or has_older_rows or bool(state.pending)
+    attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
+    metrics |= set_advantages(rows, settings, hooks, state.rollout_id)
+    metrics |= batch_metrics(batch.samples, rows, settings)
     timings = {"perf/data_preprocess_time": time.perf_counter() - started, **batch.timings}
     for i, minibatch in enumerate(minibatches or [[]]):
         state.step += 1
-        report = _train_step(minibatch, models, settings, state, step_in_round=i)
+        report = _train_step(minibatch, models, settings, state, hooks, step_in_round=i)
         if i == 0:
             report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
             report.samples = batch.samples
@@ -149,27 +145,6 @@ def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state:
         report.sampling = batch.state
         report.last_step_of_round = i == max(0, len(minibatches) - 1)
         yield report
-
-
-def _hooks_read_log_probs(settings: Settings) -> bool:
-    """Whether a function of the user reads the policy's log-probabilities before the first step."""
-    paths = (settings.train.custom_advantage_function_path, settings.rollout.data_postprocess_path)
-    return any(path is not None for path in paths)
-
-
-def _set_advantages(batch: TrainingBatch, settings: Settings, rollout_id: int) -> Metrics:
-    """Write the advantages, by the algorithm or the user's function; then the user's changes of the rows."""
-    if settings.algorithm.trains_on != "rollouts":
-        return {}
-    metrics: Metrics = {}
-    if settings.train.custom_advantage_function_path is not None:
-        custom_advantages(batch.rows, batch.samples, batch.rewards, settings)
-    else:
-        metrics = set_advantages(batch, settings.algorithm)
-    if settings.rollout.data_postprocess_path is not None:
-        numbers = [reward_number(sample, settings.score.reward_key) for sample in batch.samples]
-        user_batch.postprocess(batch.rows, batch.samples, numbers, settings, rollout_id)
-    return metrics
 
 
 def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
@@ -193,6 +168,7 @@ def _train_step(
     models: Models,
     settings: Settings,
     state: TrainState,
+    hooks: Hooks,
     *,
     step_in_round: int = 0,
 ) -> StepReport:
@@ -202,7 +178,7 @@ def _train_step(
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
     if rows:
         index = StepIndex(state.step, state.rollout_id, step_in_round)
-        metrics = optimizer_step(rows, executions, models, settings, index)
+        metrics = optimizer_step(rows, executions, models, settings, hooks, index)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))

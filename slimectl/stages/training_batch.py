@@ -13,6 +13,7 @@ from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import build_preference_batch
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
@@ -26,24 +27,30 @@ COLUMNS = {
 
 
 def build_training_batch(
-    samples: Sequence[Sample], settings: Settings, *, version: int, shaped: Sequence[float] | None = None
+    samples: list[Sample], settings: Settings, hooks: Hooks, *, version: int
 ) -> tuple[TrainingBatch, Metrics]:
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
-    Samples that failed, or are staler than run.max_staleness at weight version `version`, are dropped first. `shaped`
-    has a reward of each sample from a user's function, which becomes its advantage without a comparison. Raises
-    RecordError if a sample lacks what the algorithm needs.
+    Samples that failed, or are staler than run.max_staleness at weight version `version`, are dropped. Hooks change
+    the rounds of policy gradients only. Raises RecordError if a sample lacks what the algorithm needs.
     """
-    algorithm, max_staleness = settings.algorithm, settings.run.max_staleness
-    fresh, metrics = _select_fresh(samples, version, max_staleness)
+    algorithm, rewards = settings.algorithm, None
+    count = len(samples)
+    if algorithm.trains_on == "rollouts":
+        hooks.filter_samples(samples)
+        samples = hooks.convert(samples)
+        rewards = hooks.post_process_rewards(samples)
+    fresh, metrics = _select_fresh(samples, version, settings.run.max_staleness)
     if Need.GROUPS in algorithm.needs:
         require_groups(samples, algorithm.name)
     batch, drops = BUILDERS[algorithm.trains_on](
         [samples[i] for i in fresh],
         algorithm,
         settings.score.reward_key,
-        None if shaped is None else [shaped[i] for i in fresh],
+        None if rewards is None else [rewards[1][i] for i in fresh],
     )
+    if rewards is not None and len(samples) == count:
+        batch.reported_rewards = rewards[0]
     return batch, metrics | drops
 
 

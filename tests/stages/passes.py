@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.stages.advantages import set_advantages
+from slimectl.stages.advantages import estimate_advantages
+from slimectl.stages.hooks import NO_HOOKS
 from slimectl.stages.model_outputs import Models, attach_model_outputs
 from slimectl.stages.training_batch import build_policy_batch
 from slimectl.types import Metrics, Sample, TrainingSample
@@ -29,5 +30,5 @@ def training_batch(
     """The rows of a round with old log-probabilities and advantages, and the metrics of these passes."""
     batch, metrics = build_policy_batch(samples, algorithm, None)
     policy: Any = Even(old)
-    attach_model_outputs(batch.rows, Models(policy, critic), algorithm, old_log_probs=True)
-    return batch, metrics | set_advantages(batch, algorithm)
+    attach_model_outputs(batch.rows, Models(policy, critic), algorithm, NO_HOOKS, several_steps=True)
+    return batch, metrics | estimate_advantages(batch, algorithm)

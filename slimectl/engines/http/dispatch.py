@@ -113,7 +113,7 @@ class Dispatch:
         *,
         request_timeout_s: float,
         connect_timeout_s: float,
-        troubled: Callable[[str], None],
+        troubled: Callable[[str], object],
         keys: Keys = NO_KEYS,
     ) -> None:
         self.balance = balance

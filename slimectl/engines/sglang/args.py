@@ -31,7 +31,7 @@ OWNED = {
 }
 """Fields that slimectl sets, and the setting that each comes from."""
 
-WORDS = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
+WORDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300
 
 
@@ -78,7 +78,8 @@ def fields_of(python: str) -> Mapping[str, dict[str, Any]]:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise BackendError(f"sglang.python: the sglang of {python} cannot be imported: {last}")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    fields: dict[str, dict[str, Any]] = json.loads(result.stdout.strip().splitlines()[-1])
+    return fields
 
 
 def _flag(name: str, value: Any, fields: Mapping[str, dict[str, Any]]) -> Iterator[str]:
