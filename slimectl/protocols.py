@@ -62,8 +62,11 @@ class Policy(Protocol):
         """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        """Call `consumer(weights)` in the process that holds the weights (rank 0), without a copy.
+
+        `consumer` must be picklable.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -136,6 +139,11 @@ class WeightUpdateClient(Protocol):
         """Number of model processes of each worker: its tensor-parallel size."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `load_tensors` goes through shared memory on a CPU too."""
+        ...
+
     def begin(self, *, mode: str) -> None:
         """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
         ...
@@ -179,7 +187,7 @@ class WeightUpdateClient(Protocol):
         """Return a checksum of every tensor, by worker."""
         ...
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
         ...
 

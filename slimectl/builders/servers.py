@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from slimectl.builders.engines import engine
 from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.models import device, version_of
-from slimectl.builders.weight_sync import keyed, keys, urls
+from slimectl.builders.weight_sync import keyed, keys, server_api, urls
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
 if TYPE_CHECKING:
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_pool import ServerPool
     from slimectl.engines.supervisor.server_process import ServerProcess
@@ -37,12 +37,14 @@ def check_engine(settings: Settings) -> None:
     """
     if settings.engine.url or not settings.uses_servers or settings.cluster.executor != "local":
         return
-    from slimectl.engines.sglang.args import flags, interpreter, router_interpreter
+    from slimectl.engines.sglang.args import SGLANG, router_interpreter
+    from slimectl.engines.vllm.args import VLLM
 
-    if settings.engine.backend == "sglang":
-        python = interpreter(settings.sglang.python)
+    installed = {"sglang": SGLANG, "vllm": VLLM}.get(settings.engine.backend)
+    if installed is not None:
+        python = installed.interpreter(getattr(settings, installed.section).python)
         for spec in _specs(settings, Path("model")):
-            flags(spec.args, python)
+            installed.flags(spec.args, python)
     if _router_policy(settings) is not None:
         router_interpreter(settings.sglang.python)
 
@@ -121,21 +123,26 @@ def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
     from slimectl.engines.sglang.topology import groups_of
 
-    sglang = settings.engine.backend == "sglang"
+    sglang, colocate = settings.engine.backend == "sglang", settings.cluster.colocate
+    # Only with it a server releases memory while the trainer runs.
+    memory = {"sglang": "enable_memory_saver", "vllm": "enable_sleep_mode"}.get(settings.engine.backend)
+    args = settings.sglang.args if sglang else settings.vllm.args
     return groups_of(
         model,
         num_engines=settings.num_engines,
         gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
         prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
         server_groups=settings.sglang.server_groups if sglang else (),
-        # Only with it SGLang releases memory while the trainer runs.
-        args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
+        args=({memory: True} if colocate and memory else {}) | args,
     )
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    from slimectl.engines.sglang.launch import NO_WEIGHTS, serve_server, sglang_server
+    from slimectl.engines.http.request import NO_WEIGHTS
+    from slimectl.engines.server.launch import serve_server
+    from slimectl.engines.sglang.launch import sglang_server
+    from slimectl.engines.vllm.launch import vllm_server
 
     options = settings.engine
     shared: dict[str, Any] = {
@@ -155,13 +162,18 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
             pause_timeout_s=settings.sync.timeout_s,
             **shared,
         )  # fmt: skip
-    return sglang_server(
-        spec.model.absolute(),
-        python=settings.sglang.python,
-        weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-        **spec.options(),
-        **shared,
-    )
+    shared["weight_version"] = NO_WEIGHTS if waiting else version_of(spec.model)
+    if options.backend == "vllm":
+        return vllm_server(
+            spec.model.absolute(),
+            python=settings.vllm.python,
+            tensor_parallel=spec.tensor_parallel,
+            args=spec.args,
+            name=spec.name,
+            keep_weights=settings.sync.check_weight_update_equal,
+            **shared,
+        )
+    return sglang_server(spec.model.absolute(), python=settings.sglang.python, **spec.options(), **shared)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -206,16 +218,17 @@ def client(
     workers: Sequence[str],
     *,
     troubled: Callable[[str], None] | None = None,
-) -> SglangEngine:
+) -> HttpEngine:
     """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
-    sglang_client = SglangEngine(
+    http_engine = HttpEngine(
         addresses,
+        api=server_api(settings.engine.backend),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
@@ -228,8 +241,8 @@ def client(
         keys=keys(settings, workers),
     )
     if options.url:
-        sglang_client.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
-    return sglang_client
+        http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
+    return http_engine
 
 
 @contextmanager
@@ -245,11 +258,11 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = server_pool(settings, model, executor=executor, folder=folder, waiting=False)
         if started is None:
-            sglang_client = client(settings, model, text, urls(settings), urls(settings))
+            http_engine = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
             logger.info(f"{len(started.urls)} engines are up")
-            sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
-            started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
-        closing.callback(lambda: asyncio.run(sglang_client.close()))
-        yield sglang_client
+            http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            started.announce, started.failed = http_engine.set_urls, http_engine.fail
+        closing.callback(lambda: asyncio.run(http_engine.close()))
+        yield http_engine

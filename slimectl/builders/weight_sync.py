@@ -16,6 +16,7 @@ from slimectl.settings.secret import reveal, revealed_score
 
 if TYPE_CHECKING:
     from slimectl.engines.api_keys import Keys
+    from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.weight_sync.base import WatchedServers, WeightSynchronizer
 
@@ -27,7 +28,7 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
     from slimectl.engines.api_keys import Keys
 
     engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
-    if engine.backend != "sglang":
+    if engine.backend != "sglang":  # vLLM's own key is engine.api_key
         args = {}
     given_keys = Keys(
         api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
@@ -52,6 +53,7 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
@@ -64,16 +66,32 @@ def keyed(settings: Settings) -> Settings:
         update={
             "engine": engine.model_copy(update=keys),
             "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
             "score": revealed_score(settings.score),
         }
     )
 
 
+def server_api(backend: str) -> ServerApi:
+    """Return the dialect of servers of this backend; embedded engines behind HTTP speak SGLang's."""
+    if backend == "vllm":
+        from slimectl.engines.vllm.api import VllmApi
+
+        return VllmApi()
+    from slimectl.engines.sglang.api import SglangApi
+
+    return SglangApi()
+
+
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
-    from slimectl.engines.http.weight_client import HttpWorkers
+    if settings.engine.backend == "vllm":
+        from slimectl.engines.vllm.weight_client import VllmWorkers
 
-    return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+    from slimectl.engines.sglang.weight_client import SglangWorkers
+
+    return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
@@ -106,7 +124,7 @@ def to_servers(
     name = sync.transport
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
+        shares = device(settings.engine.device) == "cuda" or receivers.shares_memory
         name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
     transport: WeightSyncBase
     if name == "tensor":

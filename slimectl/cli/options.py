@@ -57,12 +57,12 @@ class CommonOptions:
         str | None,
         typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray"),
     ] = None
-    engine: Annotated[str | None, typer.Option("--engine", help="What samples: embedded or sglang")] = None
+    engine: Annotated[str | None, typer.Option("--engine", help="What samples: embedded, sglang or vllm")] = None
     engines: Annotated[int | None, typer.Option("--engines", help="Engines to start")] = None
     engine_url: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine-url", metavar="URL", help="Running server (SGLang's or `slimectl serve`); may be repeated"
+            "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
         ),
     ] = None
     eval_config: Annotated[

@@ -61,6 +61,9 @@ class TeacherOptions:
 
     load: str | None
     urls: tuple[str, ...]
+    api: str
+    """API that the servers speak."""
+
     kl_coef: float
     """Weight of the divergence from the teacher, taken off the advantage of each token."""
 

@@ -73,7 +73,10 @@ class PolicyGradient(AlgorithmSection):
     samples carry teacher_log_probs."""
 
     opd_teacher_url: Texts = []
-    """Servers that have the teacher instead, asked in turn: SGLang's, or `slimectl serve`."""
+    """Servers that have the teacher instead, asked in turn: SGLang's, vLLM's, or `slimectl serve`."""
+
+    opd_teacher_api: Literal["sglang", "vllm"] = "sglang"
+    """API that the servers of opd_teacher_url speak; `slimectl serve` speaks sglang."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; 0 builds no entropy graph."""
@@ -174,7 +177,9 @@ class PolicyGradient(AlgorithmSection):
     def teacher_options(self) -> TeacherOptions | None:
         if not self.opd_kl_coef:
             return None
-        return TeacherOptions(self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_kl_coef)
+        return TeacherOptions(
+            self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_teacher_api, self.opd_kl_coef
+        )
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef and self.kl_loss_coef:

@@ -12,7 +12,7 @@ from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.base import Section
 from slimectl.settings.checks import hook_conflicts
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
-from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings
+from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings, VllmSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.rollout_algorithms import Grpo
@@ -27,6 +27,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     sglang: SglangSettings = SglangSettings()
+    vllm: VllmSettings = VllmSettings()
     rollout: RolloutSettings = RolloutSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = Field(default=Grpo())
@@ -60,7 +61,7 @@ class Settings(Section):
     @property
     def uses_servers(self) -> bool:
         """Whether engines are HTTP servers, rather than in the process of their caller."""
-        return self.engine.backend == "sglang" or bool(self.engine.url) or self.num_engines > 1
+        return self.engine.backend != "embedded" or bool(self.engine.url) or self.num_engines > 1
 
     @property
     def rollouts_per_round(self) -> int:
@@ -197,7 +198,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
     if engine.backend == "embedded" and gpus_per_engine > 1:
         yield (
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an embedded engine lives on one device; "
-            f'set engine.backend = "sglang" or give 1'
+            f'set engine.backend = "sglang" or "vllm", or give 1'
         )
     if engine.url and settings.num_engines > 1:
         yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
@@ -222,6 +223,8 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
         yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
+    if engine.backend == "vllm" and engine.router not in ("auto", "none"):
+        yield f"engine.router: {engine.router}: sglang-router does not forward to vLLM; set engine.router = none"
     if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
         yield (
             "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "

@@ -1,6 +1,9 @@
-"""Third pass over a round: the advantage of every token."""
+"""Second and third pass over a round: outputs of the models from before its updates, and advantages from them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +12,43 @@ from slimectl.algorithms.advantages import whitened
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.registry import ALGORITHMS
+from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import AlgorithmSettings
-from slimectl.settings.needs import Need
+from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, TrainingSample
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that a step updates: the policy, and the critic if there is one."""
+
+    policy: Policy
+    critic: Critic | None = None
+
+
+def attach_model_outputs(
+    rows: Sequence[TrainingSample], models: Models, algorithm: AlgorithmSection, hooks: Hooks, *, several_steps: bool
+) -> None:
+    """Write `TrainingSample.old_log_probs` and `.values` where they are needed; what a row has already is kept.
+
+    In one step the policy does not change before the loss, which uses its own detached log-probabilities as the old
+    ones, unless an advantage or a hook reads them: the same numbers with one forward pass less.
+    """
+    if algorithm.trains_on != "rollouts":
+        return
+    hooks_read = hooks.advantages is not None or hooks.post_process_rows is not None
+    lacking = [row for row in rows if row.old_log_probs is None]
+    if lacking and (several_steps or hooks_read or Need.OLD_LOG_PROBS in algorithm.needs):
+        for row, log_probs in zip(lacking, models.policy.log_probs(lacking), strict=True):
+            row.old_log_probs = log_probs
+    unjudged = [row for row in rows if row.values is None]
+    if unjudged and Need.CRITIC in algorithm.needs:
+        assert models.critic is not None
+        for row, values in zip(unjudged, models.critic.values(unjudged), strict=True):
+            row.values = values
 
 
 def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollout_id: int) -> Metrics:

@@ -13,9 +13,9 @@ from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.algorithms.value_loss import explained_variance
 from slimectl.settings import Settings
 from slimectl.settings.needs import AlgorithmSection, Need
+from slimectl.stages.advantages import Models
 from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.hooks import Hooks
-from slimectl.stages.model_outputs import Models
 from slimectl.stages.preferences import sample_ids, set_preference_gradients
 from slimectl.types import Loss, Metrics, TrainingSample
 

@@ -11,10 +11,9 @@ from typing import cast
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
-from slimectl.stages.advantages import set_advantages
+from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import batch_metrics
-from slimectl.stages.model_outputs import Models, attach_model_outputs
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample

@@ -40,6 +40,7 @@ READ_BY = {
     "opd_kl_coef": "slimectl/settings/policy_gradient.py",
     "opd_teacher_load": "slimectl/settings/policy_gradient.py",
     "opd_teacher_url": "slimectl/settings/policy_gradient.py",
+    "opd_teacher_api": "slimectl/settings/policy_gradient.py",
     "use_rollout_logprobs": "slimectl/stages/training_batch.py",
     "tis_batch_normalize": "slimectl/algorithms/registry.py",
     "grpo_std_normalization": "slimectl/settings/policy_gradient.py",

@@ -15,8 +15,8 @@ import pytest
 import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.http.client import SglangEngine
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
@@ -33,7 +33,7 @@ class Scene:
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
-        self.engine: SglangEngine = serving.client([], folder)
+        self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
         self.fleet.failed = self.engine.fail
         self.engine.troubled = self.fleet.look
@@ -50,7 +50,7 @@ class Scene:
         self.restored.append(url)
 
     def push(self, urls: list[str], *, version: str) -> None:
-        workers = HttpWorkers(urls, keys=serving.KEYS)
+        workers = SglangWorkers(urls, keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version=version)
         workers.end()

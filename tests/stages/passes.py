@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.stages.advantages import estimate_advantages
+from slimectl.stages.advantages import Models, attach_model_outputs, estimate_advantages
 from slimectl.stages.hooks import NO_HOOKS
-from slimectl.stages.model_outputs import Models, attach_model_outputs
 from slimectl.stages.training_batch import build_policy_batch
 from slimectl.types import Metrics, Sample, TrainingSample
 

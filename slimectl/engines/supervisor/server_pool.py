@@ -240,7 +240,7 @@ class ServerPool:
 
     def _restart_router(self) -> None:
         assert self._router is not None
-        logger.warning(f"sglang-router died ({failure_reason(self._router)}); starting it again")
+        logger.warning(f"the router died ({failure_reason(self._router)}); starting it again")
         try:
             self._router_url = self._router.start()
             for member in self._members:

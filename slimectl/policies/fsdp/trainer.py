@@ -183,8 +183,8 @@ class FsdpTrainer:
                 full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
             yield name, full
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
     def save(self, path: Path) -> None:
         """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.

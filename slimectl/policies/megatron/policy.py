@@ -58,8 +58,8 @@ class MegatronPolicy(MegatronTrainer):
 
         return self.summed(rows, evaluate)
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
     def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Values [R] of the states before the response tokens, for a policy with a shared critic; else None."""
