@@ -16,7 +16,8 @@ from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.stages.train import train
 from slimectl.types import Loss, Metrics, Sample, Status, TrainingSample
 

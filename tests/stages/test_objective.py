@@ -16,9 +16,9 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.checks import conflicts
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
-from slimectl.settings.root import conflicts
 from slimectl.stages.optimizer_step import set_loss_weights
 from slimectl.stages.train import train
 from slimectl.stages.training_batch import require_groups
