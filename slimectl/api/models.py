@@ -17,7 +17,6 @@ from slimectl.hooks import check_hooks
 from slimectl.protocols import Critic, Engine, Policy, WeightReceiver
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Sft
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
@@ -123,7 +122,7 @@ class Trainer(_Closing):
         items = chain([first], items)
         if not isinstance(first, Prompt):
             yield from items
-        elif isinstance(self.settings.algorithm, Sft):
+        elif self.settings.algorithm.trains_on == "demonstrations":
             tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
             yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, left_out=left_out)
         else:
