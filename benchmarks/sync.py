@@ -31,8 +31,9 @@ import torch
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.api_keys import Keys, new_key
-from slimectl.engines.http.weight_client import HttpWorkers
-from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.server.launch import serve_server
+from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import NamedTensors
@@ -54,7 +55,7 @@ def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
 def transports(
     policy: FsdpPolicy, url: str, model: Path, folder: Path, dtype: torch.dtype, buffer_bytes: int
 ) -> dict[str, WeightSyncBase]:
-    workers = HttpWorkers([url], keys=KEYS)
+    workers = SglangWorkers([url], keys=KEYS)
     files = {"write": partial(written, model), "dtype": dtype}
     stream = {"buffer_bytes": buffer_bytes, "dtype": dtype}
     return {

@@ -175,6 +175,11 @@ class WeightUpdateClient(Protocol):
         """Number of model processes of each worker: its tensor-parallel size."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `load_tensors` goes through shared memory on a CPU too."""
+        ...
+
     def begin(self, *, mode: str) -> None:
         """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
         ...
@@ -201,6 +206,14 @@ class WeightUpdateClient(Protocol):
 
     def leave(self, *, name: str) -> None: ...
 
+    def sleep(self) -> None:
+        """Release the memory of cache and weights, after ending requests in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the memory again; a push brings the weights and continues generation."""
+        ...
+
     @property
     def checksums_by_hf_name(self) -> bool:
         """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
@@ -212,6 +225,33 @@ class WeightUpdateClient(Protocol):
 
     def scramble(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Transfers the policy's weights to the engines."""
+
+    def push(self) -> Metrics:
+        """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
+
+        Raises BackendError if an engine refuses or is gone; the others continue.
+        """
+        ...
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        """Push the weights to these workers only: engines that were restarted."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the engines' GPU memory again; the next push loads their weights."""
+        ...
+
+    def close(self) -> None:
+        """Remove files, process groups and shared memory."""
         ...
 
 
@@ -253,7 +293,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End every process that was started."""
+        """End what it started, processes and hosted objects alike."""
         ...
 
 

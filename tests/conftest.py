@@ -32,6 +32,7 @@ GROUPS = {
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "runs on servers",
     "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
+    "tests/engines/vllm/test_vllm_run.py": "runs on vLLM",
 }
 """Tests that share processes, or take long, by how their path begins: one worker of pytest-xdist runs those of a group,
 before the others, so that no long file is left for one worker at the end."""
@@ -71,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    serving.may_use_sglang = item.get_closest_marker("sglang") is not None
+    serving.permitted = {name for name in serving.INSTALLED if item.get_closest_marker(name) is not None}
 
 
 SHAPE: dict[str, Any] = {
@@ -86,6 +87,7 @@ SHAPE: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama_wide": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
     "llama_untied": {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4},
     "llama3_rope": {
         "model_type": "llama",

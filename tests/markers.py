@@ -1,10 +1,10 @@
-"""Which tests are slow, and which start processes, Ray or SGLang: markers by path, by fixture and by parameter."""
+"""Which tests are slow, and which start processes, Ray, SGLang or vLLM: by path, by fixture and by parameter."""
 
 from __future__ import annotations
 
 import pytest
 
-SLOW, PROCESSES, RAY, SGLANG = "slow", "processes", "ray", "sglang"
+SLOW, PROCESSES, RAY, SGLANG, VLLM = "slow", "processes", "ray", "sglang", "vllm"
 
 HOSTILE_METADATA = (
     "tests/checkpoints/test_hostile_torch_dist.py::test_metadata_that_would_run_a_command_is_refused_in_a_line"
@@ -35,6 +35,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/engines/sglang/test_sglang_rollout.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_router.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/test_fleet.py": (PROCESSES, SLOW),
+    "tests/engines/vllm/test_vllm_run.py": (PROCESSES, SLOW, VLLM),
     "tests/executors/": (PROCESSES,),
     "tests/executors/test_ray": (RAY, SLOW),
     "tests/hooks/": (PROCESSES,),
@@ -86,6 +87,7 @@ BY_FIXTURE: dict[tuple[str, str], tuple[str, ...]] = {
     ("tests/", "workshop"): (PROCESSES,),
     ("tests/contracts/", "served"): (PROCESSES, SLOW),
     ("tests/contracts/", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("tests/contracts/", "vllm"): (PROCESSES, SLOW, VLLM),
     ("tests/contracts/test_executor_contract.py", "two"): (SLOW,),
     ("tests/policies/megatron/", "two"): (PROCESSES, SLOW),
     ("tests/policies/megatron/", "four"): (PROCESSES, SLOW),
@@ -99,10 +101,12 @@ BY_PARAMETER: dict[tuple[str, str], tuple[str, ...]] = {
     ("dealt", "two"): (PROCESSES, SLOW),
     ("engine", "served"): (PROCESSES, SLOW),
     ("engine", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("engine", "vllm"): (PROCESSES, SLOW, VLLM),
     ("executor", "ray"): (PROCESSES, RAY, SLOW),
     ("made", "group"): (PROCESSES, SLOW),
     ("url", "served"): (PROCESSES, SLOW),
     ("url", "sglang"): (PROCESSES, SGLANG, SLOW),
+    ("url", "vllm"): (PROCESSES, SLOW, VLLM),
 }
 """By a fixture and its parameter, or the first value of its parameter."""
 

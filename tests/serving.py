@@ -1,10 +1,9 @@
-"""Real servers for tests: which Python has SGLang, and clients of servers as the commands make them."""
+"""Real servers for tests: which Python has SGLang or vLLM, and clients of servers as the commands make them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,82 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.api import ServerApi
+from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.http.weight_client import HttpWorkers
-from slimectl.engines.sglang.launch import serve_server, sglang_server
+from slimectl.engines.server.launch import serve_server
+from slimectl.engines.sglang.api import SglangApi
+from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.vllm.api import VllmApi
+from slimectl.engines.vllm.launch import vllm_server
+from slimectl.engines.vllm.weight_client import VllmWorkers
 
 CONTEXT = 256
 KEYS = Keys(admin_api_key="admin-key-of-the-tests")
 """Opens the servers that are started here."""
 
 
-may_use_sglang = False
-"""Whether the test that runs is marked `sglang`."""
+INSTALLED = {"sglang": "SGLang", "vllm": "vLLM"}
+"""Servers that are installed in a Python of their own, by the marker of the tests that need them."""
+
+permitted: set[str] = set()
+"""Those that the running test is marked with."""
+
+vllm_urls: set[str] = set()
+"""Addresses of vLLM servers, which speak another API than the others."""
 
 
-def sglang_python() -> str:
-    """The Python with SGLang; skips the test where nobody has installed one."""
-    assert may_use_sglang, "mark this test `sglang` in tests/markers.py"
-    python = os.environ.get("SLIMECTL_SGLANG_PYTHON")
+def python_of(kind: str) -> str:
+    """The Python with such a server; skips the test where nobody has installed one."""
+    assert kind in permitted, f"mark this test `{kind}` in tests/markers.py"
+    variable = f"SLIMECTL_{kind.upper()}_PYTHON"
+    python = os.environ.get(variable)
     if not python:
-        pytest.skip("needs SGLang: install slimectl/engines/sglang/requirements-cpu.txt, name its Python in "
-                    "SLIMECTL_SGLANG_PYTHON")  # fmt: skip
+        pytest.skip(f"needs {INSTALLED[kind]}: install slimectl/engines/{kind}/requirements-cpu.txt, name its Python "
+                    f"in {variable}")  # fmt: skip
     return python
 
 
 def sglang(folder: Path, logs: Path, **options: Any) -> ServerProcess:
-    options = {"python": sglang_python(), "max_context": CONTEXT, "log": logs / "sglang.log", "keys": KEYS} | options
+    options = {
+        "python": python_of("sglang"),
+        "max_context": CONTEXT,
+        "log": logs / "sglang.log",
+        "keys": KEYS,
+    } | options
     return sglang_server(folder, **options)
+
+
+def vllm(folder: Path, logs: Path, **options: Any) -> ServerProcess:
+    options = {"python": python_of("vllm"), "max_context": CONTEXT, "log": logs / "vllm.log", "keys": KEYS} | options
+    return vllm_server(folder, **options)
 
 
 def serve(folder: Path, logs: Path, **options: Any) -> ServerProcess:
     return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log", "keys": KEYS} | options))
 
 
-def client(urls: Sequence[str], folder: Path, **options: Any) -> SglangEngine:
+def api(urls: Sequence[str]) -> ServerApi:
+    return VllmApi() if vllm_urls.intersection(urls) else SglangApi()
+
+
+def workers(urls: Sequence[str], **options: Any) -> HttpWorkers:
+    kind = VllmWorkers if vllm_urls.intersection(urls) else SglangWorkers
+    return kind(urls, **{"keys": KEYS, **options})
+
+
+def client(urls: Sequence[str], folder: Path, **options: Any) -> HttpEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return SglangEngine(
+    return HttpEngine(
         urls,
+        api=api(urls),
         vocabulary=AutoConfig.from_pretrained(folder).vocab_size,
         max_context=CONTEXT,
         decode=Detokenizer(tokenizer).decode,
-        receiver=partial(HttpWorkers, keys=KEYS),
+        receiver=workers,
         forms=HFCheckpoint().open(folder).forms,
         **{"keys": KEYS, **options},
     )

@@ -4,8 +4,6 @@ from slimectl.builders.data import (
     agent,
     check_pipes,
     data_source,
-    from_buffer,
-    keep,
     prompts,
     reward,
     rollout_samples,
@@ -28,11 +26,10 @@ from slimectl.builders.policies import check_policy, critic, frozen, policy, tot
 from slimectl.builders.servers import auxiliary_servers, check_engine, client, engine_gpus, engines, server_pool
 from slimectl.builders.trackers import check_trackers, identity, trackers
 from slimectl.builders.trainers import layout
-from slimectl.builders.weight_sync import Transport, in_process, keyed, to_servers, urls, workers
+from slimectl.builders.weight_sync import in_process, keyed, synchronizer, to_servers, urls, workers
 
 __all__ = [
     "PeriodicReference",
-    "Transport",
     "agent",
     "auxiliary_servers",
     "check_engine",
@@ -51,13 +48,11 @@ __all__ = [
     "engine_gpus",
     "engines",
     "executor",
-    "from_buffer",
     "frozen",
     "graders",
     "identity",
     "in_process",
     "is_gguf",
-    "keep",
     "keyed",
     "keys",
     "layout",
@@ -70,6 +65,7 @@ __all__ = [
     "rollout_samples",
     "server_pool",
     "source_of",
+    "synchronizer",
     "teacher",
     "to_servers",
     "tokenizer",

@@ -19,6 +19,7 @@ from slimectl.settings.secret import reveal
 
 if TYPE_CHECKING:
     from slimectl.engines.api_keys import Keys
+    from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_process import ServerProcess
@@ -36,6 +37,9 @@ class EngineBackend:
 
     default_router: ClassVar[str] = "none"
     """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
+
+    takes_router: ClassVar[bool] = True
+    """Whether sglang-router forwards requests to its servers."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
     """Settings of the engine's own, in a section of its name; None if it has none."""
@@ -76,9 +80,15 @@ class EngineBackend:
 
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         """Make the client that pushes weights to servers at these addresses."""
-        from slimectl.engines.http.weight_client import HttpWorkers
+        from slimectl.engines.sglang.weight_client import SglangWorkers
 
-        return HttpWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+        return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+
+    def api(self) -> ServerApi:
+        """Return the dialect of the servers' HTTP API; embedded engines behind HTTP speak SGLang's."""
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi()
 
 
 class EmbeddedBackend(EngineBackend):
@@ -113,7 +123,7 @@ class EmbeddedBackend(EngineBackend):
         return embedded
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.sglang.launch import serve_server
+        from slimectl.engines.server.launch import serve_server
 
         return serve_server(
             spec.model.absolute(),
@@ -124,51 +134,14 @@ class EmbeddedBackend(EngineBackend):
         )
 
 
-class SglangBackend(EngineBackend):
-    """SGLang servers, configured in [sglang]."""
-
-    default_router = "cache_aware"
-
-    def check(self, settings: Settings) -> None:
-        if settings.cluster.executor != "local":
-            return  # the machines that start them say so
-        from slimectl.engines.sglang.args import flags, interpreter
-
-        python = interpreter(settings.sglang.python)
-        for spec in self.specs(settings, Path("model")):
-            flags(spec.args, python)
-
-    def specs(self, settings: Settings, model: Path) -> list[ServerSpec]:
-        from slimectl.engines.sglang.topology import groups_of
-
-        return groups_of(
-            model,
-            num_engines=settings.num_engines,
-            gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
-            prefill_num_servers=settings.sglang.prefill_num_servers,
-            server_groups=settings.sglang.server_groups,
-            # Only with it SGLang releases memory while the trainer runs.
-            args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
-        )
-
-    def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        return settings.sglang.args
-
-    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.sglang.launch import NO_WEIGHTS, sglang_server
-
-        return sglang_server(
-            spec.model.absolute(),
-            python=settings.sglang.python,
-            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-            **spec.options(),
-            **server_options(settings, log),
-        )
-
-
 def engine_backend(settings: Settings) -> EngineBackend:
     """Return what engine.backend names."""
     return backend(ENGINES, settings.engine.backend, EngineBackend)
+
+
+def server_api(name: str) -> ServerApi:
+    """Return the dialect of the servers of an engine."""
+    return backend(ENGINES, name, EngineBackend).api()
 
 
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.builders.engines import server_api
 from slimectl.builders.models import model_folder, tokenizer
 from slimectl.builders.policies import critic, frozen, policy, total_steps
 from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
@@ -45,7 +46,8 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
         limit = settings.engine.request_timeout_s
         urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
-        remote_model = RemoteLogProbModel(urls, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        api = server_api(algorithm.opd_teacher_api)
+        remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
         remote_model.check_vocabulary(tokenizer(start), of=start)
         return remote_model
     folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")

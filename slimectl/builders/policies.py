@@ -35,7 +35,7 @@ def policy(
     `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks; without one
     they run on this machine.
     """
-    trainer = _build_over_ranks(
+    trainer: Policy = _build_over_ranks(
         settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
     )
     if settings.uses_servers and not _has_ranks(settings):
@@ -61,9 +61,10 @@ def critic(
         start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
     elif not isinstance(algorithm, RewardModel):
         return None
-    return _build_over_ranks(
+    trainer: Critic = _build_over_ranks(
         settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
     )
+    return trainer
 
 
 def _has_ranks(settings: Settings) -> bool:

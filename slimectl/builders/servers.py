@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,9 +15,10 @@ from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.models import device
 from slimectl.builders.weight_sync import keyed, urls
 from slimectl.settings import Settings
+from slimectl.stdio import logger
 
 if TYPE_CHECKING:
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_pool import ServerPool
     from slimectl.engines.supervisor.server_process import ServerProcess
@@ -135,7 +135,7 @@ def _router_key(settings: Settings) -> dict[str, Any]:
 
 def _router_policy(settings: Settings) -> str | None:
     """Return sglang-router's policy; None if the client balances requests itself."""
-    policy = settings.engine.router
+    policy: str = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
         policy = engine_backend(settings).default_router if len(specs) > 1 else "none"
@@ -169,16 +169,17 @@ def client(
     workers: Sequence[str],
     *,
     troubled: Callable[[str], None] | None = None,
-) -> SglangEngine:
+) -> HttpEngine:
     """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
-    from slimectl.engines.http.client import SglangEngine
+    from slimectl.engines.http.client import HttpEngine
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
-    sglang_client = SglangEngine(
+    http_engine = HttpEngine(
         addresses,
+        api=engine_backend(settings).api(),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
@@ -191,8 +192,8 @@ def client(
         keys=keys(settings, workers),
     )
     if options.url:
-        sglang_client.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
-    return sglang_client
+        http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
+    return http_engine
 
 
 @contextmanager
@@ -208,11 +209,11 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         started = server_pool(settings, model, executor=executor, folder=folder, waiting=False)
         if started is None:
-            sglang_client = client(settings, model, text, urls(settings), urls(settings))
+            http_engine = client(settings, model, text, urls(settings), urls(settings))
         else:
             closing.callback(started.close)
-            print(f"{len(started.urls)} engines are up", file=sys.stderr, flush=True)
-            sglang_client = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
-            started.announce, started.failed = sglang_client.set_urls, sglang_client.fail
-        closing.callback(lambda: asyncio.run(sglang_client.close()))
-        yield sglang_client
+            logger.info(f"{len(started.urls)} engines are up")
+            http_engine = client(settings, model, text, started.addresses, started.urls, troubled=started.look)
+            started.announce, started.failed = http_engine.set_urls, http_engine.fail
+        closing.callback(lambda: asyncio.run(http_engine.close()))
+        yield http_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
@@ -13,8 +13,12 @@ from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.builders.backends import backend
 from slimectl.builders.models import is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.hooks import FlatSettings, hook
 from slimectl.registry import POLICIES
 from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.policies.megatron.hooks import UserFunctions
 
 Role = Literal["policy", "critic", "actor_critic"]
 """What a model is: a policy, a critic of its own, or a policy that is its own critic."""
@@ -84,7 +88,6 @@ class MegatronBackend(PolicyBackend):
         from slimectl.checkpoints.hf import HFCheckpoint
         from slimectl.policies.megatron.config import Recompute
         from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
-        from slimectl.policies.megatron.hooks import user_functions
         from slimectl.policies.megatron.policy import MegatronPolicy
 
         train, megatron = settings.train, settings.megatron
@@ -98,10 +101,24 @@ class MegatronBackend(PolicyBackend):
             distributed_optimizer=megatron.use_distributed_optimizer,
             optimizer_cpu_offload=megatron.optimizer_cpu_offload,
             routing_replay=megatron.use_routing_replay,
-            user_functions=user_functions(settings, store_prefix=store_prefix),
+            user_functions=_user_functions(settings, store_prefix),
             args=megatron.args,
             **options,
         )
+
+
+def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
+    """Load the functions of [megatron] for one model."""
+    from slimectl.policies.megatron.hooks import UserFunctions
+
+    return UserFunctions(
+        args=FlatSettings(settings),
+        init=hook(settings, "megatron.custom_init_path"),
+        provider=hook(settings, "megatron.custom_model_provider_path"),
+        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
+        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
+        store_prefix=store_prefix,
+    )
 
 
 def policy_backend(settings: Settings) -> PolicyBackend:

@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slimectl.builders.engines import engine_backend
 from slimectl.builders.models import device
 from slimectl.hooks import FlatSettings, hook
-from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightUpdateClient
+from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal, revealed_score
-from slimectl.types import Metrics
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.weight_sync.base import WatchedServers, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-class Transport(Protocol):
-    """Pushes the policy's weights to every engine, or to those that were restarted."""
-
-    def push(self) -> Metrics: ...
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics: ...
-
-    def close(self) -> None: ...
 
 
 def urls(settings: Settings) -> list[str]:
@@ -48,6 +38,7 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
     server_args = engine_backend(settings).server_args(settings)
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
@@ -61,6 +52,7 @@ def keyed(settings: Settings) -> Settings:
         update={
             "engine": engine.model_copy(update=keys),
             "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
             "score": revealed_score(settings.score),
         }
     )
@@ -71,7 +63,7 @@ def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     return engine_backend(settings).workers(settings, urls)
 
 
-def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
+def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
     """Build the transport to one engine in this process."""
     from slimectl.weight_sync.in_process import InProcessSync
 
@@ -80,7 +72,7 @@ def in_process(policy: Policy, receiver: WeightReceiver) -> Transport:
 
 def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
-) -> Transport:
+) -> WeightSync:
     """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
     import torch
 
@@ -101,7 +93,7 @@ def to_servers(
     name = sync.transport
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
-        shares = device(settings.engine.device) == "cuda" or receivers.checksums_by_hf_name  # GPUs, or servers of ours
+        shares = device(settings.engine.device) == "cuda" or receivers.shares_memory
         name = "tensor" if all_local and shares and settings.cluster.actor_num_nodes == 1 else "distributed"
     transport: WeightSyncBase
     if name == "tensor":
@@ -111,11 +103,21 @@ def to_servers(
     elif name == "disk":
         transport = DiskSync(policy, receivers, **on_disk)
     else:
-        coding = {"encoding": sync.update_weight_delta_encoding, "checksum": sync.update_weight_delta_checksum}
+        coding: dict[str, Any] = {
+            "encoding": sync.update_weight_delta_encoding,
+            "checksum": sync.update_weight_delta_checksum,
+        }
         transport = DeltaSync(policy, receivers, **on_disk, **coding)
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def synchronizer(sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> WeightSynchronizer:
+    """Build the synchronizer that a run pushes by: `sync`, repeated when servers of `pool` were restarted."""
+    from slimectl.weight_sync.base import WeightSynchronizer
+
+    return WeightSynchronizer(sync, policy, pool=pool)
 
 
 def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:

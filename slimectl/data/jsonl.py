@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from slimectl.data.io import AtomicWriter, byte_lines
 from slimectl.data.records import refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
+from slimectl.stdio import logger
 from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]
@@ -77,8 +77,8 @@ def read_samples(
 ) -> Iterator[Sample]:
     """The samples of a JSONL file, one at a time.
 
-    `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a line on
-    stderr with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
+    `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a
+    warning with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
     Without `allow_reward_paths` a sample that names its own reward function is a bad line.
     """
     skipped = 0
@@ -89,7 +89,7 @@ def read_samples(
             raise error
         skipped += 1
         if report is None:
-            print(f"skipped: {error}", file=sys.stderr)
+            logger.warning(f"skipped: {error}")
         else:
             report(error)
 
@@ -118,7 +118,7 @@ def read_samples(
             on_line(location)
             yield sample
     if skipped and report is None:
-        print(f"{name_of(path)}: {skipped} of {position} lines skipped", file=sys.stderr)
+        logger.warning(f"{name_of(path)}: {skipped} of {position} lines skipped")
 
 
 def read_sample(line: bytes, *, location: str, position: int) -> Sample:

@@ -13,7 +13,18 @@ from urllib.parse import urlsplit
 
 from slimectl.redaction import remember
 
-ASKING = ("/generate", "/v1/", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/health", "/ping")
+ASKING = (
+    "/generate",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/v1/",
+    "/server_info",
+    "/get_server_info",
+    "/model_info",
+    "/get_model_info",
+    "/health",
+    "/ping",
+)
 """Prefixes of paths that take the API key; all others take the admin key."""
 KEY_BYTES = 32
 

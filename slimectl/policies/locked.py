@@ -36,7 +36,7 @@ class LockedPolicy:
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """protocols.Critic.values, for a policy with a value head."""
         with self._lock:
-            return self._policy.values(rows)  # type: ignore[attr-defined]
+            return self._policy.values(rows)  # type: ignore[attr-defined, no-any-return]
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """protocols.PreStepHook.before_step, for a policy that implements it."""

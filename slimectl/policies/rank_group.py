@@ -50,21 +50,25 @@ class DistributedPolicy:
             raise
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        return self._call("log_probs", rows)
+        log_probs: list[list[float]] = self._call("log_probs", rows)
+        return log_probs
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        return self._call("forward_backward", rows, loss)
+        metrics: Metrics = self._call("forward_backward", rows, loss)
+        return metrics
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """protocols.Critic.values, if the ranks run a critic."""
-        return self._call("values", rows)
+        values: list[list[float]] = self._call("values", rows)
+        return values
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """protocols.PreStepHook.before_step, if the ranks implement it."""
         self._call("before_step", rollout_id, step_id)
 
     def optim_step(self) -> Metrics:
-        return self._call("optim_step")
+        metrics: Metrics = self._call("optim_step")
+        return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream tensors from rank 0; other calls are refused or wait until the iterator is exhausted or closed."""

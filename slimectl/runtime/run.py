@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
@@ -20,27 +19,27 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.rollout_worker import RolloutService, WeightSynchronizer
+from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import PolicyGradient, Sft
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
+from slimectl.stdio import logger
 from slimectl.types import Metrics, Prompt, Sample, StepReport
+
+if TYPE_CHECKING:
+    from slimectl.weight_sync.base import WeightSynchronizer
 
 Reports = Generator[StepReport, None, bool]
 """The reports of a run, and whether it reached its end."""
 
 WARMUP_CHECK = 128
 """Number of prompts on which the warm-up measures accuracy."""
-
-
-def say(text: str) -> None:
-    """Print a message on stderr; stdout is for data."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class TrainingRun:
@@ -51,7 +50,8 @@ class TrainingRun:
         self.settings = settings
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
-        self.journal = RunRecorder(self.folder, settings)
+        self.hooks = UserHooks(settings)
+        self.journal = RunRecorder(self.folder, settings, self.hooks)
         self.executor: Any = None
         self.state = TrainState()
         check_hooks(settings)  # hooks are loaded before the run's folder is created
@@ -86,11 +86,11 @@ class TrainingRun:
             self.folder.check_start()
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
         with ExitStack() as ending:
-            ending.enter_context(lock or self.folder.lock(warn=say))
+            ending.enter_context(lock or self.folder.lock(warn=logger.warning))
             if resume:
                 self.folder.adopt(manifest.facts)
             else:
-                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=say)
+                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
             self.executor = builders.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
                 finished = yield from self._run_with_advice(self._prepare_model())
@@ -118,7 +118,7 @@ class TrainingRun:
             except DiedError as error:
                 if not restarts_left:
                     raise
-                say(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
+                logger.warning(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
         raise AssertionError("the last try returns or raises")
 
     def _validate_inputs(self) -> None:
@@ -145,7 +145,7 @@ class TrainingRun:
             return builders.model_folder(path, verify=self.settings.model.verify)
         if not (target / MANIFEST).exists():
             if path is not None:
-                say(f"converting {path}")
+                logger.info(f"converting {path}")
                 builders.convert(path, target)
             else:
                 new_model = partial(builders.create_model, str(card), seed=self.settings.run.seed)
@@ -171,10 +171,12 @@ class TrainingRun:
         samples = demonstrations(
             prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
         )  # fmt: skip
-        say(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
-        for report in islice(train(samples, policy, sft), warmup.max_steps):
+        logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
+        for report in islice(train(samples, policy, sft, hooks=self.hooks), warmup.max_steps):
             if self.interrupted():
-                say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
+                logger.warning(
+                    f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}"
+                )
                 raise KeyboardInterrupt
             train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
@@ -186,7 +188,7 @@ class TrainingRun:
                 # On the first training prompts of the run: the held-out ones stay unseen.
                 sources = list(self.settings.rollout.data or warmup.data)
                 metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
-                say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
+                logger.info(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
             self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
             if metrics.get("warmup/accuracy", 0.0) >= warmup.target_accuracy:
                 break
@@ -221,14 +223,14 @@ class TrainingRun:
             for part in (teacher, critic):
                 if part is not None:
                     ending.callback(part.close)
-            self.state = self.journal.restore(policy, say)
+            self.state = self.journal.restore(policy, logger.warning)
             moving = builders.PeriodicReference(settings, reference, self.folder.path)
             moving.resume(self.state.rollout_id)
             if self.state.rollout_id:
-                say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
+                logger.info(f"resuming {self.folder.path} after round {self.state.rollout_id}")
             if total is not None and self.state.rollout_id >= total:
                 self.folder.prune(settings.run.keep_checkpoints)  # the run may have been killed before it pruned
-                say(f"all {total} rounds are done; raise run.num_rollout to go on")
+                logger.info(f"all {total} rounds are done; raise run.num_rollout to go on")
                 return True
             self.journal.trackers = builders.trackers(
                 settings, self.folder.path, resumed_at=self.state.step or None, done=self.state.rollout_id
@@ -249,8 +251,9 @@ class TrainingRun:
                 teacher=teacher,
                 critic=critic,
                 state=self.state,
+                hooks=self.hooks,
             )
-            ending.callback(reports.close)
+            ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
             return (yield from self._consume_reports(reports, policy, side, sync, moving))
 
     def _consume_reports(
@@ -262,7 +265,8 @@ class TrainingRun:
         moving: builders.PeriodicReference,
     ) -> Reports:
         """Record and yield every report; evaluate and save at their intervals, and after the last round."""
-        settings, samples = self.settings, []
+        settings = self.settings
+        samples: list[Sample] = []
         for report in reports:
             self.journal.record(report)
             self._check_logprob_mismatch(report)
@@ -278,7 +282,9 @@ class TrainingRun:
                 self._evaluate(side, sync, report.weight_version)
             if self.interrupted():
                 self.journal.save(policy, self.state, samples)
-                say(f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}")
+                logger.warning(
+                    f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}"
+                )
                 yield report
                 return False
             if settings.run.save_interval and number % settings.run.save_interval == 0:
@@ -304,7 +310,7 @@ class TrainingRun:
         )
         if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
-        say(message)
+        logger.warning(message)
 
     def _evaluate(self, side: RolloutService, sync: WeightSynchronizer, version: str) -> None:
         """Evaluate every dataset of [eval], record its metrics and write its samples."""

@@ -32,7 +32,7 @@ class EngineSettings(Section):
     """Sequences that an embedded engine decodes at the same time; more wait and join as others finish."""
 
     url: Texts = []
-    """Running servers to use instead of starting any: SGLang's, or `slimectl serve`."""
+    """Running servers to use instead of starting any: vLLM's for backend vllm, else SGLang's or `slimectl serve`."""
 
     api_key: Key | None = None
     """Key that a server asks for before it answers anything: `slimectl serve` asks everybody, and requests to
@@ -47,7 +47,7 @@ class EngineSettings(Section):
 
     router: Literal["auto", "none", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
     """sglang-router's policy in front of several engines; `none` spreads requests here, `auto` is cache_aware for
-    SGLang engines and none for embedded ones."""
+    SGLang engines and none for others."""
 
     session_affinity: bool = True
     """Send the attempts of one group to the same engine, whose prefix cache then serves them."""
@@ -97,6 +97,19 @@ class SglangSettings(Section):
     server_groups: list[dict[str, Any]] = []
     """Engines in groups, in place of engine.num_engines: [{name, model, num_engines, num_gpus_per_engine, role, args}];
     a group of another model (a judge, a teacher) is started and gets no weights."""
+
+
+class VllmSettings(Section):
+    """vLLM servers: which Python runs them, and whatever else vLLM takes."""
+
+    section_name: ClassVar[str] = "vllm"
+
+    python: str | None = None
+    """Python that vLLM is installed in; this one where not given."""
+
+    args: dict[str, Any] = {}
+    """Any flag of `vllm serve`, by its name with underscores, e.g. {max_num_seqs = 64}; checked against the installed
+    one."""
 
 
 class ModelSettings(Section):

@@ -63,7 +63,10 @@ class PolicyGradient(Section):
     samples carry teacher_log_probs."""
 
     opd_teacher_url: Texts = []
-    """Servers that have the teacher instead, asked in turn: SGLang's, or `slimectl serve`."""
+    """Servers that have the teacher instead, asked in turn: SGLang's, vLLM's, or `slimectl serve`."""
+
+    opd_teacher_api: Literal["sglang", "vllm"] = "sglang"
+    """API that the servers of opd_teacher_url speak; `slimectl serve` speaks sglang."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; 0 builds no entropy graph."""

@@ -13,7 +13,7 @@ from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient,
 from slimectl.settings.base import Section
 from slimectl.settings.checks import algorithm_conflicts, hook_conflicts
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
-from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings
+from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings, VllmSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
@@ -31,6 +31,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     sglang: SglangSettings = SglangSettings()
+    vllm: VllmSettings = VllmSettings()
     rollout: RolloutSettings = RolloutSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = Field(default=Grpo())
@@ -220,7 +221,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
     if ENGINES.fact(engine.backend, "in_process", False) and gpus_per_engine > 1:
         yield (
             f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an {engine.backend} engine lives on one "
-            f'device; set engine.backend = "sglang" or give 1'
+            f'device; set engine.backend = "sglang" or "vllm", or give 1'
         )
     if engine.url and settings.num_engines > 1:
         yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
@@ -245,6 +246,11 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
         yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
+    if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
+        yield (
+            f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
+            f"none"
+        )
     if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
         yield (
             "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "

@@ -119,6 +119,11 @@ def normalized_rewards(
     return _mean_max_min("rollout/rewards", numbers)
 
 
+def reward_metrics(rewards: Sequence[float]) -> Metrics:
+    """Return the metrics of rewards that a user's function computed, in place of `normalized_rewards`."""
+    return _mean_max_min("rollout/rewards", rewards)
+
+
 def repeats(text: str) -> bool:
     """Whether the end of a long answer repeats itself."""
     end = text[-LONG:].encode()

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from slimectl.data.json_values import kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
-from slimectl.hooks import in_one_line
 from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
@@ -19,6 +18,7 @@ from slimectl.rewards.http import HttpClient
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import BatchedReward, Grader, as_batched, worker_count
 from slimectl.types import Sample, Status, TrainingSample
+from slimectl.user_code import in_one_line
 
 BATCH = 64
 """Samples per forward pass of the model."""

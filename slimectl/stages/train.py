@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import cast
 
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
-from slimectl.protocols import Critic, Policy, PreStepHook
+from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise, PolicyGradient, Ppo, RewardModel, critic_is_shared
-from slimectl.stages import user_batch
 from slimectl.stages.advantages import critic_step, explained
 from slimectl.stages.finite_check import FiniteCheck
-from slimectl.stages.metrics import round_metrics, row_metrics, sample_counts
+from slimectl.stages.hooks import NO_HOOKS, Hooks
+from slimectl.stages.metrics import reward_metrics, round_metrics, row_metrics, sample_counts
 from slimectl.stages.preferences import build_preference_batch, sample_ids, set_preference_gradients
 from slimectl.stages.score import reward_number
 from slimectl.stages.training_batch import (
@@ -28,7 +27,6 @@ from slimectl.stages.training_batch import (
     require_groups,
     set_loss_weights,
 )
-from slimectl.stages.user_loss import CustomLoss, custom_advantages, user_policy_loss
 from slimectl.types import Metrics, RolloutBatch, Sample, Status, StepReport, TrainingSample
 
 METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
@@ -65,6 +63,7 @@ def train(
     *,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[StepReport]:
     """Train on samples, round by round; yield one report per optimizer step.
 
@@ -78,7 +77,7 @@ def train(
         rounds = _batch_groups(samples, settings.train.global_batch_size or settings.run.rollout_batch_size)
     else:
         rounds = _batch_rollouts(samples, settings.rollouts_per_round)
-    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state)
+    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state, hooks=hooks)
 
 
 def train_batches(
@@ -88,6 +87,7 @@ def train_batches(
     *,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[StepReport]:
     """Train on rounds of samples; yield one report per optimizer step, with what its batch brought along.
 
@@ -100,11 +100,11 @@ def train_batches(
     for batch in batches:
         state.rollout_id += 1
         sampling = batch.state
-        yield from _train_batch(batch, models, settings, state)
+        yield from _train_batch(batch, models, settings, state, hooks)
     if state.pending:
         rows, state.pending = state.pending, []
         state.step += 1
-        report = _train_step(rows, models, settings, state)
+        report = _train_step(rows, models, settings, state, hooks)
         report.sampling = sampling
         yield report
 
@@ -139,17 +139,19 @@ def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]
         yield [sample for members in batch for sample in members]
 
 
-def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state: TrainState) -> Iterator[StepReport]:
+def _train_batch(
+    batch: RolloutBatch, models: Models, settings: Settings, state: TrainState, hooks: Hooks
+) -> Iterator[StepReport]:
     """Train on one round: build its rows, then make one optimizer step per minibatch."""
     started = time.perf_counter()
     algorithm, rewards_key = settings.algorithm, settings.score.reward_key
-    samples, shaped = user_batch.apply_user_filters(batch.samples, settings)
-    rows, metrics = _build_rows(samples, models, settings, state.rollout_id, rewards=shaped and shaped[1])
+    samples, shaped = _apply_hooks(batch.samples, algorithm, hooks)
+    rows, metrics = _build_rows(samples, models, settings, state.rollout_id, hooks, rewards=shaped and shaped[1])
     rewards = [reward_number(s, rewards_key) for s in batch.samples if s.reward is not None]
     if shaped and len(samples) == len(batch.samples):
         rewards = shaped[0]
     metrics |= rollout_metrics(batch.samples, rewards) | round_metrics(batch.samples, rewards, settings)
-    metrics |= user_batch.reward_metrics(shaped[1]) if shaped else {}
+    metrics |= reward_metrics(shaped[1]) if shaped else {}
     state.pending += rows
     waiting = [row for _, row in state.pending]
     minibatches = list(_take_minibatches(state, settings))
@@ -160,7 +162,7 @@ def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state:
     timings = {"perf/data_preprocess_time": time.perf_counter() - started, **batch.timings}
     for i, minibatch in enumerate(minibatches or [[]]):
         state.step += 1
-        report = _train_step(minibatch, models, settings, state, step_id=i, batch_metrics=None if i else metrics)
+        report = _train_step(minibatch, models, settings, state, hooks, step_id=i, batch_metrics=None if i else metrics)
         if i == 0:
             report.samples = batch.samples
             report.metrics |= batch.metrics
@@ -170,8 +172,28 @@ def _train_batch(batch: RolloutBatch, models: Models, settings: Settings, state:
         yield report
 
 
+def _apply_hooks(
+    samples: list[Sample], algorithm: object, hooks: Hooks
+) -> tuple[list[Sample], tuple[list[float], list[float]] | None]:
+    """Return the samples to train on and the user's rewards for them, None for unchanged rewards.
+
+    Losses that are not policy gradients (also those of a warm-up) use the samples unchanged.
+    """
+    if not isinstance(algorithm, PolicyGradient):
+        return samples, None
+    hooks.filter_samples(samples)
+    training_samples = hooks.convert(samples)
+    return training_samples, hooks.post_process_rewards(training_samples)
+
+
 def _build_rows(
-    samples: list[Sample], models: Models, settings: Settings, rollout_id: int, *, rewards: Sequence[float] | None
+    samples: list[Sample],
+    models: Models,
+    settings: Settings,
+    rollout_id: int,
+    hooks: Hooks,
+    *,
+    rewards: Sequence[float] | None,
 ) -> tuple[list[tuple[int, TrainingSample]], Metrics]:
     """Return (execution, row) for the samples that are trained on, and metrics of those that are not.
 
@@ -188,20 +210,19 @@ def _build_rows(
         rows = build_sft_batch(retained)
         return list(zip((sample.execution for sample in retained), rows, strict=True)), metrics
     require_groups(samples, algorithm)
-    has_custom_advantages = settings.train.custom_advantage_function_path is not None
     batch = build_policy_batch(
         retained,
         algorithm,
         reward_key=key,
         log_probs=policy.log_probs,
         critic=models.critic,
-        custom=partial(custom_advantages, settings=settings) if has_custom_advantages else None,
+        custom=hooks.advantages,
         shaped=None if rewards is None else [rewards[i] for i in fresh],
     )
-    if settings.rollout.data_postprocess_path is not None:
+    if hooks.post_process_rows is not None:
         _compute_old_log_probs(batch.rows, policy, will_update=True)
         numbers = [reward_number(sample, key) for sample in batch.samples]
-        user_batch.postprocess(batch.rows, batch.samples, numbers, settings, rollout_id)
+        hooks.post_process_rows(batch.rows, batch.samples, numbers, rollout_id)
     executions = (sample.execution for sample in batch.samples)
     return list(zip(executions, batch.rows, strict=True)), metrics | batch.metrics
 
@@ -264,6 +285,7 @@ def _train_step(
     models: Models,
     settings: Settings,
     state: TrainState,
+    hooks: Hooks,
     *,
     step_id: int = 0,
     batch_metrics: Metrics | None = None,
@@ -278,9 +300,8 @@ def _train_step(
     if rows:
         executions = [execution for execution, _ in minibatch]
         set_loss_weights(rows, executions, settings.algorithm)
-        if settings.megatron.custom_before_train_step_hook_path is not None:
-            cast(PreStepHook, models.policy).before_step(state.rollout_id, step_id)
-        metrics |= sample_counts(rows) | _optimizer_step(rows, executions, models, settings, state)
+        hooks.before_step(models.policy, state.rollout_id, step_id)
+        metrics |= sample_counts(rows) | _optimizer_step(rows, executions, models, settings, state, hooks)
         metrics["train/global_batch_size"] = float(len(set(executions)))
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
@@ -294,7 +315,12 @@ def _train_step(
 
 
 def _optimizer_step(
-    rows: list[TrainingSample], executions: list[int], models: Models, settings: Settings, state: TrainState
+    rows: list[TrainingSample],
+    executions: list[int],
+    models: Models,
+    settings: Settings,
+    state: TrainState,
+    hooks: Hooks,
 ) -> Metrics:
     """Update policy and critic on rows with loss weights and return the metrics. Raises DivergedError."""
     policy, critic, algorithm = models.policy, models.critic, settings.algorithm
@@ -311,10 +337,10 @@ def _optimizer_step(
         metrics = explained(rows) if critic_is_shared(algorithm) else critic_step(rows, critic, algorithm, finite)
         if state.step <= algorithm.num_critic_only_steps:
             return metrics
-    has_custom_loss = settings.train.custom_loss_function_path is not None and isinstance(algorithm, PolicyGradient)
-    loss = CustomLoss(settings) if has_custom_loss else loss_of(algorithm, rows)
+    custom_loss = hooks.loss if isinstance(algorithm, PolicyGradient) else None
+    loss = custom_loss or loss_of(algorithm, rows)
     if isinstance(loss, PolicyLoss):
-        loss = user_policy_loss(loss, rows, executions, settings)
+        loss = hooks.policy_loss(loss, rows, executions)
     if isinstance(algorithm, Ppo) and critic_is_shared(algorithm):
         loss = PolicyAndValueLoss(loss, ValueLoss(algorithm.value_clip), algorithm.value_coef)
     summed = finite.update(policy, loss, of="the", outputs=outputs)

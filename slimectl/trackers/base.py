@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.protocols import Tracker
+from slimectl.stdio import logger
 from slimectl.types import TableRow
 
 
@@ -48,16 +48,10 @@ class TrackedRun:
     rounds_done: int = 0
 
 
-def say(text: str) -> None:
-    """Print a message to stderr; errors of a closed stderr are ignored."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
 class FaultTolerantTracker:
     """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
 
-    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = say) -> None:
+    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = logger.warning) -> None:
         self.name = name
         self.tracker = tracker
         self._warn = warn

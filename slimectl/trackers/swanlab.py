@@ -46,7 +46,7 @@ class SwanlabTracker:
         }
         with starting("swanlab", way_out=WAY_OUT), _isolated_startup():
             # The console belongs to the user and is not recorded.
-            init_kwargs = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **arguments, **kwargs}  # type: ignore[arg-type]
+            init_kwargs = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **arguments, **kwargs}
             self._run = swanlab.init(**init_kwargs)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

@@ -30,25 +30,25 @@ class TensorboardTracker:
         self._axes: dict[str, float] = {}
         with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
             # purge_step hides steps that a resumed run writes again.
-            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": run.resumed_at, **kwargs})  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": run.resumed_at, **kwargs})
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._axes |= {name: value for name, value in metrics.items() if name.endswith("/step")}
         self._axes["train/step"] = step
         for name, value in metrics.items():
             at = step if self._one_axis else self._axes.get(axis_of(name), step)
-            self._writer.add_scalar(name, value, global_step=int(at))  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, global_step=int(at))
+        self._writer.flush()
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Write a Markdown table to the TEXT tab."""
         lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        self._writer.add_text(name, text, global_step=step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+        self._writer.add_text(name, text, global_step=step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def _cell(value: str | float) -> str:

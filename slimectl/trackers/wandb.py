@@ -61,7 +61,7 @@ class WandbTracker:
 
         axis = "train/step" if self._one_axis else axis_of(name)
         columns = list(rows[0])
-        table = wandb.Table(columns, [[row[key] for key in columns] for row in rows])
+        table = wandb.Table([*columns], [[row[key] for key in columns] for row in rows])
         self._run.log({name: table, axis: step})
 
     def close(self) -> None:

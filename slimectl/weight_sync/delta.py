@@ -88,7 +88,8 @@ class DeltaSync(WeightSyncBase):
             write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
             try:
                 size = self.policy.hand_weights(write)
-                for apply in [partial(apply_delta, folder=self.current), *self.appliers]:
+                apply_delta(self._delta, folder=self.current)
+                for apply in self.appliers:
                     apply(self._delta)
             except CheckpointError:
                 self._delta.unlink(missing_ok=True)

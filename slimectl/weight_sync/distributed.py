@@ -139,7 +139,7 @@ def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, world, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     # Of itself gloo would look up the host's own name, which containers often cannot resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]

@@ -19,7 +19,7 @@ import pytest
 from slimectl import builders
 from slimectl.builders import serving
 from slimectl.engines.api_keys import Keys
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError
 from slimectl.settings import Settings
 
@@ -126,9 +126,9 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     key = file.read_text().strip()
     assert len(key) > 40
     assert key not in Path(f"/proc/{process.pid}/cmdline").read_text()
-    HttpWorkers([f"http://127.0.0.1:{port}"], keys=Keys(admin_api_key=key)).sleep()
+    SglangWorkers([f"http://127.0.0.1:{port}"], keys=Keys(admin_api_key=key)).sleep()
     with pytest.raises(BackendError, match=r"401.*give its key by engine\.admin_api_key"):
-        HttpWorkers([f"http://127.0.0.1:{port}"]).wake()
+        SglangWorkers([f"http://127.0.0.1:{port}"]).wake()
     # As `--engine-url` does: a server of this user on this machine is opened without a word.
     settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})
     builders.workers(settings, [f"http://127.0.0.1:{port}"]).wake()

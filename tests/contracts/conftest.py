@@ -10,6 +10,12 @@ import serving
 
 
 @pytest.fixture(scope="session")
+def model_dir(model_dir: Callable[[str], Path]) -> Callable[..., Path]:
+    """As elsewhere, but the small model has heads of 32: vLLM computes no smaller ones on a CPU."""
+    return lambda family="llama_wide": model_dir(family)
+
+
+@pytest.fixture(scope="session")
 def served(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`slimectl serve` of the small model, waiting for weights."""
     server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
@@ -22,4 +28,14 @@ def sglang(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     """The real SGLang with the small model."""
     server = serving.sglang(model_dir(), tmp_path_factory.mktemp("logs"))
     yield server.start()
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real vLLM with the small model."""
+    server = serving.vllm(model_dir(), tmp_path_factory.mktemp("logs"), keep_weights=True)
+    url = server.start()
+    serving.vllm_urls.add(url)
+    yield url
     server.stop()

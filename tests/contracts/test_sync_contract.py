@@ -82,7 +82,7 @@ def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Poli
     executor.close()
 
 
-@pytest.fixture(params=["served", "sglang"])
+@pytest.fixture(params=["served", "sglang", "vllm"])
 def url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
@@ -108,7 +108,7 @@ def make(model_dir: ModelDir, tmp_path: Path) -> Iterator[Make]:
     made: list[WeightSyncBase] = []
 
     def one(kind: str, policy: Policy, urls: list[str], *, timeout_s: float = 60.0) -> WeightSyncBase:
-        workers = HttpWorkers(urls, timeout_s=timeout_s, keys=serving.KEYS)
+        workers = serving.workers(urls, timeout_s=timeout_s)
         made.append(transport(kind, policy, workers, model_dir(), tmp_path / f"weights-{len(made)}"))
         return made[-1]
 
@@ -175,7 +175,7 @@ def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
     )
     given = {"transport": kind, "update_weight_disk_dir": f"{tmp_path}/pushed", "update_weight_disk_keep_files": True}
     sync = Settings.model_validate({"sync": {**given, "custom_post_write_path": f"{tmp_path}/own.py:wrote"}})
-    policy, workers = alone(model_dir()), HttpWorkers([served], timeout_s=60, keys=serving.KEYS)
+    policy, workers = alone(model_dir()), serving.workers([served], timeout_s=60)
     transport = builders.to_servers(sync, policy, workers, model=model_dir(), folder=tmp_path)
     for _ in range(2):
         transport.push()
@@ -332,8 +332,8 @@ def test_an_interrupted_push_leaves_the_engine_going_with_what_it_had(
 
 
 def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy: Policy, served: str):
-    sync = TensorSync(policy, HttpWorkers([served], timeout_s=5, keys=serving.KEYS), buffer_bytes=MESSAGE_BYTES)
-    nobody = HttpWorkers(["http://127.0.0.1:9"], timeout_s=5)
+    sync = TensorSync(policy, serving.workers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
+    nobody = serving.workers(["http://127.0.0.1:9"], timeout_s=5)
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
         policy.hand_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
@@ -377,7 +377,7 @@ def test_a_restarted_engine_gets_the_weights_alone_and_then_with_the_others(
         sync.push()
     late = spare.url
     for sync in syncs:
-        sync.push_to(HttpWorkers([late], timeout_s=60, keys=serving.KEYS))
+        sync.push_to(serving.workers([late], timeout_s=60))
         assert answers([late], model_dir())[0].tokens == expected(policy, model_dir())
     trained(policy)
     for sync in syncs:

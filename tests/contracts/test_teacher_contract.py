@@ -1,4 +1,4 @@
-"""What every teacher promises: a checkpoint, `slimectl serve` and SGLang say the same of given tokens."""
+"""What every teacher promises: a checkpoint, `slimectl serve`, SGLang and vLLM say the same of given tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slimectl.types import Sample, Status, StepReport, TrainingSample
 ModelDir = Callable[..., Path]
 
 
-@pytest.fixture(params=["served", "sglang"])
+@pytest.fixture(params=["served", "sglang", "vllm"])
 def url(request: pytest.FixtureRequest, model_dir: ModelDir) -> str:
     """A server with the weights of the small model."""
     found: str = request.getfixturevalue(request.param)
@@ -53,7 +53,8 @@ def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepRepo
 
 def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
     student = model_dir("llama_untied")
-    told, step = distilled(student, opd_teacher_url=url)
+    api = "vllm" if url in serving.vllm_urls else "sglang"
+    told, step = distilled(student, opd_teacher_url=url, opd_teacher_api=api)
     known, own = distilled(student, opd_teacher_load=str(model_dir()))
     for one, other in zip(told, known, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
@@ -67,14 +68,16 @@ def test_a_teacher_of_another_vocabulary_is_refused(url: str, model_dir: ModelDi
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     facts["model"]["vocab"] = {text: 255 - i for text, i in facts["model"]["vocab"].items()}
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(facts)))
-    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60)
+    teacher = RemoteLogProbModel([url], api=serving.api([url]), setting="algorithm.opd_teacher_url", timeout_s=60)
     teacher.check_vocabulary(tokenizer, of="DIR")
     with pytest.raises(SettingsError, match=r"opd_teacher_url: the model at \S+ has another vocabulary than DIR"):
         teacher.check_vocabulary(other, of="DIR")
 
 
 def test_what_the_teacher_cannot_read_is_told_in_the_servers_words(url: str):
-    teacher = RemoteLogProbModel([url], setting="algorithm.opd_teacher_url", timeout_s=60, tries=1)
+    teacher = RemoteLogProbModel(
+        [url], api=serving.api([url]), setting="algorithm.opd_teacher_url", timeout_s=60, tries=1
+    )
     too_long = TrainingSample([1] * 4000, 1, [1.0])
-    with pytest.raises(BackendError, match=rf"the teacher at {url}/generate: answered 400: .*\d\d\d.*"):
+    with pytest.raises(BackendError, match=rf"the teacher at {url}/\S*generate: answered 400: .*\d\d\d.*"):
         teacher.log_probs([too_long])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -14,8 +15,8 @@ import pytest
 import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.http.client import SglangEngine
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
@@ -32,7 +33,7 @@ class Scene:
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
-        self.engine: SglangEngine = serving.client([], folder)
+        self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
         self.fleet.failed = self.engine.fail
         self.engine.troubled = self.fleet.look
@@ -49,7 +50,7 @@ class Scene:
         self.restored.append(url)
 
     def push(self, urls: list[str], *, version: str) -> None:
-        workers = HttpWorkers(urls, keys=serving.KEYS)
+        workers = SglangWorkers(urls, keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version=version)
         workers.end()
@@ -86,8 +87,9 @@ def strike(server: ServerProcess, number: int) -> None:
 
 
 def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_weights(
-    at: Scene, undisturbed: list[list[int]], capfd: pytest.CaptureFixture[str]
+    at: Scene, undisturbed: list[list[int]], caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.INFO, logger="slimectl")
     first, before = at.fleet.urls[0], at.fleet.restarts
 
     async def killed() -> list[Completion]:
@@ -104,7 +106,7 @@ def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_wei
     assert first not in at.announced[-2]
     assert at.announced[-1] == at.fleet.urls == [at.restored[-1], at.fleet.urls[1]]
     assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("engine 0")]
+    said = [line for line in caplog.messages if line.startswith("engine 0")]
     assert said[0].startswith(f"engine 0 at {first} died (killed; out of memory?")
     assert said[0].endswith(f"restart {before + 1} of 10")
     assert said[1].startswith(f"engine 0 is back at {at.restored[-1]} after ")

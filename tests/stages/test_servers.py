@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving import sglang_python
+from serving import python_of
 from workshop import Workshop, alike, set_up
 
 
@@ -71,7 +71,7 @@ def test_two_servers_answer_as_the_engine_beside_the_trainer(
 
 def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
     """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
-    sglang_python()
+    python_of("sglang")
     transport = ["-s", "sync.transport=distributed"]
     workshop.slimectl("run", *THREE, *transport, "--executor", "ray", "--engine", "sglang", timeout_s=600)
     steps = [line for line in workshop.metrics("a") if "train/loss" in line["metrics"]]
@@ -84,7 +84,7 @@ def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
 
 
 def test_rollout_and_eval_through_sglang(workshop: Workshop):
-    sglang_python()
+    python_of("sglang")
     given = ["--model", str(workshop.model), "--engine", "sglang"]
     shape = ["-n", "2", "--max-response-len", "8"]
     workshop.slimectl("rollout", "--data", "prompts.jsonl", *given, *shape, "--out", "s.jsonl", timeout_s=240)

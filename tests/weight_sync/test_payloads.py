@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from slimectl.engines.http import payloads
-from slimectl.engines.http.payloads import SharedMemoryBlock, flatten, pickled
-from slimectl.engines.http.weight_client import HttpWorkers
+from slimectl.engines.http.payloads import SharedMemoryBlock
+from slimectl.engines.sglang.payloads import flatten, pickled
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError, StorageError
 
 TENSORS = [
@@ -72,7 +73,7 @@ def test_what_does_not_fit_into_shared_memory_is_said_before_it_kills(monkeypatc
 
 
 def test_a_pickled_copy_of_the_workers_goes_its_own_way():
-    workers = HttpWorkers(["http://127.0.0.1:1/"], timeout_s=3)
+    workers = SglangWorkers(["http://127.0.0.1:1/"], timeout_s=3)
     copy = pickle.loads(pickle.dumps(workers))
     workers.set_urls(["http://127.0.0.1:2"])
     assert (copy.urls, copy.timeout_s) == (("http://127.0.0.1:1",), 3)
@@ -80,4 +81,4 @@ def test_a_pickled_copy_of_the_workers_goes_its_own_way():
 
 def test_an_address_without_an_engine_is_named():
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
-        HttpWorkers(["http://127.0.0.1:9"], timeout_s=3).begin(mode="abort")
+        SglangWorkers(["http://127.0.0.1:9"], timeout_s=3).begin(mode="abort")

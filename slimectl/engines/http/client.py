@@ -1,15 +1,17 @@
-"""HTTP client engine: for SGLang's servers, `slimectl serve`, or a router in front of either."""
+"""Engine of HTTP servers, or of a router in front of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.payloads import Forms, buckets
-from slimectl.engines.http.request import PendingRequest, sampling_body
+from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.http.transport import NO_KEYS, Background, get
 from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError
@@ -19,21 +21,23 @@ from slimectl.types import Completion, SamplingParams
 BUCKET_BYTES = 512 * 2**20
 
 
-class SglangEngine:
+class HttpEngine:
     """protocols.Engine and protocols.WeightReceiver over HTTP, for any event loop and thread.
 
-    `urls` take generation requests (one router, or servers, among which requests are balanced here); `workers` are the
-    servers themselves, if they differ. A request whose server fails is retried from its beginning, on a server of the
-    latest `set_urls`: one server gives the whole answer. `vocabulary` and `max_context` bound prompts; `decode`
-    converts tokens to text (without it the server's text is used). `troubled` is called with every server that failed,
-    so that its monitor checks it now. For `load_weights`: `receiver` builds the engines' side of a push from worker
-    addresses, `forms` returns the tensors of the model. `keys` authenticate the requests.
+    `api` is the dialect of the servers. `urls` take generation requests (one router, or servers, among which requests
+    are balanced here); `workers` are the servers themselves, if they differ. A request whose server fails is retried
+    from its beginning, on a server of the latest `set_urls`: one server gives the whole answer. `vocabulary` and
+    `max_context` bound prompts; `decode` converts tokens to text (without it the server's text is used). `troubled` is
+    called with every server that failed, so that its monitor checks it now. For `load_weights`: `receiver` builds the
+    engines' side of a push from worker addresses, `forms` returns the tensors of the model. `keys` authenticate the
+    requests.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         *,
+        api: ServerApi,
         vocabulary: int,
         max_context: int,
         workers: Sequence[str] | None = None,
@@ -42,18 +46,15 @@ class SglangEngine:
         affinity: bool = True,
         request_timeout_s: float = 14400.0,
         connect_timeout_s: float = 120.0,
-        routed_experts: bool = False,
-        troubled: Callable[[str], None] | None = None,
+        troubled: Callable[[str], object] | None = None,
         receiver: Callable[[Sequence[str]], WeightUpdateClient] | None = None,
         forms: Callable[[], Forms] | None = None,
         keys: Keys = NO_KEYS,
     ) -> None:
+        self.api = api
         self.max_context = max_context
         self.troubled = troubled
         self._vocabulary, self._decode = vocabulary, decode
-        self._request_options = {"return_logprob": True, "stream": True}
-        if routed_experts:
-            self._request_options["return_routed_experts"] = True
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
         self._receiver, self._forms = receiver, forms
@@ -72,12 +73,12 @@ class SglangEngine:
         check_prompt(tokens, params, vocabulary=self._vocabulary, max_context=self.max_context)
         if self._lost_weights:
             raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
-        limit = min(params.max_tokens, self.max_context - len(tokens))
         flight = PendingRequest(
-            {"input_ids": tokens, "sampling_params": sampling_body(params, limit=limit), **self._request_options},
+            list(tokens),
+            params,
+            limit=min(params.max_tokens, self.max_context - len(tokens)),
             key=hash(tuple(tokens)),
             stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
-            min_tokens=params.min_tokens,
             decode=self._decode,
         )
         return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
@@ -111,27 +112,27 @@ class SglangEngine:
         Must not be called within an event loop. Raises BackendError if one does not answer or serves another model.
         """
         for url in self._workers:
-            try:
-                headers = self._keys.headers(url, "/model_info")
-                reply = asyncio.run(get(f"{url}/model_info", timeout_s=CONNECT_S, headers=headers))
-            except BackendError as error:
-                raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
-            if reply.status != 200 or not isinstance(reply.body, dict):
-                raise BackendError(f"engine at {url}: /model_info: {reply.words}; is it SGLang or `slimectl serve`?")
+            info = asyncio.run(self.api.model_info(partial(self._get, url)))
+            if info is None:
+                raise BackendError(f"engine at {url}: tells nothing of its model; is it {self.api.name}?")
             for name, value in expected.items():
-                served = reply.body.get(name)
+                served = info.get(name)
                 if served is not None and value is not None and served != value:
                     raise BackendError(
                         f"engine at {url} serves another model: its {name} is {served}, that of model.path {value}"
                     )
-            self._limit_context(url)
+            length = info.get("context_length")  # it may have been started with less than the model's
+            if isinstance(length, int) and length > 0:
+                self.max_context = min(self.max_context, length)
 
-    def _limit_context(self, url: str) -> None:
-        """Limit `max_context` to that of a server, which may have been started with less than the model's."""
-        reply = asyncio.run(get(f"{url}/server_info", timeout_s=CONNECT_S))
-        length = reply.body.get("context_length") if reply.status == 200 and isinstance(reply.body, dict) else None
-        if isinstance(length, int) and length > 0:
-            self.max_context = min(self.max_context, length)
+    async def _get(self, url: str, path: str) -> Any:
+        try:
+            reply = await get(url + path, timeout_s=CONNECT_S, headers=self._keys.headers(url, path))
+        except BackendError as error:
+            raise BackendError(f"engine at {url} is not answering; start one with `slimectl serve`") from error
+        if reply.status in (401, 403):
+            raise BackendError(f"engine at {url}: {path}: {reply.words}; give its key by engine.api_key")
+        return reply.body if reply.status == 200 else None
 
     def load_weights(self, tensors: NamedTensors, *, version: str) -> None:
         """Replace weights in place by HF name. Raises CheckpointError on a missing, extra or misshapen tensor.
@@ -180,5 +181,7 @@ class SglangEngine:
             balance = LoadBalancer(self._urls, **self._balance_options)
             if self._failure is not None:
                 balance.fail(self._failure)
-            self._dispatch = Dispatch(balance, troubled=self._report_failure, keys=self._keys, **self._timeouts)
+            self._dispatch = Dispatch(
+                balance, api=self.api, troubled=self._report_failure, keys=self._keys, **self._timeouts
+            )
         return self._dispatch

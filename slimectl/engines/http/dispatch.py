@@ -1,4 +1,4 @@
-"""Load balancer: selects the server of each request."""
+"""Dispatch of requests to servers: a load balancer selects the server, failed requests are retried elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from slimectl.engines.api_keys import Keys
-from slimectl.engines.http.request import Paused, PendingRequest, Unavailable, generate
+from slimectl.engines.http.api import ServerApi
+from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
+from slimectl.engines.http.stream import generate
 from slimectl.engines.http.transport import NO_KEYS, UNREACHABLE, request, short
 from slimectl.errors import BackendError
 from slimectl.types import Completion
@@ -111,12 +113,13 @@ class Dispatch:
         self,
         balance: LoadBalancer,
         *,
+        api: ServerApi,
         request_timeout_s: float,
         connect_timeout_s: float,
-        troubled: Callable[[str], None],
+        troubled: Callable[[str], object],
         keys: Keys = NO_KEYS,
     ) -> None:
-        self.balance = balance
+        self.balance, self._api = balance, api
         self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
         self._troubled, self._keys = troubled, keys
         self._flights: dict[int, tuple[PendingRequest, asyncio.Task[Completion]]] = {}
@@ -151,7 +154,7 @@ class Dispatch:
                 task.cancel()
         deadline = time.monotonic() + ABORT_GRACE_S
         while pending and time.monotonic() < deadline:
-            await asyncio.gather(*(_abort_at(url, self._keys) for url in workers))
+            await asyncio.gather(*(_abort_at(url, self._api, self._keys) for url in workers))
             # Repeated: a request that had not reached its server yet was not among those it ended.
             _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         for task in pending:
@@ -210,7 +213,8 @@ class Dispatch:
         try:
             async with asyncio.timeout(self._request_timeout_s) as limit:
                 self._asking[id(flight)] = url, limit
-                await generate(self._session, url, flight, headers=self._keys.headers(url, "/generate"))
+                headers = self._keys.headers(url, self._api.generate_path)
+                await generate(self._session, url, flight, api=self._api, headers=headers)
         except (*UNREACHABLE, Unavailable) as error:
             if limit.expired() and self.balance.knows(url):
                 raise BackendError(
@@ -225,8 +229,7 @@ class Dispatch:
         return failure
 
 
-async def _abort_at(url: str, keys: Keys) -> None:
+async def _abort_at(url: str, api: ServerApi, keys: Keys) -> None:
+    path, body = api.abort_request()
     with contextlib.suppress(BackendError):
-        body = {"rid": "", "abort_all": True}
-        headers = keys.headers(url, "/abort_request")
-        await request("POST", f"{url}/abort_request", timeout_s=ABORT_REPLY_S, body=body, headers=headers)
+        await request("POST", url + path, timeout_s=ABORT_REPLY_S, body=body, headers=keys.headers(url, path))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from slimectl.engines.http.api import ServerApi, UnexpectedAnswer
 from slimectl.errors import BackendError, SettingsError
 from slimectl.rewards.http import HttpClient, RetryPolicy
 from slimectl.types import TrainingSample
@@ -17,13 +19,14 @@ PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café,
 
 
 class RemoteLogProbModel:
-    """protocols.LogProbModel of the model behind `urls`: SGLang's servers, or `slimectl serve`.
+    """protocols.LogProbModel of the model behind `urls`, servers that speak `api`.
 
     Requests go to the servers round-robin, concurrently; each may be tried `tries` times within `timeout_s` seconds.
     `setting` names the setting of the addresses. Log-probabilities are those of temperature 1.
     """
 
-    def __init__(self, urls: Sequence[str], *, setting: str, timeout_s: float, tries: int = 5) -> None:
+    def __init__(self, urls: Sequence[str], *, api: ServerApi, setting: str, timeout_s: float, tries: int = 5) -> None:
+        self._api = api
         self._urls = [url.rstrip("/") for url in urls]
         self._setting = setting
         self._patience = RetryPolicy(timeout_s, tries)
@@ -42,8 +45,7 @@ class RemoteLogProbModel:
         expected = list(tokenizer.encode(PROBE, add_special_tokens=False))
         for url in self._urls:
             with HttpClient() as asker:
-                (reply,) = asker.submit(self._request(url, {"text": [PROBE], "logprob_start_len": 0}, asker)).result()
-            server_tokens = [token for _, token in self._pairs(url, reply)]
+                server_tokens = asker.submit(self._tokenize(url, asker)).result()
             # The teacher's tokenizer may add special tokens around the text.
             if not any(
                 server_tokens[i : i + len(expected)] == expected for i in range(len(server_tokens) - len(expected) + 1)
@@ -56,33 +58,28 @@ class RemoteLogProbModel:
 
     async def _score(self, url: str, rows: Sequence[TrainingSample], asker: HttpClient) -> list[list[float]]:
         starts = [len(row.tokens) - row.response_length - 1 for row in rows]
-        query = {"input_ids": [list(row.tokens) for row in rows], "logprob_start_len": starts}
-        results = []
-        for row, start, reply in zip(rows, starts, await self._request(url, query, asker), strict=True):
-            pairs = self._pairs(url, reply)
-            if [token for _, token in pairs] != list(row.tokens[start:]):
-                raise self._unexpected_answer(url, "log-probabilities of other tokens than were asked about")
-            results.append([float(log_prob) for log_prob, _ in pairs[1:]])
-        return results
-
-    async def _request(self, url: str, query: dict[str, Any], asker: HttpClient) -> list[Any]:
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {**query, "return_logprob": True, "sampling_params": params}
-        reply = await asker.post(f"{url}/generate", body, patience=self._patience, wanted_by="the teacher")
-        count = len(query["logprob_start_len"]) if isinstance(query["logprob_start_len"], list) else 1
-        if not isinstance(reply, list) or len(reply) != count:
-            raise self._unexpected_answer(url, f"{str(reply)[:60]!r} to {count} prompts")
-        return reply
-
-    def _pairs(self, url: str, reply: Any) -> list[list[Any]]:
-        """Return [log-probability, token] of the prompt's tokens."""
         try:
-            return [[log_prob, token] for log_prob, token, *_ in reply["meta_info"]["input_token_logprobs"]]
-        except (KeyError, TypeError, ValueError):
-            raise self._unexpected_answer(url, f"{str(reply)[:60]!r}") from None
+            answers = await self._api.prompt_log_probs(
+                partial(self._post, url, asker), [list(row.tokens) for row in rows], starts
+            )
+        except UnexpectedAnswer as answer:
+            raise self._unexpected_answer(url, str(answer)) from None
+        for row, start, pairs in zip(rows, starts, answers, strict=True):
+            if [token for token, _ in pairs] != list(row.tokens[start + 1 :]):
+                raise self._unexpected_answer(url, "log-probabilities of other tokens than were asked about")
+        return [[float(log_prob) for _, log_prob in pairs] for pairs in answers]
+
+    async def _tokenize(self, url: str, asker: HttpClient) -> list[int]:
+        try:
+            return await self._api.tokenize(partial(self._post, url, asker), PROBE)
+        except UnexpectedAnswer as answer:
+            raise self._unexpected_answer(url, str(answer)) from None
+
+    async def _post(self, url: str, asker: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
+        return await asker.post(url + path, body, patience=self._patience, wanted_by="the teacher")
 
     def _unexpected_answer(self, url: str, description: str) -> BackendError:
-        return BackendError(f"the teacher at {url}: answered {description}; is it SGLang or `slimectl serve`?")
+        return BackendError(f"the teacher at {url}: answered {description}; is it {self._api.name}?")
 
 
 def _batches(rows: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:

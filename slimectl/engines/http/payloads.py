@@ -1,18 +1,11 @@
-"""Payloads of tensors for another process of this machine: one flat buffer, pickled for SGLang or in shared memory.
-
-SGLang's own payloads name classes of SGLang, which the trainer's Python may not have. It reads the fields of a tensor's
-metadata by name only and its unpickler accepts plain namespaces (checked in 0.5.18, 0.5.20 and 0.5.21), so these are
-used.
-"""
+"""Messages of weights for servers of this machine: buckets of bounded size, and one block of shared memory."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.shared_memory import SharedMemory
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +20,6 @@ if TYPE_CHECKING:
 
 NamedTensor = tuple[str, Tensor]
 SHARED = "/dev/shm"
-DEVICE_INDEX = 6
-"""Index of the device in the arguments of torch's reduction of a CUDA tensor."""
 
 
 def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
@@ -38,48 +29,6 @@ def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def flatten(tensors: Sequence[NamedTensor]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """Concatenate the bytes of all tensors into one [N] uint8 tensor on their device; also returns their ranges."""
-    parts, places, end = [], [], 0
-    for name, tensor in aligned(tensors):
-        part = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        start, end = end, end + part.numel()
-        places.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=part.numel()
-            )
-        )
-        parts.append(part)
-    return torch.cat(parts), places
-
-
-def pickled(flat: Tensor, places: list[SimpleNamespace]) -> bytes:
-    """Pickle a flat buffer as SGLang's load_format "flattened_bucket".
-
-    On a CPU the bytes themselves: handles of torch's shared memory either need the receiver to know this process's
-    authentication key, and kill SGLang's scheduler when it does not, or leave a daemon behind. On a GPU a handle of
-    CUDA IPC, good as long as `flat` lives.
-    """
-    return pickle.dumps({"flattened_tensor": _Handle(flat) if flat.is_cuda else flat, "metadata": places})
-
-
-class _Handle:
-    """CUDA tensor that is pickled as torch.multiprocessing would, but with its device's UUID instead of the index.
-
-    The two processes may number the devices differently; SGLang looks the UUID up.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        rebuild, arguments = reduce_tensor(self.tensor)
-        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_INDEX]).uuid)
-        return rebuild, (*arguments[:DEVICE_INDEX], uuid, *arguments[DEVICE_INDEX + 1 :])
 
 
 class SharedMemoryBlock:
@@ -95,7 +44,7 @@ class SharedMemoryBlock:
         self.free = weakref.finalize(self, _release, self._memory)
 
     def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-        """Write tensors into the block; returns the load_format "shared_memory" of `slimectl serve`: name and table."""
+        """Write tensors into the block; returns its name and a table of [name, dtype, shape, offset]."""
         places, end = [], 0
         for name, tensor in aligned(tensors):
             start, end = end, end + tensor.nbytes

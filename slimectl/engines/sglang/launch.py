@@ -1,30 +1,27 @@
-"""Launch commands of the servers that slimectl starts: SGLang, `slimectl serve`, and sglang-router."""
+"""Launch commands of SGLang and sglang-router."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.http.transport import NO_KEYS
 from slimectl.engines.sglang.args import BOOTSTRAP, flags, interpreter, router_interpreter
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.redaction import is_secret_name
 
-NO_WEIGHTS = "unpushed"
-"""Weight version of a server that waits for its first push: no answer under this name is ever used."""
-
 HIDDEN_FLAGS, HIDDEN_KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
 """Environment variables that pass secrets to bootstrap/launch_server.py, which no command line may show: flags of
 SGLang as a JSON list, and the API key and the admin key."""
 
-SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
-"""The settings engine.api_key and engine.admin_api_key in the environment of `slimectl serve`."""
+LEAVES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
+"""SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
 
 SLACK = 8
 """Tokens that SGLang 0.5.21 reserves of a context; the client enforces the real bound."""
@@ -91,42 +88,7 @@ def sglang_server(
     return ServerProcess(
         partial(_script_command, interpreter_path, "launch_server.py", arguments),
         name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
-        own_tmp=True,  # SGLang creates sockets there and never removes them
-    )  # fmt: skip
-
-
-def serve_server(
-    model: Path,
-    *,
-    log: Path,
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_running: int = 64,
-    max_context: int | None = None,
-    wait_for_weights: bool = False,
-    name: str = "serve",
-    env: Mapping[str, str] | None = None,
-    host: str | None = "127.0.0.1",
-    start_timeout_s: float = 600.0,
-    pause_timeout_s: float = 600.0,
-    keys: Keys = NO_KEYS,
-) -> ServerProcess:
-    """Build the process of `slimectl serve` for the model in a folder.
-
-    With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
-    environment; without an admin key it stores a generated one where this user finds it.
-    """
-    settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
-    if max_context:
-        settings["rollout.max_context_len"] = max_context
-    arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
-    arguments += ["--pause-timeout", f"{pause_timeout_s:g}"]
-    secrets = {SERVE_KEYS[0]: keys.api_key, SERVE_KEYS[1]: keys.admin_api_key}
-    arguments += [argument for key, value in settings.items() for argument in ("-s", f"{key}={value}")]
-    return ServerProcess(
-        partial(_serve_command, arguments),
-        name=name, log=log, env={name: key for name, key in secrets.items() if key} | dict(env or {}), host=host,
-        start_timeout_s=start_timeout_s, ready="/ping" if wait_for_weights else "/health",
+        leaves=LEAVES, own_tmp=True,  # SGLang creates sockets there and never removes them
     )  # fmt: skip
 
 
@@ -168,8 +130,3 @@ def _context(model: Path) -> int:
 def _script_command(python: str, script: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
     # -E: our PYTHONPATH is not meant for another Python.
     return [python, "-E", str(BOOTSTRAP / script), *arguments, f"--host={host}", f"--port={port}"]
-
-
-def _serve_command(arguments: Sequence[str], host: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "slimectl", "serve", *arguments, "--host", host, "--port", str(port)]
-    return [*command, "--with-parent"]

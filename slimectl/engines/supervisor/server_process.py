@@ -1,4 +1,4 @@
-"""Extracts the error line of a server's log."""
+"""Child process that serves HTTP: its start, its log, its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slimectl.engines.http.transport import get
-from slimectl.engines.sglang.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
+from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
 
 TAIL_BYTES = 256 * 1024
@@ -77,7 +77,8 @@ class ServerProcess:
     Until `start` it can be pickled; its interface is methods only, so that an executor can host it. The child has a
     separate session (the parent handles Ctrl-C), exits when this process dies (the command implements that, by
     SLIMECTL_PARENT), and writes to `log`. `host` None means the address of this machine; `own_tmp` gives the child a
-    temporary folder, which is removed with it.
+    temporary folder, which is removed with it. `leaves` are parts of paths of shared memory that the server does not
+    remove by itself. `prepare` is called with the address of the ready server, before `start` returns.
     """
 
     def __init__(
@@ -91,11 +92,14 @@ class ServerProcess:
         port: int | None = None,
         ready: str = "/health",
         own_tmp: bool = False,
+        leaves: Sequence[str] = (),
+        prepare: Callable[[str], None] | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
         self._host, self._preferred_port, self._ready = host, port, ready
         self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
+        self._leaves, self._prepare = tuple(leaves), prepare
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
         self._segments: set[Path] = set()
@@ -112,6 +116,8 @@ class ServerProcess:
             port = free_port(host, self._preferred_port if attempt == 0 else None)
             process = self._spawn(host, port)
             if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
+                if self._prepare is not None:
+                    self._prepare(f"http://{host}:{port}")
                 return f"http://{host}:{port}"
             message = self._error_line()
             self.stop(again=True)
@@ -149,7 +155,7 @@ class ServerProcess:
         self._should_run = self._should_run and again
         process = self._process
         if process is not None:
-            self._segments |= segments(members(process.pid))
+            self._segments |= segments(members(process.pid), self._leaves)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
@@ -162,7 +168,7 @@ class ServerProcess:
 
     def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid())} | self._env
+        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self._leaves)} | self._env
         if self._own_tmp:
             self._scratch = env["TMPDIR"] = tempfile.mkdtemp(prefix=OWN_TMP)
         command = list(self._command(host, port))
@@ -180,7 +186,9 @@ class ServerProcess:
         """Wait until the server is ready; returns False if it died, was stopped, or the time is over."""
         while process.poll() is None and self._should_run and time.monotonic() < deadline:
             ready = self._is_ready(url) and process.poll() is None
-            self._segments |= segments(members(process.pid))  # those of a dead server cannot be listed any more
+            self._segments |= segments(
+                members(process.pid), self._leaves
+            )  # those of a dead server cannot be listed any more
             if ready:
                 return True
             time.sleep(POLL_S)
@@ -221,7 +229,7 @@ def own_address() -> str:
 
 
 def _exit_reason(code: int | None, message: str) -> str:
-    """Explain an exit code; SGLang kills itself too, after it has logged the reason."""
+    """Explain an exit code; some servers (SGLang) kill themselves, after they have logged the reason."""
     if code is None:
         return "it runs but does not answer"
     if code != -signal.SIGKILL:

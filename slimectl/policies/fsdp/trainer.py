@@ -71,7 +71,7 @@ class FsdpTrainer:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = dist.init_device_mesh(self.device.type, (self.ranks,)) if grouped else None
-        hf = empty_model(self.model_dir)
+        hf: Any = empty_model(self.model_dir)
         # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
         hf.train(gradient_checkpointing)
         if gradient_checkpointing:
@@ -148,7 +148,7 @@ class FsdpTrainer:
                 if logits_RV is not None:
                     _, entropy_R = of_logits(logits_RV, layout.targets_R, entropy=loss.needs_entropy)
                 tokens = self._token_batch(rows, names, layout, values_R, entropy_R)
-                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))
+                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))  # type: ignore[arg-type]
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()
@@ -245,7 +245,19 @@ class FsdpTrainer:
         self.masters.publish()
 
     def _full_tensor(self, parameter: str) -> Tensor:
-        return self.masters.full(parameter, self.masters.tensors[parameter])
+        return self._gather(parameter, self.masters.tensors[parameter])
+
+    def _gather(self, name: str, local: Tensor) -> Tensor:
+        """Return the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
+        if self.masters.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        sharded: Any = self.masters.parameters[name]
+        shape, stride = sharded.size(), sharded.stride()
+        return DTensor.from_local(
+            local, self.masters.mesh, sharded.placements, shape=shape, stride=stride
+        ).full_tensor()
 
     def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.masters.trained:
@@ -271,10 +283,10 @@ class FsdpTrainer:
             )
         return layout, values_R, entropy_R
 
-    def _gather_ranks(self, part: dict) -> list[dict]:
+    def _gather_ranks(self, part: dict[Any, Any]) -> list[dict[Any, Any]]:
         if self.ranks == 1:
             return [part]
-        parts: list[dict] = [{} for _ in range(self.ranks)]
+        parts: list[dict[Any, Any]] = [{} for _ in range(self.ranks)]
         dist.all_gather_object(parts, part)
         return parts
 
@@ -290,4 +302,4 @@ class FsdpTrainer:
         for name, master in self.masters.trained.items():
             for moment in MOMENTS:
                 local = self.optimizer.state[master].get(moment)
-                yield f"{moment}.{name}", self.masters.full(name, torch.zeros_like(master) if local is None else local)
+                yield f"{moment}.{name}", self._gather(name, torch.zeros_like(master) if local is None else local)

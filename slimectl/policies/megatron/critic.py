@@ -91,7 +91,7 @@ class MegatronCritic(WithValueHead):
             tokens = response_tokens(
                 rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=values_R, entropy_R=None
             )
-            return loss(tokens)
+            return loss(tokens)  # type: ignore[arg-type]
 
         return self.summed(rows, evaluate)
 

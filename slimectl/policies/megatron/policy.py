@@ -54,7 +54,7 @@ class MegatronPolicy(MegatronTrainer):
                 rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R,
                 predicted_R=predicted_R,
             )  # fmt: skip
-            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))
+            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))  # type: ignore[arg-type]
 
         return self.summed(rows, evaluate)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from slimectl.engines.api_keys import Keys, leave_key, local_key
-from slimectl.engines.sglang.args import BOOTSTRAP
-from slimectl.engines.sglang.bootstrap import hidden_keys
-from slimectl.engines.sglang.launch import HIDDEN_FLAGS, HIDDEN_KEYS, serve_server, sglang_server
+from slimectl.engines.server.launch import serve_server
+from slimectl.engines.sglang.launch import HIDDEN_FLAGS, HIDDEN_KEYS, sglang_server
+from slimectl.engines.supervisor.bootstrap import hidden_keys
+
+FOLDER = Path(hidden_keys.__file__).parent
 
 WORD = "hunter2-of-a-server"
 
@@ -101,7 +103,7 @@ def test_the_log_of_a_server_shows_none_of_them():
         hidden_keys.KEYS: json.dumps([None, "second-key"]),
     }
     said = subprocess.run(
-        [sys.executable, "-c", code], cwd=BOOTSTRAP, env=os.environ | keys, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=FOLDER, env=os.environ | keys, capture_output=True, text=True, check=True
     )
     assert said.stderr == (
         "INFO:root:server_args={'api_key': '__SECRET__', 'admin_api_key': '__SECRET__', 'port': 1}\n"

@@ -15,7 +15,7 @@ from slimectl.errors import BackendError, SettingsError
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    return serving.sglang_python()
+    return serving.python_of("sglang")
 
 
 def test_values_become_flags(python: str):

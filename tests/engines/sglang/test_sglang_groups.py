@@ -45,7 +45,7 @@ def test_prefill_stands_apart_from_decode_with_ports_to_meet_at():
 def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
     spec = made(num_engines=2, prefill_num_servers=1)[0]
     options = spec.options() | {"tensor_parallel": 1, "args": {}}
-    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.sglang_python(), **options)
+    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **options)
     command = server._command("127.0.0.1", 30000)
     assert {"--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=8998", "--port=30000"} <= set(command)
 

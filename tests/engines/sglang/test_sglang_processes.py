@@ -204,9 +204,9 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
 
 
 def bootstrap() -> Path:
-    from slimectl.engines.sglang.args import BOOTSTRAP
+    from slimectl.engines.supervisor import bootstrap
 
-    return BOOTSTRAP
+    return Path(bootstrap.__path__[0])
 
 
 def test_the_cause_of_a_death_is_found_among_other_lines():

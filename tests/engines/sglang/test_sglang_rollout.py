@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.engines.http.client import SglangEngine
-from slimectl.engines.http.weight_client import HttpWorkers
-from slimectl.engines.sglang.bootstrap.cleanup import members
+from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.supervisor.bootstrap.cleanup import members
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
@@ -36,7 +36,7 @@ class Served:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         self.server: ServerProcess = serving.sglang(folder, logs)
-        self.engine: SglangEngine = serving.client([], folder)
+        self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(
             lambda _: self.server, 1, interval_s=600.0, announce=self.engine.set_urls, restore=self.push,
             failed=self.engine.fail,
@@ -45,7 +45,7 @@ class Served:
         self.fleet.start()
 
     def push(self, url: str) -> None:
-        workers = HttpWorkers([url], keys=serving.KEYS)
+        workers = SglangWorkers([url], keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="5")
         workers.end()
@@ -161,7 +161,7 @@ def test_kill_9_in_mid_answer_costs_nothing_but_time(served: Served):
 def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path, model_dir: ModelDir):
     starved = tmp_path / "python"
     starved.write_text(
-        f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v 1000000;; esac\nexec {serving.sglang_python()} "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v 1000000;; esac\nexec {serving.python_of("sglang")} "$@"\n'
     )
     starved.chmod(0o755)
     with pytest.raises(BackendError) as died:

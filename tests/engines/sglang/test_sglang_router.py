@@ -13,11 +13,11 @@ import pytest
 import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.http.client import SglangEngine
+from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.http.transport import get
-from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.router import Router
+from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
@@ -31,8 +31,8 @@ class Routed:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
-        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.sglang_python()))
-        self.engine: SglangEngine = serving.client([], folder)
+        self.router = Router(router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang")))
+        self.engine: HttpEngine = serving.client([], folder)
         self.fleet = ServerPool(
             self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
             failed=self.engine.fail, restore=lambda url: self.push([url]),
@@ -44,7 +44,7 @@ class Routed:
             self.push(self.fleet.urls)
 
     def push(self, urls: list[str]) -> None:
-        workers = HttpWorkers(urls, keys=serving.KEYS)
+        workers = SglangWorkers(urls, keys=serving.KEYS)
         workers.begin(mode="in_place")
         workers.load_tensors(list(HFCheckpoint().read(self.folder)), version="1")
         workers.end()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "supervisor" / "bootstrap"))
 
 from parent_watch import run_apart
 

@@ -10,10 +10,15 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-import hidden_keys
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "supervisor" / "bootstrap"))
+
+import hidden_keys
+from describe import describe
 
 hidden_keys.mask_logs()
 if not torch.cuda.is_available():
@@ -31,24 +36,7 @@ def described() -> dict[str, dict[str, Any]]:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
-    return {action.dest: _describe_action(action) for action in parser._actions if action.dest in fields}
-
-
-def _describe_action(action: argparse.Action) -> dict[str, Any]:
-    flags = [flag for flag in action.option_strings if flag.startswith("--")]
-    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-        takes = "nothing"
-    else:
-        takes = "many" if action.nargs in ("*", "+") or isinstance(action.nargs, int) else "one"
-    return {
-        "flag": flags[0],
-        "off": next((flag for flag in flags if flag.startswith("--no-")), None),
-        "takes": takes,
-        "type": getattr(action.type, "__name__", None),
-        "choices": sorted(map(str, action.choices)) if action.choices else None,
-        "default": action.default if isinstance(action.default, bool) else None,
-    }
+    return describe(parser, {name for name in ServerArgs.__annotations__ if not name.startswith("_")})
 
 
 def serve() -> None:

@@ -21,6 +21,9 @@ from cleanup import OWN_TMP, kill_members, members, segments
 PARENT = "SLIMECTL_PARENT"
 """Environment variable with the process id of the parent; without it the process is not watched."""
 
+LEAVES = "SLIMECTL_LEAVES"
+"""Environment variable with the paths, separated by colons, of shared memory that the server leaves behind."""
+
 INTERVAL_S = 0.5
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +54,8 @@ def _watch() -> None:
     folder = os.environ.get("TMPDIR", "")
     if Path(folder).name.startswith(OWN_TMP):
         shutil.rmtree(folder, ignore_errors=True)
-    for segment in segments(members(os.getpgrp())):
+    leaves = [name for name in os.environ.get(LEAVES, "").split(":") if name]
+    for segment in segments(members(os.getpgrp()), leaves):
         segment.unlink(missing_ok=True)
     kill_members(os.getpgrp(), but=os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,9 +9,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-FORGOTTEN = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")
-"""SGLang 0.5.21 never removes the former, and the latter (between ranks) only if nothing kills it; random names."""
-
 OWN_TMP = "slimectl-server-"
 """Name prefix of a temporary folder that belongs to one server."""
 
@@ -30,13 +27,15 @@ def members(group: int) -> list[int]:
     return pids
 
 
-def segments(pids: Iterable[int]) -> set[Path]:
-    """Return the shared-memory files that these processes have mapped and will not remove."""
+def segments(pids: Iterable[int], leaves: Iterable[str]) -> set[Path]:
+    """Return the files that these processes have mapped, whose paths contain one of `leaves`."""
+    if not leaves:
+        return set()
     files = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            files |= {Path(line.split()[5]) for line in lines if any(name in line for name in FORGOTTEN)}
+            files |= {Path(line.split()[5]) for line in lines if any(name in line for name in leaves)}
     return files
 
 

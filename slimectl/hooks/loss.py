@@ -1,4 +1,4 @@
-"""User-defined advantage and loss functions, called by parameter name.
+"""Losses that call functions of the user, by parameter name.
 
 T response tokens of a pack · R those of one sample
 """
@@ -14,41 +14,12 @@ from torch import Tensor
 
 from slimectl.algorithms.losses import Pack, PolicyLoss
 from slimectl.errors import HookError
-from slimectl.hooks import FlatSettings, Hook, hook
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import hook, required_hook
+from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.protocols import TokenBatch
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo
-from slimectl.stages.user_batch import checked_numbers, round_data
-from slimectl.types import Sample, TrainingSample
-
-ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_function_path"
-TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
-
-
-def custom_advantages(
-    rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float], settings: Settings
-) -> None:
-    """Call the user's advantage function and write `TrainingSample.advantages` (and `TrainingSample.returns`).
-
-    The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
-    optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
-    """
-    function = _load_function(settings, ADVANTAGE)
-    args, data = FlatSettings(settings), round_data(rows, samples, rewards)
-    del data["advantages"], data["returns"]
-    function({"args": args, "settings": args, "rollout_data": data})
-    location = f"{ADVANTAGE}: {function.path}"
-    if "advantages" not in data:
-        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
-    if isinstance(settings.algorithm, Ppo) and "returns" not in data:
-        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
-    for name in ("advantages", "returns"):
-        if name not in data:
-            continue
-        if len(data[name]) != len(rows):
-            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
-        for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
-            setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
+from slimectl.types import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -70,10 +41,10 @@ class CustomLoss:
     @property
     def needs_logits(self) -> bool:
         """True if the function has a parameter `logits`: full logits cost memory that nothing else needs."""
-        return "logits" in _load_function(self.settings, LOSS).wanted
+        return "logits" in required_hook(self.settings, LOSS).wanted
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        function, args = _load_function(self.settings, LOSS), FlatSettings(self.settings)
+        function, args = required_hook(self.settings, LOSS), FlatSettings(self.settings)
 
         def sum_of_sample_mean(values_T: Tensor) -> Tensor:
             return (pack.weights_T * values_T).sum()
@@ -190,9 +161,3 @@ def _split_by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
     """Split a tensor [T] into a tensor [R] for every row of the pack."""
     counts = torch.bincount(pack.row_T, minlength=pack.rows)
     return list(torch.split(values_T, counts.tolist()))
-
-
-def _load_function(settings: Settings, setting: str) -> Hook:
-    function = hook(settings, setting)
-    assert function is not None
-    return function

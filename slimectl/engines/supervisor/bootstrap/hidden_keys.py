@@ -19,7 +19,7 @@ def flags(fields: Collection[str]) -> list[str]:
     `fields` are those of the installed SGLang: an old one may support one key alone.
     """
     arguments = list(json.loads(os.environ.get(FLAGS, "[]")))
-    for field, key in zip(("api_key", "admin_api_key"), _keys(), strict=True):
+    for field, key in zip(("api_key", "admin_api_key"), keys(), strict=True):
         flag = f"--{field.replace('_', '-')}"
         if key and field in fields and flag not in arguments:
             arguments += [flag, key]
@@ -29,7 +29,7 @@ def flags(fields: Collection[str]) -> list[str]:
 def mask_logs() -> None:
     """Mask secrets in all log lines of this process: SGLang logs all of its arguments when it starts."""
     secrets = [word for word in json.loads(os.environ.get(FLAGS, "[]")) if not word.startswith("--")]
-    secrets += [key for key in _keys() if key]
+    secrets += [key for key in keys() if key]
     if not secrets:
         return
     make = logging.getLogRecordFactory()
@@ -46,5 +46,5 @@ def mask_logs() -> None:
     logging.setLogRecordFactory(masked)
 
 
-def _keys() -> list[str | None]:
+def keys() -> list[str | None]:
     return list(json.loads(os.environ.get(KEYS, "[null, null]")))

@@ -1,0 +1,55 @@
+"""Launch command of `slimectl serve`, for servers that slimectl starts itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.transport import NO_KEYS
+from slimectl.engines.supervisor.server_process import ServerProcess
+
+SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
+"""The settings engine.api_key and engine.admin_api_key in the environment of `slimectl serve`."""
+
+
+def serve_server(
+    model: Path,
+    *,
+    log: Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_running: int = 64,
+    max_context: int | None = None,
+    wait_for_weights: bool = False,
+    name: str = "serve",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+    pause_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
+) -> ServerProcess:
+    """Build the process of `slimectl serve` for the model in a folder.
+
+    With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
+    environment; without an admin key it stores a generated one where this user finds it.
+    """
+    settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
+    if max_context:
+        settings["rollout.max_context_len"] = max_context
+    arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]
+    arguments += ["--pause-timeout", f"{pause_timeout_s:g}"]
+    secrets = {SERVE_KEYS[0]: keys.api_key, SERVE_KEYS[1]: keys.admin_api_key}
+    arguments += [argument for key, value in settings.items() for argument in ("-s", f"{key}={value}")]
+    return ServerProcess(
+        partial(_serve_command, arguments),
+        name=name, log=log, env={name: key for name, key in secrets.items() if key} | dict(env or {}), host=host,
+        start_timeout_s=start_timeout_s, ready="/ping" if wait_for_weights else "/health",
+    )  # fmt: skip
+
+
+def _serve_command(arguments: Sequence[str], host: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "slimectl", "serve", *arguments, "--host", host, "--port", str(port)]
+    return [*command, "--with-parent"]

@@ -1,0 +1,138 @@
+"""SGLang's HTTP API for generation and scoring, which `slimectl serve` speaks too."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
+from slimectl.engines.http.request import PendingRequest
+from slimectl.types import SamplingParams
+
+EXTRAS = {
+    "routed_experts": "routed_experts",
+    "spec_verify_ct": "spec_verify_ct",
+    "spec_num_correct_drafts": "spec_accept_token_num",
+    "spec_num_proposed_drafts": "spec_draft_token_num",
+    "num_retractions": "num_retractions",
+    "dp_rank": "dp_rank",
+}
+"""Extra metadata of an answer: SGLang's name and ours; copied if present."""
+
+PAUSED = "engine_paused"
+"""Type of the error of `slimectl serve` for a request that has waited long for a paused engine."""
+
+
+@dataclass(frozen=True)
+class SglangApi:
+    """engines.http.api.ServerApi of SGLang 0.5.18 to 0.5.21 and of `slimectl serve`."""
+
+    routed_experts: bool = False
+    """Whether answers shall name the experts of every token."""
+
+    name = "SGLang or `slimectl serve`"
+    generate_path = "/generate"
+
+    def generate_body(self, request: PendingRequest) -> dict[str, Any]:
+        options = {"return_routed_experts": True} if self.routed_experts else {}
+        return {
+            "input_ids": request.prompt,
+            "sampling_params": sampling_body(request.params, limit=request.limit),
+            "return_logprob": True,
+            "stream": True,
+            "rid": request.request_id,
+            **options,
+        }
+
+    def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
+        """Add one event, which has the new tokens, or (other servers) all tokens so far."""
+        _check_event(event)
+        meta = event["meta_info"]
+        spans = meta.get("weight_versions") or ([meta["weight_version"]] if "weight_version" in meta else [])
+        request.add_versions([span["version"] if isinstance(span, dict) else span for span in spans])
+        ids, text = event.get("output_ids") or [], event.get("text", "")
+        scored = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+        count_before = len(request.tokens)
+        total = meta.get("completion_tokens", count_before + len(ids))
+        is_cumulative = count_before > 0 and len(ids) == total and count_before + len(ids) != total
+        request.text = text if is_cumulative or not count_before else request.text + text
+        if is_cumulative:
+            ids, scored = ids[count_before:], scored[count_before:]
+        request.cached_tokens = meta.get("cached_tokens") or request.cached_tokens
+        request.extras |= {ours: meta[name] for name, ours in EXTRAS.items() if meta.get(name) is not None}
+        reason = meta.get("finish_reason")
+        if reason is not None:
+            request.finish = reason["type"] if isinstance(reason, dict) else str(reason)
+            request.text_is_cut = isinstance(reason, dict) and isinstance(reason.get("matched"), str)
+        request.add(ids, scored)
+
+    def is_paused(self, status: int, body: Any) -> bool:
+        error = body.get("error") if isinstance(body, dict) else None
+        return status == 503 and isinstance(error, dict) and error.get("type") == PAUSED
+
+    def abort_request(self) -> tuple[str, dict[str, Any]]:
+        return "/abort_request", {"rid": "", "abort_all": True}
+
+    async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:
+        model, server = await get("/model_info"), await get("/server_info")
+        if not isinstance(model, dict):
+            return None
+        length = server.get("context_length") if isinstance(server, dict) else None
+        return {**model, "context_length": length}
+
+    async def prompt_log_probs(
+        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> list[list[tuple[int, float]]]:
+        query = {"input_ids": [list(row) for row in rows], "logprob_start_len": list(starts)}
+        return [pairs[1:] for pairs in await _score(post, query, count=len(rows))]
+
+    async def tokenize(self, post: PostJson, text: str) -> list[int]:
+        (pairs,) = await _score(post, {"text": [text], "logprob_start_len": 0}, count=1)
+        return [token for token, _ in pairs]
+
+
+def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
+    """Convert sampling parameters to SGLang's names, always with a seed.
+
+    In deterministic mode SGLang uses the same seed for all requests without one. Greedy log-probabilities are
+    untempered in SGLang too, and all others are of the tempered, unfiltered distribution.
+    """
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "max_new_tokens": limit,
+        "min_new_tokens": min(params.min_tokens, limit),
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "sampling_seed": (secrets.randbits(63) if params.seed is None else params.seed) % 2**63,
+    }
+
+
+def _check_event(event: Mapping[str, Any]) -> None:
+    """Raise for refusals within the stream: an error event, or an "abort" that has a status."""
+    if "error" in event:
+        code = event["error"].get("code") if isinstance(event["error"], dict) else None
+        raise Refused(int(code or 400), event)
+    reason = event["meta_info"].get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
+        raise Refused(int(reason["status_code"]), reason)
+
+
+async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[tuple[int, float]]]:
+    """Return (token, log-probability) of prompts' tokens from `logprob_start_len` on; the first one has none."""
+    params = {"max_new_tokens": 0, "temperature": 1.0}
+    reply = await post("/generate", {**query, "return_logprob": True, "sampling_params": params})
+    if not isinstance(reply, list) or len(reply) != count:
+        raise UnexpectedAnswer(f"{str(reply)[:60]!r} to {count} prompts")
+    try:
+        return [
+            [(token, log_prob) for log_prob, token, *_ in answer["meta_info"]["input_token_logprobs"]]
+            for answer in reply
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None

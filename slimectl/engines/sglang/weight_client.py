@@ -1,0 +1,177 @@
+"""Engines' side of a weight push over SGLang's HTTP API.
+
+The same calls drive SGLang 0.5.18 to 0.5.21 and `slimectl serve`. Requirements of SGLang beyond its manual:
+- Updates never request a flush of the prefix cache: with answers in flight it fails, and ends the scheduler.
+- From 0.5.21 tensors and broadcasts must be enclosed by begin_weight_update and end_weight_update, which older
+  versions do not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from torch import Tensor, dtype
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.payloads import dtype_name
+from slimectl.engines.http.transport import NO_KEYS
+from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers
+from slimectl.engines.sglang.payloads import flatten, pickled
+
+SETTLE_S = 0.2
+"""Seconds that an engine that continues in place may take to notice that it is idle."""
+NO_SESSION = "no weight-update session"
+OPEN_ALREADY = "already open"
+
+
+class SglangWorkers(HttpWorkers):
+    """engines.http.weight_client.HttpWorkers that are SGLang's servers or `slimectl serve`."""
+
+    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
+        super().__init__(urls, timeout_s=timeout_s, keys=keys)
+        self._server_infos: dict[str, dict[str, Any]] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        return [int(self._server_info(url).get("tp_size") or 1) for url in self.urls]
+
+    @property
+    def checksums_by_hf_name(self) -> bool:
+        """Whether `checksums` can be compared with the trainer's own; SGLang names and hashes its fused tensors."""
+        return all(self._is_slimectl_serve(url) for url in self.urls)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all are `slimectl serve`: on a CPU, SGLang takes tensors as text."""
+        return self.checksums_by_hf_name
+
+    def _server_info(self, url: str) -> dict[str, Any]:
+        """Return the /server_info of a worker; requested once."""
+        if url not in self._server_infos:
+            unknown = [other_url for other_url in self.urls if other_url not in self._server_infos]
+            for answer in self._request_all("/server_info", {}, urls=unknown, method="GET"):
+                self._server_infos[answer.url] = answer.body if isinstance(answer.body, dict) else {}
+        return self._server_infos[url]
+
+    def _is_slimectl_serve(self, url: str) -> bool:
+        """Whether a worker is `slimectl serve`."""
+        return self._server_info(url).get("engine") == "slimectl"
+
+    # --- around an update ------------------------------------------------------------------------------------------
+
+    def _pause(self, mode: str) -> None:
+        self._request_all("/pause_generation", {"mode": mode})
+
+    async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
+        answers = [await self._ask(session, url, "/end_weight_update", {})]
+        # Retracted answers wait for ever; aborted ones are about to end.
+        wait = f"?timeout={IDLE_TIMEOUT_S}" if self._mode == "abort" else ""
+        answers.append(await self._ask(session, url, f"/flush_cache{wait}", {}))
+        # Even after a failure: an engine must not stay paused.
+        continued = await self._ask(session, url, "/continue_generation", {})
+        if answers[0].status in (404, 405) or NO_SESSION in answers[0].words or not answers[0].refused:
+            del answers[0]
+        if self._mode == "in_place" and answers.pop().refused:
+            # SGLang counts an answer that has just ended as running until it continues: its prefix would stay.
+            await self._ask(session, url, f"/flush_cache?timeout={SETTLE_S}", {})
+        for answer in [*answers, continued]:
+            if answer.refused:
+                raise answer.error()
+
+    def _open_session(self) -> None:
+        """Begin the update session, on engines that support sessions."""
+        for answer in self._ask_all("/begin_weight_update", {}):
+            if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.words:
+                raise answer.error()
+
+    def sleep(self) -> None:
+        self._request_all("/pause_generation", {"mode": "abort"})
+        self._request_all("/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        self._request_all("/resume_memory_occupation", {})
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
+    def load_disk(self, folder: Path, *, version: str) -> None:
+        self._request_all(
+            "/update_weights_from_disk", {"model_path": str(Path(folder).resolve()), **_version_fields(version)}
+        )
+
+    def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
+        """Load tensors, first into `slimectl serve`, then into SGLang; one copy in shared memory serves all workers."""
+        self._begin_update()
+        path = "/update_weights_from_tensor"
+        serve_urls = [url for url in self.urls if self._is_slimectl_serve(url)]
+        sglang_urls = [url for url in self.urls if url not in serve_urls]
+        if serve_urls:
+            layout = self._shared_block(tensors)
+            self._request_all(
+                path, {"load_format": "shared_memory", **layout, **_version_fields(version)}, urls=serve_urls
+            )
+        if sglang_urls:
+            flat, places = flatten(tensors)
+            ranks = [int(self._server_info(url).get("tp_size") or 1) for url in sglang_urls]
+            # A handle of CUDA IPC can be opened once: every rank reads a separate pickle.
+            copies = sum(ranks) if flat.is_cuda else 1
+            payloads = iter([base64.b64encode(pickled(flat, places)) for _ in range(copies)] * (sum(ranks) // copies))
+            tail = json.dumps({"load_format": "flattened_bucket", **_version_fields(version)})[1:].encode()
+            # Concatenated by hand: an encoder would scan every byte.
+            bodies = {
+                url: b'{"serialized_named_tensors":["' + b'","'.join(islice(payloads, count)) + b'"],' + tail
+                for url, count in zip(sglang_urls, ranks, strict=True)
+            }
+            self._request_all(path, bodies.__getitem__, urls=sglang_urls)
+
+    def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
+        self._request_all("/init_weights_update_group", lambda url: {**group, "rank_offset": offsets[url]})
+
+    def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
+        """Receive all tensors as one broadcast, in this order; wide numbers must be first, as `aligned` sorts them."""
+        self._begin_update()
+        body = {
+            "names": [form[0] for form in forms],
+            "dtypes": [dtype_name(form[1]) for form in forms],
+            "shapes": [list(form[2]) for form in forms],
+            "group_name": name,
+            "load_format": "flattened_bucket",
+        }
+        self._request_all("/update_weights_from_distributed", {**body, **_version_fields(version)})
+
+    def leave(self, *, name: str) -> None:
+        """Leave the group; a worker that does not know it has left already. Waits at most IDLE_TIMEOUT_S."""
+        path = "/destroy_weights_update_group"
+        for answer in self._ask_all(path, {"group_name": name}, limit_s=IDLE_TIMEOUT_S):
+            if answer.refused and "does not exist" not in answer.words:
+                raise answer.error()
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of every worker's tensors.
+
+        SGLang hashes its own tensors, by rank; these are comparable with each other only.
+        """
+        by_worker = []
+        for answer in self._request_all("/weights_checker", {"action": "checksum"}):
+            ranks = answer.body["ranks"]
+            is_sglang = not self._is_slimectl_serve(answer.url)
+            by_worker.append(
+                {
+                    f"rank {i}: {name}" if is_sglang else name: checksum
+                    for i, rank in enumerate(ranks)
+                    for name, checksum in rank["checksums"].items()
+                }
+            )
+        return by_worker
+
+    def scramble(self) -> None:
+        self._request_all("/weights_checker", {"action": "reset_tensors"})
+
+
+def _version_fields(version: str) -> dict[str, Any]:
+    return {"weight_version": version, "flush_cache": False}

@@ -1,0 +1,1 @@
+"""vLLM: its launch, its API, its weight updates."""

@@ -1,0 +1,95 @@
+"""vLLM's HTTP API for generation and scoring: tokens in, tokens out (/inference/v1/generate of vLLM 0.32.0)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
+from slimectl.engines.http.request import PendingRequest
+
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass(frozen=True)
+class VllmApi:
+    """engines.http.api.ServerApi of vLLM in development mode, with --enable-scale-out."""
+
+    name = "vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+    generate_path = GENERATE
+
+    def generate_body(self, request: PendingRequest) -> dict[str, Any]:
+        params = request.params
+        body = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "max_tokens": max(1, request.limit),
+            "min_tokens": min(params.min_tokens, request.limit),
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            "seed": params.seed,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": bool(params.stop),  # else nobody reads the text
+        }
+        return {
+            "request_id": request.request_id,
+            "token_ids": request.prompt,
+            "sampling_params": body,
+            "output_mode": "text" if params.stop else "tokens",
+            "stream": True,
+        }
+
+    def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
+        """Add one event, which has the new tokens; the last one names the weights of all tokens."""
+        if "error" in event:
+            raise Refused(int(event["error"].get("code") or 400), event)
+        for choice in event["choices"]:
+            space = request.limit - len(request.tokens)
+            tokens = (choice.get("token_ids") or [])[:space]
+            scored = (choice.get("logprobs") or {}).get("content") or []
+            request.add_versions([span["version"] for span in choice.get("weight_versions") or []])
+            request.text += choice.get("text") or ""
+            request.finish = choice.get("finish_reason")
+            request.text_is_cut = isinstance(choice.get("stop_reason"), str)
+            request.add(tokens, [entry["logprob"] for entry in scored[:space]])
+
+    def is_paused(self, status: int, body: Any) -> bool:
+        return False  # a paused vLLM keeps its requests waiting
+
+    def abort_request(self) -> tuple[str, dict[str, Any]]:
+        return "/abort_requests", {}
+
+    async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:
+        models = await get("/v1/models")
+        if not isinstance(models, dict) or not models.get("data"):
+            return None
+        return {"context_length": models["data"][0].get("max_model_len")}
+
+    async def prompt_log_probs(
+        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> list[list[tuple[int, float]]]:
+        answers = await asyncio.gather(*(self._score(post, list(row)) for row in rows))
+        return [pairs[start:] for pairs, start in zip(answers, starts, strict=True)]
+
+    async def tokenize(self, post: PostJson, text: str) -> list[int]:
+        reply = await post("/tokenize", {"prompt": text})
+        if not isinstance(reply, dict) or not isinstance(reply.get("tokens"), list):
+            raise UnexpectedAnswer(f"{str(reply)[:60]!r}")
+        return list(reply["tokens"])
+
+    async def _score(self, post: PostJson, tokens: list[int]) -> list[tuple[int, float]]:
+        """Return (token, log-probability) of all tokens but the first."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        reply = await post(GENERATE, {"token_ids": tokens, "sampling_params": params})
+        try:
+            by_position = reply["prompt_logprobs"][1:]
+            return [
+                (token, entries[str(token)]["logprob"]) for token, entries in zip(tokens[1:], by_position, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError):
+            raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None

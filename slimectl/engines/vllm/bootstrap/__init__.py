@@ -1,0 +1,1 @@
+"""Scripts and modules that run in vLLM's Python; none of them imports slimectl."""

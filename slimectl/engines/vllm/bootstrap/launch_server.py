@@ -1,0 +1,48 @@
+"""Starts a real vLLM server: `python launch_server.py --model DIR …` takes the flags of `vllm serve`.
+
+`python launch_server.py --describe` prints the flags of the installed vLLM as JSON instead. vLLM's worker processes
+import the module worker_extension beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "supervisor" / "bootstrap"))
+
+import hidden_keys
+from describe import describe
+
+
+def parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def serve() -> None:
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    cli_env_setup()
+    args = parser().parse_args([*sys.argv[1:], *hidden_keys.flags(())])
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+if __name__ == "__main__":
+    hidden_keys.mask_logs()
+    if sys.argv[1:] == ["--describe"]:
+        described = parser()
+        print(json.dumps(describe(described, {action.dest for action in described._actions})))
+    else:
+        from parent_watch import leave_with_parent
+
+        leave_with_parent()
+        serve()

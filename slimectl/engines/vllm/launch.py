@@ -1,0 +1,123 @@
+"""Launch command of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.request import NO_WEIGHTS
+from slimectl.engines.http.transport import NO_KEYS, request
+from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
+from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.vllm.args import BOOTSTRAP, flags, interpreter
+from slimectl.errors import BackendError, SettingsError
+from slimectl.redaction import is_secret_name
+
+STREAM_INTERVAL = 16
+"""Tokens per chunk of a stream: chunks of one token cost a CPU its speed, and no user reads them live."""
+
+HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes that attention of vLLM 0.32.0 computes on a CPU; with another one the server starts and dies later."""
+
+ON_CPU = {
+    "enforce_eager": "--enforce-eager",
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes=1073741824",  # by itself it takes most of the machine's memory
+    "distributed_executor_backend": "--distributed-executor-backend=uni",  # a process less; see VLLM_ENABLE_V1_…
+}
+"""Flags by the field that they set; a field in `args` replaces its flag."""
+
+ALWAYS = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pauses, aborts and weight updates; bootstrap/access.py asks for a key
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # bootstrap/worker_extension.py knows the sampler of the first one
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the worker live in the engine's process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # servers of one machine would be bound to the same cores
+    # vLLM 0.32.0 compiles a small function of its sampler, which needs a C++ compiler at run time and gains nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def vllm_server(
+    model: Path,
+    *,
+    log: Path,
+    python: str | None = None,
+    tensor_parallel: int = 1,
+    args: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_context: int | None = None,
+    weight_version: str = NO_WEIGHTS,
+    keep_weights: bool = False,
+    name: str = "vllm",
+    env: Mapping[str, str] | None = None,
+    host: str | None = "127.0.0.1",
+    start_timeout_s: float = 600.0,
+    keys: Keys = NO_KEYS,
+) -> ServerProcess:
+    """Build the process of a vLLM server for the model in a folder.
+
+    `weight_version` names the weights in that folder; keep its default if others are pushed before sampling starts.
+    With `keep_weights` checksums cover packed weights on a CPU too. Raises BackendError if `python` has no vLLM,
+    SettingsError for `args` that it rejects. Keys, and other secrets in `args`, are passed through its environment.
+    """
+    interpreter_path = interpreter(python)
+    config = _config(model)
+    if device == "cpu" and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
+        sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))
+        raise SettingsError(f"{model}: head_dim {head_dim}: vLLM on a CPU takes {sizes}; use another engine.backend")
+    options = dict(args or {})
+    public = {field: value for field, value in options.items() if not is_secret_name(field)}
+    secret = {field: value for field, value in options.items() if is_secret_name(field)}
+    arguments = [
+        f"--model={model}", f"--tensor-parallel-size={tensor_parallel}", f"--dtype={dtype}",
+        f"--max-model-len={max_context or config['max_position_embeddings']}",
+        "--generation-config=vllm", "--enable-scale-out", "--middleware=access.KeyGuard",
+        "--worker-extension-cls=worker_extension.Extension", '--weight-transfer-config={"backend": "slimectl"}',
+        *([] if "stream_interval" in options else [f"--stream-interval={STREAM_INTERVAL}"]),
+        *([flag for field, flag in ON_CPU.items() if field not in options] if device == "cpu" else []),
+        *flags(public, interpreter_path),
+    ]  # fmt: skip
+    environment = ALWAYS | {
+        FLAGS: json.dumps(flags(secret, interpreter_path)),
+        KEYS: json.dumps([keys.api_key, keys.admin_api_key]),
+    }
+    if device == "cpu":
+        environment |= CPU_ENV | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment |= {"SLIMECTL_VLLM_KEEP_WEIGHTS": "1"} if keep_weights else {}
+    return ServerProcess(
+        partial(_command, interpreter_path, arguments),
+        name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
+        prepare=partial(_name_weights, version=weight_version, keys=keys), own_tmp=True,
+    )  # fmt: skip
+
+
+def _name_weights(url: str, *, version: str, keys: Keys) -> None:
+    """Name the weights that a server has read from its folder: by itself it calls them "default"."""
+    path = "/update_weight_version"
+    body, headers = {"new_version": version}, keys.headers(url, path)
+    reply = asyncio.run(request("POST", url + path, timeout_s=60, body=body, headers=headers))
+    if reply.status != 200:
+        raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.words}")
+
+
+def _command(python: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
+    # -E: our PYTHONPATH is not meant for another Python.
+    return [python, "-E", str(BOOTSTRAP / "launch_server.py"), *arguments, f"--host={host}", f"--port={port}"]
+
+
+def _config(model: Path) -> dict[str, Any]:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return dict(config.get("text_config", config))
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
