@@ -38,7 +38,8 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
-    server_args = engine_backend(settings.engine.backend).server_args(settings)
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
+    server_args = engine_backend(settings).server_args(settings)
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
@@ -51,7 +52,7 @@ def keyed(settings: Settings) -> Settings:
         update={
             "engine": engine.model_copy(update=keys),
             "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
-            "vllm": settings.vllm.model_copy(update={"args": reveal(settings.vllm.args, setting="vllm.args")}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
             "score": revealed_score(settings.score),
         }
     )
@@ -59,7 +60,7 @@ def keyed(settings: Settings) -> Settings:
 
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
-    return engine_backend(settings.engine.backend).workers(settings, urls)
+    return engine_backend(settings).workers(settings, urls)
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
