@@ -31,7 +31,12 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Extension:
-    """Adds nothing to a worker: to be imported is enough."""
+    """Base class that vLLM adds to its worker, for /collective_rpc."""
+
+    def end_update(self: Any) -> None:
+        """End the weight update that is under way, if there is one: /finish_weight_update fails without."""
+        if self._weight_update_active:
+            self.finish_weight_update()
 
 
 @dataclass
