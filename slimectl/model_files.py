@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from slimectl.errors import CheckpointError
 
@@ -114,7 +114,7 @@ def copy_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(file, copy)
 
 
-def plain_name(name: object) -> bool:
+def plain_name(name: object) -> TypeGuard[str]:
     """Return whether `name` is a plain file name without path separators.
 
     >>> [plain_name(name) for name in ("__0_0.distcp", "../secret", "/etc/passwd", "..", "", 7)]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slimectl.types import Completion, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
+from slimectl.types import Completion, Loss, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -38,45 +38,6 @@ class WeightReceiver(Protocol):
         ...
 
 
-class Loss(Protocol):
-    """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
-
-    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
-    name ends in _max or _min is an extreme instead.
-    """
-
-    @property
-    def needs_entropy(self) -> bool: ...
-
-    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-class TokenBatch(Protocol):
-    """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
-
-    `logprobs_T` (and `entropy_T`, if the loss needs it, `predicted_T`, the values of a policy that is its own critic,
-    and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the tokens;
-    the other tensors are constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows,
-    `total_lengths` the number of tokens of each, its prompt included.
-    """
-
-    logprobs_T: Tensor
-    entropy_T: Tensor | None
-    weights_T: Tensor
-    advantages_T: Tensor | None
-    old_logprobs_T: Tensor | None
-    ref_logprobs_T: Tensor | None
-    rollout_logprobs_T: Tensor | None
-    values_T: Tensor | None
-    returns_T: Tensor | None
-    row_T: Tensor
-    rows: int
-    total_lengths: Sequence[int]
-    predicted_T: Tensor | None
-    logits_T: Tensor | None
-    targets_T: Tensor | None
-
-
 class Policy(Protocol):
     """Weights and their optimizer; one object for one process or 512."""
 
@@ -101,8 +62,11 @@ class Policy(Protocol):
         """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        """Call `consumer(weights)` in the process that holds the weights (rank 0), without a copy.
+
+        `consumer` must be picklable.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -213,6 +177,14 @@ class WeightUpdateClient(Protocol):
 
     def leave(self, *, name: str) -> None: ...
 
+    def sleep(self) -> None:
+        """Release the memory of cache and weights, after ending requests in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the memory again; a push brings the weights and continues generation."""
+        ...
+
     @property
     def checksums_by_hf_name(self) -> bool:
         """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
@@ -222,8 +194,35 @@ class WeightUpdateClient(Protocol):
         """Return a checksum of every tensor, by worker."""
         ...
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Transfers the policy's weights to the engines."""
+
+    def push(self) -> Metrics:
+        """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
+
+        Raises BackendError if an engine refuses or is gone; the others continue.
+        """
+        ...
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        """Push the weights to these workers only: engines that were restarted."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the engines' GPU memory again; the next push loads their weights."""
+        ...
+
+    def close(self) -> None:
+        """Remove files, process groups and shared memory."""
         ...
 
 
@@ -262,6 +261,10 @@ class Executor(Protocol):
         self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
     ) -> Iterator[Result | BaseException]:
         """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
+        ...
+
+    def close(self) -> None:
+        """End what it started, processes and hosted objects alike."""
         ...
 
 

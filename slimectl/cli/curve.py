@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slimectl.cli.output import say
+from slimectl import stdio
 from slimectl.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -16,16 +16,16 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     """Print the reward curve, accuracies before and after, and next commands."""
     journal = job.journal
     if job.settings.track.plot and len(journal.scores) > 1:
-        say(curve(journal.scores, title="mean reward of each round"))
+        stdio.say(curve(journal.scores, title="mean reward of each round"))
     before_after = journal.evaluations
     for name in job.settings.eval.data:
         key = f"eval/{name}_accuracy"
         if len(before_after) > 1:
             first, last = before_after[0][1][key], before_after[-1][1][key]
-            say(f"{name}: accuracy {first:.3f} before, {last:.3f} after ({last - first:+.3f})")
+            stdio.say(f"{name}: accuracy {first:.3f} before, {last:.3f} after ({last - first:+.3f})")
     commands = [line.format(run=job.folder.path) for line in recipe.words.get("next", [])]
     if commands:
-        say("try next:\n" + "\n".join(f"  {line}" for line in commands))
+        stdio.say("try next:\n" + "\n".join(f"  {line}" for line in commands))
 
 
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:

@@ -6,33 +6,17 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import (
-    Assign,
-    Backend,
-    Config,
-    EngineUrl,
-    Executor,
-    Model,
-    RayAddress,
-    cluster_flags,
-    engine_flags,
-    resolved,
-)
+from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, with_options
 from slimectl.errors import SettingsError, SlimectlError
 
 
+@with_options("engine steps model backend", CLUSTER, "engine_url", SETTINGS)
 def doctor(
+    options: CommonOptions,
     engine: Annotated[
         bool, typer.Option("--engine", help="Run the loop with learning rate 0: do engine and trainer agree?")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of it")] = 3,
-    model: Model = None,
-    backend: Backend = None,
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    engine_url: EngineUrl = None,
-    config: Config = None,
-    assign: Assign = None,
 ) -> None:
     """Look at this machine; with --engine, at whether the engine samples what the trainer computes.
 
@@ -47,8 +31,7 @@ def doctor(
     findings: list[CheckResult] = []
     checks = machine()
     if engine:
-        flags = {"model.path": model, "train.backend": backend} | cluster_flags(executor, ray_address)
-        settings = resolved(config, assign, flags | engine_flags(None, None, engine_url)).settings
+        settings = options.resolve().settings
         if settings.model.path is None:
             raise SettingsError("model.path: no model is given; add --model DIR, a Hugging Face checkpoint directory")
         tested = {

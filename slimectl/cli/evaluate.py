@@ -9,24 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import (
-    Assign,
-    Config,
-    DryRun,
-    Engine,
-    Engines,
-    EngineUrl,
-    EvalConfig,
-    Executor,
-    Model,
-    RayAddress,
-    RmType,
-    cluster_flags,
-    engine_flags,
-    output_name,
-    print_settings,
-    resolved,
-)
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, output_name, print_settings, with_options
 from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -34,27 +17,18 @@ if TYPE_CHECKING:
     from slimectl.types import Metrics, Prompt, Sample
 
 
+@with_options("data model n temperature rm_type eval_config out", CLUSTER, ENGINES, SETTINGS, "dry_run")
 def evaluate(
+    options: CommonOptions,
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="NAME=PROMPTS", help="Dataset; several may be given")
     ] = None,
-    model: Model = None,
     n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature; 0 is greedy")] = None,
-    rm_type: RmType = None,
-    eval_config: EvalConfig = None,
     out: Annotated[
         str | None,
         typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go", callback=output_name),
     ] = None,
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    engine: Engine = None,
-    engines: Engines = None,
-    engine_url: EngineUrl = None,
-    config: Config = None,
-    assign: Assign = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Measure a model on held-out prompts: accuracy, avg@n, pass@k; metrics as JSON on stdout.
 
@@ -69,24 +43,20 @@ def evaluate(
                 f"--data {name}={source}: {name} is {sources[name]} already; give each dataset its name"
             )
         sources[name] = source
-    flags = {"eval.data": sources or None, "model.path": model, "eval.n_samples_per_prompt": n}
-    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
-    flags |= {"eval.temperature": temperature, "score.rm_type": rm_type}
-    resolution = resolved(config, assign, flags, eval_config=eval_config)
+    flags = {"eval.data": sources or None, "eval.n_samples_per_prompt": n, "eval.temperature": temperature}
+    resolution = options.resolve(flags)
     settings = resolution.settings
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
-    if dry_run:
+    if options.dry_run:
         print_settings(resolution)
         return
     import json
 
-    from slimectl.cli.output import say
-
     metrics = _measure(settings, out)
     for name in settings.eval.data:
-        say(summary_line(name, metrics))
-    (say if out == "-" else stdio.emit)(json.dumps(metrics))
+        stdio.say(summary_line(name, metrics))
+    (stdio.say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
 def _measure(settings: Settings, out: str | None) -> Metrics:
@@ -94,6 +64,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
     from slimectl import builders
     from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
+    from slimectl.hooks.user_hooks import UserHooks
     from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
     from slimectl.stages.evaluate import evaluate as stage
 
@@ -119,6 +90,7 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
                 executor=graders,
                 agent=agent,
                 left_out=too_long.append,
+                hooks=UserHooks(dataset_settings),
             )
             yield from with_summary(
                 name, samples, metrics, dataset_settings, answer=answer_extractor(reward), too_long=too_long

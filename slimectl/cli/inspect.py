@@ -7,19 +7,18 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import Assign, Config, Model, resolved
+from slimectl.cli.options import SETTINGS, CommonOptions, with_options
 from slimectl.errors import SettingsError
 
 
+@with_options("path rows mask model", SETTINGS)
 def inspect(
+    options: CommonOptions,
     path: Annotated[Path, typer.Argument(help="A run's folder, a samples file, or anything with a manifest")],
     rows: Annotated[int, typer.Option("--rows", help="Samples to print of a file")] = 3,
     mask: Annotated[
         bool, typer.Option("--mask", help="Show which tokens are taught: green, or in [[ ]] without colours")
     ] = False,
-    model: Model = None,
-    config: Config = None,
-    assign: Assign = None,
 ) -> None:
     """Say what a run, a samples file or a model directory is and where it came from.
 
@@ -36,7 +35,7 @@ def inspect(
     if mask:
         from slimectl.cli.inspect_views import show_masks
 
-        show_masks(path, rows, resolved(config, assign, {"model.path": model}).settings)
+        show_masks(path, rows, options.resolve().settings)
         return
     from slimectl.cli import inspect_views
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.errors import SettingsError
 from slimectl.planner.workload import parameters
@@ -60,7 +61,6 @@ def check(name: str, folder: Path) -> None:
     """Print the differences between a checkpoint and a card, with exit code 1 if there are any."""
     from slimectl import builders
     from slimectl.architectures.config import read_config
-    from slimectl.cli.output import say
 
     card: dict[str, Any] = cards.load(name)
     differences = cards.differences(card, read_config(builders.model_folder(str(folder), setting="models check")))
@@ -68,7 +68,7 @@ def check(name: str, folder: Path) -> None:
         print(cards.describe_difference(difference))
     if differences:
         raise typer.Exit(1)
-    say(f"{folder}: agrees with the card {name}")
+    stdio.say(f"{folder}: agrees with the card {name}")
 
 
 def create(name: str, target: Path | None, seed: int) -> None:
@@ -76,8 +76,7 @@ def create(name: str, target: Path | None, seed: int) -> None:
     if target is None or target.exists():
         raise SettingsError(f"models create: give a directory that does not exist yet, not {target}")
     from slimectl import builders
-    from slimectl.cli.output import say
     from slimectl.data.run_dir import write_folder
 
     write_folder(target, lambda staged: builders.create_model(name, staged, seed=seed))
-    say(f"{target}: a new {card['family']} of random weights, seed {seed}")
+    stdio.say(f"{target}: a new {card['family']} of random weights, seed {seed}")

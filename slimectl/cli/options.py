@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,84 +27,155 @@ def output_name(out: str | None) -> str | None:
     return "-" if out in STDOUT_NAMES else out
 
 
-Config = Annotated[
-    list[Path] | None,
-    typer.Option("-c", "--config", metavar="FILE", help="Settings file (TOML); several may be given, later ones win"),
-]
-Assign = Annotated[
-    list[str] | None,
-    typer.Option("-s", "--set", metavar="KEY=VALUE", help="One setting, e.g. -s train.lr=1e-5"),
-]
-Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")]
-Data = Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")]
-Backend = Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")]
-Executor = Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")]
-RayAddress = Annotated[
-    str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray")
-]
-Engine = Annotated[str | None, typer.Option("--engine", help="What samples: embedded, sglang or vllm")]
-Engines = Annotated[int | None, typer.Option("--engines", help="Engines to start")]
-EngineUrl = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
-    ),
-]
-EvalConfig = Annotated[
-    Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
-]
-Out = Annotated[
-    str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
-]
-Samples = Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")]
-RmType = Annotated[
-    str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Worker processes that grade; 0 is this process, without a time limit")
-]
-OnError = Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings with their origins and do nothing")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is already there")]
+CLUSTER = "executor ray_address"
+ENGINES = "engine engines engine_url"
+SETTINGS = "config assign"
+"""Names of options that commands take together."""
 
 
-def resolved(
-    config: list[Path] | None,
-    assign: list[str] | None,
-    flags: dict[str, Any],
-    recipe: Layer | None = None,
-    eval_config: Path | None = None,
-) -> Resolved:
-    """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored."""
-    from slimectl.settings import Layer, resolve
-    from slimectl.settings.loading import from_assignments, from_environment, from_eval_config, from_file
+@dataclass(kw_only=True, eq=False, repr=False)
+class CommonOptions:
+    """Options that several commands share; a command names those that it takes (`with_options`), in help's order."""
 
-    layers = [recipe] if recipe else []
-    layers += [from_file(path) for path in config or []]
-    layers += [from_eval_config(eval_config)] if eval_config else []
-    assigned = from_assignments(assign or [])
-    if next(secrets_in(assigned.values), None) is not None:
-        print("slimectl: -s: everybody on this machine can read a command line; give a secret as env:NAME or file:PATH",
-              file=sys.stderr)  # fmt: skip
-    layers += [from_environment(), assigned]
-    values: dict[str, dict[str, Any]] = {}
-    for name, value in flags.items():
-        if value is not None and value != []:
-            section, key = name.split(".")
-            values.setdefault(section, {})[key] = value
-    return resolve([*layers, Layer("flag", values)])
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "-c", "--config", metavar="FILE", help="Settings file (TOML); several may be given, later ones win"
+        ),
+    ] = None
+    assign: Annotated[
+        list[str] | None,
+        typer.Option("-s", "--set", metavar="KEY=VALUE", help="One setting, e.g. -s train.lr=1e-5"),
+    ] = None
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Model: a Hugging Face directory")] = None
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")] = (
+        None
+    )
+    backend: Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")] = None
+    executor: Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray cluster; implies --executor ray"),
+    ] = None
+    engine: Annotated[str | None, typer.Option("--engine", help="What samples: embedded, sglang or vllm")] = None
+    engines: Annotated[int | None, typer.Option("--engines", help="Engines to start")] = None
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
+        ),
+    ] = None
+    eval_config: Annotated[
+        Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
+    ] = None
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
+    ] = "-"
+    samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="Samples (JSONL, .gz, .zst); - is stdin")] = "-"
+    rm_type: Annotated[
+        str | None, typer.Option("--rm-type", help="Verifier: math, dapo, gpqa, f1, code, exact, … (docs/verifiers.md)")
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", help="Worker processes that grade; 0 is this process, without a time limit"),
+    ] = None
+    on_error: Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")] = (
+        "stop"
+    )
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings with their origins and do nothing")] = (
+        False
+    )
+    force: Annotated[bool, typer.Option("--force", help="Replace what is already there")] = False
+
+    def flags(self) -> dict[str, Any]:
+        """Return the settings that the options stand for, None where an option is not given."""
+        return {
+            "model.path": self.model,
+            "rollout.data": self.data,
+            "train.backend": self.backend,
+            "cluster.executor": "ray" if self.ray_address and self.executor is None else self.executor,
+            "cluster.ray_address": self.ray_address,
+            "engine.backend": self.engine,
+            "engine.num_engines": self.engines,
+            "engine.url": self.engine_url,
+            "score.rm_type": self.rm_type,
+            "score.workers": self.workers,
+        }
+
+    def resolve(self, flags: Mapping[str, Any] = MappingProxyType({}), *, recipe: Layer | None = None) -> Resolved:
+        """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
+
+        `flags` are those of the command's own options. Raises SettingsError.
+        """
+        from slimectl.settings import Layer, resolve
+        from slimectl.settings.loading import from_assignments, from_environment, from_eval_config, from_file
+
+        if self.on_error not in ("stop", "skip"):
+            raise SettingsError(f"--on-error: {self.on_error!r} is neither stop nor skip")
+        layers = [recipe] if recipe else []
+        layers += [from_file(path) for path in self.config or []]
+        layers += [from_eval_config(self.eval_config)] if self.eval_config else []
+        assigned = from_assignments(self.assign or [])
+        if next(secrets_in(assigned.values), None) is not None:
+            way_out = "give a secret as env:NAME or file:PATH"
+            stdio.say(f"slimectl: -s: everybody on this machine can read a command line; {way_out}")
+        layers += [from_environment(), assigned]
+        values: dict[str, dict[str, Any]] = {}
+        for name, value in {**self.flags(), **flags}.items():
+            if value is not None and value != []:
+                section, key = name.split(".")
+                values.setdefault(section, {})[key] = value
+        return resolve([*layers, Layer("flag", values)])
 
 
-def cluster_flags(executor: str | None, ray_address: str | None) -> dict[str, Any]:
-    """Settings of the executor from its flags."""
-    if ray_address and executor is None:
-        executor = "ray"
-    return {"cluster.executor": executor, "cluster.ray_address": ray_address}
+def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options `names` (words, in the order of its help) as typer expects them: as parameters.
+
+    A name is a parameter of the command, or a field of a dataclass that is the type of one of its parameters: this
+    parameter gets an instance with the values of the fields that are named, and the defaults of all others. The name
+    of such a parameter stands for all its fields. The command's own parameters count before fields of the same name,
+    and fields of an earlier parameter before those of a later one.
+    """
+    words = " ".join(names).split()
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        groups = {name: param for name, param in signature.parameters.items() if is_dataclass(param.annotation)}
+        options = {name: param for name, param in signature.parameters.items() if name not in groups}
+        order = [
+            option for name in words for option in (_options_of(groups[name].annotation) if name in groups else [name])
+        ]
+        group_of: dict[str, str] = {}
+        for group, param in groups.items():
+            for name, field_option in _options_of(param.annotation).items():
+                if name in order and name not in options:
+                    options[name], group_of[name] = field_option, group
+
+        @functools.wraps(command)
+        def body(**values: Any) -> None:
+            arguments: dict[str, Any] = {group: {} for group in groups}
+            for name, value in values.items():
+                (arguments[group_of[name]] if name in group_of else arguments)[name] = value
+            command(**arguments | {group: param.annotation(**arguments[group]) for group, param in groups.items()})
+
+        params = [options[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in order]
+        body.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+        body.__annotations__ = {param.name: param.annotation for param in params}
+        return body
+
+    return decorate
 
 
-def engine_flags(engine: str | None, engines: int | None, engine_url: list[str] | None) -> dict[str, Any]:
-    """Settings of the engine from its flags."""
-    return {"engine.backend": engine, "engine.num_engines": engines, "engine.url": engine_url}
+@functools.cache
+def _options_of(group: Any) -> dict[str, inspect.Parameter]:
+    """Return the fields of a dataclass as parameters."""
+    types = get_type_hints(group, include_extras=True)
+    return {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
+        )
+        for field in fields(group)
+    }
 
 
 def print_settings(resolution: Resolved) -> None:
@@ -138,8 +212,3 @@ def needs_destination(out: str) -> None:
     """Raise SettingsError if records would be written to a terminal."""
     if out == "-" and stdio.is_terminal():
         raise SettingsError("stdout is a terminal; add --out FILE, or pipe into the next stage")
-
-
-def check_on_error(on_error: str) -> None:
-    if on_error not in ("stop", "skip"):
-        raise SettingsError(f"--on-error: {on_error!r} is neither stop nor skip")

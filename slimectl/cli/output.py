@@ -23,11 +23,6 @@ READ_ONCE = "a pipe, read once"
 """Placeholder in a manifest for the hash of a pipe."""
 
 
-def say(text: str) -> None:
-    """Print a message to stderr; stdout is for data."""
-    stdio.say(text)
-
-
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
     """The manifest of the output; None, with a message, if `out` is already made of the same inputs and settings."""
     named = {*inputs, *_hook_files(settings)}
@@ -40,7 +35,7 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
         raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
     if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
-        say(f"{out}: is made of the same inputs and settings already; --force makes it again")
+        stdio.say(f"{out}: is made of the same inputs and settings already; --force makes it again")
         return None
     return manifest
 
@@ -95,7 +90,7 @@ def write_resumable(
             on_sample(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
-            say(f"{out}: {partial.count} samples are there from last time; going on after them")
+            stdio.say(f"{out}: {partial.count} samples are there from last time; going on after them")
         try:
             for sample in process(remaining):
                 on_sample(sample)
@@ -103,7 +98,7 @@ def write_resumable(
                 counts.update(("out", str(sample.status)))
         except BaseException:
             if partial.count:
-                say(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
+                stdio.say(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
             raise
         if not counts:
             raise RecordError(f"{', '.join(inputs)}: no samples came; look at what the stage before said")
@@ -125,4 +120,4 @@ def print_summary(counts: Counter[str], extra: dict[str, Any]) -> None:
     parts = [f"{counts['out']} samples"]
     parts += [f"{counts[name]} {name}" for name in ("truncated", "aborted", "failed") if counts[name]]
     parts += [f"{name} {value}" for name, value in extra.items()]
-    say(", ".join(parts))
+    stdio.say(", ".join(parts))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.cli.options import Assign, Config, resolved
+from slimectl.cli.options import SETTINGS, CommonOptions, with_options
 from slimectl.errors import SettingsError
 from slimectl.planner.placement import Placement, divisibility_warnings
 
 if TYPE_CHECKING:
     from slimectl.planner.plan import Plan
+    from slimectl.planner.workload import Run
     from slimectl.settings import Settings
 
 
@@ -27,57 +29,67 @@ def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -
 
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
 BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
-Card = Annotated[str | None, option("--card", "Model card (see `slimectl models`)")]
-Model = Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")]
-Gpus = Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)]
-Tensor = Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)]
-Pipeline = Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)]
-Virtual = Annotated[int | None, option("--vpp", "Parts of the layers that a pipeline rank holds", LAYOUT, min=2)]
-Context = Annotated[int | None, option("--cp", "Context-parallel size", LAYOUT, min=1)]
-Expert = Annotated[int | None, option("--ep", "Expert-parallel size", LAYOUT, min=1)]
-ExpertTensor = Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)]
-Recompute = Annotated[
-    Literal["none", "selective", "full"] | None,
-    option("--recompute", "What backward computes again: nothing, attention, or whole layers", TRAINING),
-]
-Backend = Annotated[Literal["megatron", "fsdp"], option("--backend", "What trains", TRAINING)]
-Dtype = Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)]
-Device = Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)]
-SeqLen = Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)]
-ResponseLen = Annotated[int | None, option("--response-len", "Tokens of it that are the answer", TRAINING, min=1)]
-MaxTokens = Annotated[int, option("--max-tokens-per-gpu", "Tokens that a rank takes at once", TRAINING, min=1)]
-Batch = Annotated[int, option("--batch", "Sequences of an optimizer step", TRAINING, min=1)]
-GpuMemory = Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)]
-Tflops = Annotated[float | None, option("--tflops", "Peak TFLOP/s of a GPU, to estimate time", TRAINING, min=0.001)]
-Mfu = Annotated[float, option("--mfu", "Share of the peak that is attained", TRAINING, min=0.01, max=1)]
-EngineTensor = Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)]
-Share = Annotated[float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)]
-Concurrency = Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)]
-LoraRank = Annotated[int | None, option("--lora-rank", "Rank of adapters, which then learn alone", BESIDE, min=1)]
-LoraTargets = Annotated[
-    list[str] | None,
-    option("--lora-target", "Linear layer that gets one; repeatable; train.lora_targets' by default", BESIDE),
-]
-Critic = Annotated[bool, option("--critic", "With a critic of its own, which begins as the model (ppo)", BESIDE)]
-Reference = Annotated[bool, option("--reference", "With a frozen reference", BESIDE)]
-Teacher = Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)]
-Json = Annotated[bool, option("--json", "Print JSON instead of a table")]
-Placed = Annotated[
-    bool, option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT)
-]
 
 
-def plan(
-    card: Card = None, model: Model = None, gpus: Gpus = 8,
-    tp: Tensor = None, pp: Pipeline = None, vpp: Virtual = None, cp: Context = None, ep: Expert = None,
-    etp: ExpertTensor = None, recompute: Recompute = None, backend: Backend = "megatron", dtype: Dtype = "bfloat16",
-    device: Device = "cuda", seq_len: SeqLen = 8192, response_len: ResponseLen = None, max_tokens: MaxTokens = 8192,
-    batch: Batch = 256, gpu_memory: GpuMemory = 80, tflops: Tflops = None, mfu: Mfu = 0.35,
-    engine_tp: EngineTensor = 1, mem_fraction: Share = 0.85, concurrency: Concurrency = None, as_json: Json = False,
-    lora_rank: LoraRank = None, lora_target: LoraTargets = None, critic: Critic = False, reference: Reference = False,
-    teacher: Teacher = None,
-    placement: Placed = False, config: Config = None, assign: Assign = None,
-) -> None:  # fmt: skip
+@dataclass(kw_only=True, eq=False, repr=False)
+class PlanOptions:
+    """Options of `slimectl plan`: the model, the layout, and what stands beside it."""
+
+    card: Annotated[str | None, option("--card", "Model card (see `slimectl models`)")] = None
+    model: Annotated[str | None, option("--model", "Model: a Hugging Face directory", metavar="DIR")] = None
+    gpus: Annotated[int, option("--gpus", "Training ranks", LAYOUT, min=1)] = 8
+    tp: Annotated[int | None, option("--tp", "Tensor-parallel size", LAYOUT, min=1)] = None
+    pp: Annotated[int | None, option("--pp", "Pipeline-parallel size", LAYOUT, min=1)] = None
+    vpp: Annotated[int | None, option("--vpp", "Parts of the layers that a pipeline rank holds", LAYOUT, min=2)] = None
+    cp: Annotated[int | None, option("--cp", "Context-parallel size", LAYOUT, min=1)] = None
+    ep: Annotated[int | None, option("--ep", "Expert-parallel size", LAYOUT, min=1)] = None
+    etp: Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)] = None
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        option("--recompute", "What backward computes again: nothing, attention, or whole layers", TRAINING),
+    ] = None
+    backend: Annotated[Literal["megatron", "fsdp"], option("--backend", "What trains", TRAINING)] = "megatron"
+    dtype: Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)] = "bfloat16"
+    device: Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)] = "cuda"
+    seq_len: Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)] = 8192
+    response_len: Annotated[
+        int | None, option("--response-len", "Tokens of it that are the answer", TRAINING, min=1)
+    ] = None
+    max_tokens: Annotated[int, option("--max-tokens-per-gpu", "Tokens that a rank takes at once", TRAINING, min=1)] = (
+        8192
+    )
+    batch: Annotated[int, option("--batch", "Sequences of an optimizer step", TRAINING, min=1)] = 256
+    gpu_memory: Annotated[float, option("--gpu-memory", "Memory of a GPU in GiB", TRAINING, min=0.1)] = 80
+    tflops: Annotated[
+        float | None, option("--tflops", "Peak TFLOP/s of a GPU, to estimate time", TRAINING, min=0.001)
+    ] = None
+    mfu: Annotated[float, option("--mfu", "Share of the peak that is attained", TRAINING, min=0.01, max=1)] = 0.35
+    engine_tp: Annotated[int, option("--engine-tp", "Tensor-parallel size of the engine", ENGINE, min=1)] = 1
+    mem_fraction: Annotated[
+        float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)
+    ] = 0.85
+    concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)] = None
+    as_json: Annotated[bool, option("--json", "Print JSON instead of a table")] = False
+    lora_rank: Annotated[
+        int | None, option("--lora-rank", "Rank of adapters, which then learn alone", BESIDE, min=1)
+    ] = None
+    lora_target: Annotated[
+        list[str] | None,
+        option("--lora-target", "Linear layer that gets one; repeatable; train.lora_targets' by default", BESIDE),
+    ] = None
+    critic: Annotated[bool, option("--critic", "With a critic of its own, which begins as the model (ppo)", BESIDE)] = (
+        False
+    )
+    reference: Annotated[bool, option("--reference", "With a frozen reference", BESIDE)] = False
+    teacher: Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)] = None
+    placement: Annotated[
+        bool,
+        option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT),
+    ] = False
+
+
+@with_options("options", SETTINGS)
+def plan(options: PlanOptions, common: CommonOptions) -> None:
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
 
     Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. `--placement -c run.toml`
@@ -88,43 +100,74 @@ def plan(
         slimectl plan --card qwen3-4B --gpus 8 --tp 2 --seq-len 16384 --tflops 989
         slimectl plan --card qwen3-4B --gpus 1 --backend fsdp --lora-rank 32 --reference
     """
-    if placement:
-        show_placement(resolved(config, assign, {}).settings, on_gpu=device == "cuda", as_json=as_json)
+    if options.placement:
+        show_placement(common.resolve().settings, on_gpu=options.device == "cuda", as_json=options.as_json)
         return
-    if config or assign:
+    if common.config or common.assign:
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
-    from slimectl.cli.output import say
     from slimectl.planner import plan as estimates
-    from slimectl.planner.workload import Run
+    from slimectl.planner.search import USABLE
     from slimectl.settings.train import TrainSettings
 
-    if lora_target and lora_rank is None:
+    if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
     shape = estimates.model_of(
-        configuration(card, model), lora_rank=lora_rank, lora_targets=lora_target or TrainSettings().lora_targets,
-        critic=critic, reference=reference, teacher=teacher and _teacher(teacher),
-    )  # fmt: skip
-    share = min(1.0, (response_len or seq_len) / seq_len)
-    run = Run(gpus, ParallelLayout(), backend, dtype, recompute or "none", seq_len, max_tokens, share, device)
-    sizes = {"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "context": cp, "expert": ep, "expert_tensor": etp}
-    requested = {name: size for name, size in sizes.items() if size is not None}
-    if requested:
-        run = replace(run, layout=ParallelLayout(**requested))
-    elif backend == "megatron":
-        suggestion = estimates.suggested(cards.load(card), gpus) if card else None
-        run = estimates.with_layout(
-            shape, run, suggestion, recompute=recompute, batch=batch, memory_gib=gpu_memory
-        )  # fmt: skip
+        configuration(options.card, options.model),
+        lora_rank=options.lora_rank,
+        lora_targets=options.lora_target or TrainSettings().lora_targets,
+        critic=options.critic,
+        reference=options.reference,
+        teacher=_teacher(options.teacher) if options.teacher else None,
+    )
+    run = _planned_run(options, shape)
     estimates.check(shape, run)
     result = estimates.plan_run(
-        shape, run, batch=batch, memory_gib=gpu_memory, tflops=tflops, mfu=mfu, engine_tensor=engine_tp,
-        engine_share=mem_fraction, concurrency=concurrency,
-    )  # fmt: skip
-    print_plan(result, as_json)
+        shape,
+        run,
+        batch=options.batch,
+        memory_gib=options.gpu_memory,
+        tflops=options.tflops,
+        mfu=options.mfu,
+        engine_tensor=options.engine_tp,
+        engine_share=options.mem_fraction,
+        concurrency=options.concurrency,
+    )
+    print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"
-    say(f"{estimates.describe(run)}; {verdict} {estimates.USABLE:.0%} of {gpu_memory:g} GiB a GPU")
+    stdio.say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
+
+
+def _planned_run(options: PlanOptions, shape: Any) -> Run:
+    """Return the run that is planned, in the layout that is given, or one that fits."""
+    from slimectl.planner import plan as estimates
+    from slimectl.planner.workload import Run
+
+    run = Run(
+        options.gpus,
+        ParallelLayout(),
+        options.backend,
+        options.dtype,
+        options.recompute or "none",
+        options.seq_len,
+        options.max_tokens,
+        min(1.0, (options.response_len or options.seq_len) / options.seq_len),
+        options.device,
+    )
+    sizes = {
+        "tensor": options.tp, "pipeline": options.pp, "virtual_pipeline": options.vpp, "context": options.cp,
+        "expert": options.ep, "expert_tensor": options.etp,
+    }  # fmt: skip
+    requested = {name: size for name, size in sizes.items() if size is not None}
+    if requested:
+        return replace(run, layout=ParallelLayout(**requested))
+    if options.backend != "megatron":
+        return run
+    suggestion = estimates.suggested(cards.load(options.card), options.gpus) if options.card else None
+    return estimates.with_layout(
+        shape, run, suggestion, recompute=options.recompute, batch=options.batch, memory_gib=options.gpu_memory
+    )
 
 
 def configuration(card: str | None, model: str | None) -> dict[str, Any]:
@@ -166,7 +209,6 @@ def print_plan(result: Plan, as_json: bool) -> None:
 def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
     """Print the ranks and engines of every GPU; problems and notes go to stderr. Exit code 1 if it is infeasible."""
     from slimectl import builders
-    from slimectl.cli.output import say
 
     placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
     problems = [*placement.problems(), *_layout_problems(settings)]
@@ -178,8 +220,8 @@ def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
         for line in table(placement):
             print(line)
     for line in [*problems, *notes]:
-        say(line)
-    say(placement_lines(placement))
+        stdio.say(line)
+    stdio.say(placement_lines(placement))
     if problems:
         raise typer.Exit(1)
 

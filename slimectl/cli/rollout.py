@@ -7,44 +7,24 @@ from typing import Annotated
 import typer
 
 from slimectl.cli.options import (
-    Assign,
-    Config,
-    Data,
-    DryRun,
-    Engine,
-    Engines,
-    EngineUrl,
-    Executor,
-    Force,
-    Model,
-    Out,
-    RayAddress,
-    cluster_flags,
-    engine_flags,
+    CLUSTER,
+    ENGINES,
+    SETTINGS,
+    CommonOptions,
     needs_destination,
     print_settings,
-    resolved,
+    with_options,
 )
 
 
+@with_options("data model out n temperature max_response_len", CLUSTER, ENGINES, SETTINGS, "force dry_run")
 def rollout(
-    data: Data = None,
-    model: Model = None,
-    out: Out = "-",
+    options: CommonOptions,
     n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature")] = None,
     max_response_len: Annotated[
         int | None, typer.Option("--max-response-len", help="Tokens an answer may have")
     ] = None,
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    engine: Engine = None,
-    engines: Engines = None,
-    engine_url: EngineUrl = None,
-    config: Config = None,
-    assign: Assign = None,
-    force: Force = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Sample answers to prompts.
 
@@ -52,14 +32,12 @@ def rollout(
 
         slimectl rollout --data prompts.jsonl --model models/smollm2 -n 4 > samples.jsonl
     """
-    flags = {"rollout.data": data, "model.path": model, "rollout.n_samples_per_prompt": n}
-    flags |= {"rollout.temperature": temperature, "rollout.max_response_len": max_response_len}
-    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
-    resolution = resolved(config, assign, flags)
-    if dry_run:
+    flags = {"rollout.n_samples_per_prompt": n, "rollout.temperature": temperature}
+    resolution = options.resolve(flags | {"rollout.max_response_len": max_response_len})
+    if options.dry_run:
         print_settings(resolution)
         return
-    needs_destination(out)
+    needs_destination(options.out)
     from slimectl import builders
     from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
@@ -74,7 +52,7 @@ def rollout(
         else builders.prompts(settings, list(settings.rollout.data), epochs=settings.run.num_epoch or 1)
     )
     inputs = [*settings.rollout.data, str(folder)]
-    manifest = up_to_date("rollout", settings, inputs, out, force)
+    manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:
         return
     tokenizer = builders.tokenizer(folder)
@@ -83,5 +61,5 @@ def rollout(
         samples = builders.rollout_samples(
             settings, prompts, sampling, tokenizer, source=source, left_out=lambda p: too_long.append(p.index)
         )
-        counts = write_out(samples, out, manifest, inputs)
+        counts = write_out(samples, options.out, manifest, inputs)
         print_summary(counts, {"prompts too long": len(too_long)} if too_long else {})

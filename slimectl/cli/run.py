@@ -10,51 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import (
-    Assign,
-    Backend,
-    Config,
-    Data,
-    DryRun,
-    Engine,
-    Engines,
-    EngineUrl,
-    EvalConfig,
-    Executor,
-    Force,
-    Model,
-    RayAddress,
-    cluster_flags,
-    engine_flags,
-    print_settings,
-    resolved,
-)
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_settings, with_options
 from slimectl.errors import EXIT_INTERRUPTED, SettingsError
 
 if TYPE_CHECKING:
     from slimectl.data.locks import Lock
 
 
+@with_options("recipe model data backend name seed resume", CLUSTER, ENGINES, "eval_config", SETTINGS, "force dry_run")
 def run(
+    options: CommonOptions,
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
-    model: Model = None,
-    data: Data = None,
-    backend: Backend = None,
     name: Annotated[str | None, typer.Option("--name", help="Folder of the run under run.dir")] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of new weights, of sampling and of shuffling")
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a run's folder")] = None,
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    engine: Engine = None,
-    engines: Engines = None,
-    engine_url: EngineUrl = None,
-    eval_config: EvalConfig = None,
-    config: Config = None,
-    assign: Assign = None,
-    force: Force = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
 
@@ -66,19 +37,17 @@ def run(
     """
     from slimectl import recipes
 
-    has_input = bool(config or assign or model or data or resume)
-    selected = recipes.find(recipe, instead=bool(config or resume), needed=not has_input)
-    flags: dict[str, Any] = {"model.path": model, "rollout.data": data, "run.name": name}
-    flags |= {"train.backend": backend, "run.seed": seed, "rollout.seed": seed}
-    flags |= cluster_flags(executor, ray_address) | engine_flags(engine, engines, engine_url)
+    has_input = bool(options.config or options.assign or options.model or options.data or resume)
+    selected = recipes.find(recipe, instead=bool(options.config or resume), needed=not has_input)
+    flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
     if resume:
         if not (resume / "run.toml").exists():
             raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
-        config = [resume / "run.toml", *(config or [])]
+        options.config = [resume / "run.toml", *(options.config or [])]
         flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
-    with nullcontext() if resume is None or dry_run else locked(resume) as lock:
-        result = resolved(config, assign, flags, recipe=selected.layer, eval_config=eval_config)
-        if dry_run:
+    with nullcontext() if resume is None or options.dry_run else locked(resume) as lock:
+        result = options.resolve(flags, recipe=selected.layer)
+        if options.dry_run:
             print_settings(result)
             return
         from slimectl.cli.curve import closing_words
@@ -91,7 +60,7 @@ def run(
         job = TrainingRun(result.settings, interrupted=stop.asked)
         with stop:
             text = settings_toml(result.settings)
-            finished = job.execute(text, resume=resume is not None, force=force, lock=lock)
+            finished = job.execute(text, resume=resume is not None, force=options.force, lock=lock)
     closing_words(job, selected)
     stdio.emit(str(job.folder.path))
     if not finished:
@@ -100,10 +69,9 @@ def run(
 
 def locked(run: Path) -> Lock:
     """Lock the folder of a run before reading any of its files. Raises SettingsError."""
-    from slimectl.cli.output import say
     from slimectl.data.run_dir import RunDir
 
-    return RunDir(run).lock(warn=say)
+    return RunDir(run).lock(warn=stdio.say)
 
 
 class Interrupt:
@@ -124,9 +92,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, *_: object) -> None:
-        from slimectl.cli.output import say
-
         self._count += 1
         if self._count > 1:
             raise KeyboardInterrupt
-        say("finishing this round, then saving; Ctrl-C again stops now")
+        stdio.say("finishing this round, then saving; Ctrl-C again stops now")

@@ -8,24 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import (
-    Assign,
-    Config,
-    DryRun,
-    Executor,
-    Force,
-    OnError,
-    Out,
-    RayAddress,
-    RmType,
-    Samples,
-    Workers,
-    check_on_error,
-    cluster_flags,
-    needs_destination,
-    print_settings,
-    resolved,
-)
+from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_settings, with_options
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -37,9 +20,11 @@ if TYPE_CHECKING:
     from slimectl.types import Sample
 
 
+@with_options(
+    "samples rm_type custom_rm_path reference explain check workers", CLUSTER, "out on_error", SETTINGS, "force dry_run"
+)
 def score(
-    samples: Samples = "-",
-    rm_type: RmType = None,
+    options: CommonOptions,
     custom_rm_path: Annotated[
         str | None, typer.Option("--custom-rm-path", help="Your reward function, by path")
     ] = None,
@@ -50,15 +35,6 @@ def score(
     check: Annotated[
         bool, typer.Option("--check", help="Only report whether the reward is fit to train on; exit code 1 if not")
     ] = False,
-    workers: Workers = None,
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    out: Out = "-",
-    on_error: OnError = "stop",
-    config: Config = None,
-    assign: Assign = None,
-    force: Force = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Attach a reward to every sample.
 
@@ -66,26 +42,23 @@ def score(
 
         slimectl score samples.jsonl --rm-type math > scored.jsonl
     """
-    flags = {"score.rm_type": rm_type, "score.custom_rm_path": custom_rm_path, "score.workers": workers}
-    flags |= cluster_flags(executor, ray_address)
-    resolution = resolved(config, assign, flags | {"score.explain": explain or None})
-    check_on_error(on_error)
-    if dry_run:
+    resolution = options.resolve({"score.custom_rm_path": custom_rm_path, "score.explain": explain or None})
+    if options.dry_run:
         print_settings(resolution)
         return
-    settings = resolution.settings
+    settings, samples, out = resolution.settings, options.samples, options.out
     lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
     from slimectl import builders
-    from slimectl.cli.output import say, up_to_date
+    from slimectl.cli.output import up_to_date
     from slimectl.data.jsonl import name_of, read_samples
     from slimectl.data.skip_counts import SkippedLines
 
-    skipped = SkippedLines(name_of(samples), say)
+    skipped = SkippedLines(name_of(samples), stdio.say)
     read = read_samples(
         samples,
-        on_error=on_error,
+        on_error="skip" if options.on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         allow_reward_paths=settings.score.allow_paths_in_records,
@@ -94,39 +67,36 @@ def score(
         _check(read, settings)
         skipped.report()
         return
-    inputs = [samples] if samples != "-" else []
     builders.reward(settings)
-    manifest = up_to_date("score", settings, inputs, out, force or samples == "-")
+    manifest = up_to_date("score", settings, input_files(options), out, options.force or samples == "-")
     if manifest is None:
         return
     try:
-        _grade_samples(
-            read, settings, manifest, inputs, out, reference=reference, lines=lines, force=force,
-            skipped=skipped, skips=on_error == "skip",
-        )  # fmt: skip
+        _grade_samples(read, options, settings, manifest, reference=reference, lines=lines, skipped=skipped)
     finally:
         skipped.report()
 
 
+def input_files(options: CommonOptions) -> list[str]:
+    return [options.samples] if options.samples != "-" else []
+
+
 def _grade_samples(
     read: Iterator[Sample],
+    options: CommonOptions,
     settings: Settings,
     manifest: Manifest,
-    inputs: list[str],
-    out: str,
     *,
     reference: str | None,
     lines: bool,
-    force: bool,
     skipped: SkippedLines,
-    skips: bool,
 ) -> None:
-    """Grade samples and write them to `out`, or one line each to the terminal; then print a summary."""
+    """Grade samples and write them to --out, or one line each to the terminal; then print a summary."""
     from collections import Counter
     from statistics import fmean
 
     from slimectl import builders
-    from slimectl.cli.output import print_summary, say, write_out, write_resumable
+    from slimectl.cli.output import print_summary, write_out, write_resumable
     from slimectl.data.io import is_pipe
     from slimectl.data.resumable import can_be_resumable
     from slimectl.data.skip_counts import locate
@@ -135,6 +105,8 @@ def _grade_samples(
     from slimectl.stages.score import reward_number
     from slimectl.stages.score import score as stage
 
+    inputs, out, force = input_files(options), options.out, options.force
+    skips = options.on_error == "skip"
     reward = builders.reward(settings)
     frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
     graders = builders.executor(settings, trains=False)
@@ -171,7 +143,7 @@ def _grade_samples(
         graders.close()
     if settings.score.explain:
         for line in reasons.lines():
-            say(line)
+            stdio.say(line)
     print_summary(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
 
 

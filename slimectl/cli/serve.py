@@ -8,86 +8,66 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimectl.cli.options import Assign, Config, DryRun, Model, print_settings, resolved
+from slimectl import stdio
+from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_options
 from slimectl.errors import EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from slimectl.settings import Settings
 
 PARENT = "SLIMECTL_PARENT"
 """Environment variable with the process id that --with-parent watches."""
 
 
-def serve(
-    model: Model = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 is any free one", min=0, max=65535)] = 30000,
+@dataclass(kw_only=True, eq=False, repr=False)
+class ServeOptions:
+    """Options of `slimectl serve`: where it listens, and how it answers."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 is any free one", min=0, max=65535)] = 30000
     wait_for_weights: Annotated[
         bool, typer.Option("--wait-for-weights", help="Read no weights: they will be pushed")
-    ] = False,
+    ] = False
     incremental: Annotated[
         bool, typer.Option("--incremental-streaming-output", help="Stream from /generate only what is new")
-    ] = False,
+    ] = False
     stream_interval: Annotated[
         int, typer.Option("--stream-interval", help="Tokens between two chunks of a stream", min=1)
-    ] = 1,
+    ] = 1
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-host", metavar="NAME", help="Another name that clients or a proxy ask it by (repeatable)"
         ),
-    ] = None,
+    ] = None
     pause_timeout: Annotated[
         float, typer.Option("--pause-timeout", help="Seconds a request waits on a paused engine before 503", min=0.1)
-    ] = 60.0,
-    with_parent: Annotated[
-        bool, typer.Option("--with-parent", help="End when the process that started this ends")
-    ] = False,
-    config: Config = None,
-    assign: Assign = None,
-    dry_run: DryRun = False,
-) -> None:
+    ] = 60.0
+    with_parent: Annotated[bool, typer.Option("--with-parent", help="End when the process that started this ends")] = (
+        False
+    )
+
+
+@with_options("model options", SETTINGS, "dry_run")
+def serve(options: ServeOptions, common: CommonOptions) -> None:
     """Serve a model over HTTP: SGLang's API for rollouts and weights, OpenAI's for agents and judges.
 
     Example:
 
         slimectl serve --model models/smollm2 --port 30000 -s engine.dtype=bfloat16
     """
-    if with_parent:
+    if options.with_parent:
         leave_with_parent()
-    resolution = resolved(config, assign, {"model.path": model})
-    if dry_run:
+    resolution = common.resolve()
+    if common.dry_run:
         print_settings(resolution)
         return
-    from slimectl import builders
-    from slimectl.builders import serving
-    from slimectl.cli.output import say
-
-    folder = builders.model_folder(resolution.settings.model.path, verify=resolution.settings.model.verify)
-    key, drawn = serving.admin_key(resolution.settings)
-    with ExitStack() as ending:
-        at = ending.enter_context(serving.listening(host, port))
-        bound_port = at.getsockname()[1]
-        lines = [f"http://{f'[{host}]' if ':' in host else host}:{bound_port}: "]
-        lines[0] += "waiting for weights" if wait_for_weights else f"serving {folder}"
-        if drawn:
-            lines.append(ending.enter_context(serving.left_key(key, bound_port)))
-        if exposed := serving.exposure(resolution.settings, host):
-            lines.append(exposed)
-        number, clean = serving.serve(
-            resolution.settings,
-            folder,
-            at,
-            host=host,
-            admin_key=key,
-            allowed_hosts=allow_host or (),
-            load=not wait_for_weights,
-            ready=lambda: say("\n".join(lines)),
-            interval=stream_interval,
-            incremental=incremental,
-            pause_timeout_s=pause_timeout,
-        )
+    number, clean = _serve_until_signal(resolution.settings, options)
     interrupted = number == signal.SIGINT
     if not clean:
         # A step or a broadcast in flight would break the interpreter's clean-up.
@@ -95,6 +75,38 @@ def serve(
         os._exit(EXIT_INTERRUPTED if interrupted else 0)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int, bool]:
+    """Serve until a signal comes; return its number, and whether all threads have ended."""
+    from slimectl import builders
+    from slimectl.builders import serving
+
+    folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
+    key, drawn = serving.admin_key(settings)
+    with ExitStack() as ending:
+        at = ending.enter_context(serving.listening(options.host, options.port))
+        bound_port = at.getsockname()[1]
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        activity = "waiting for weights" if options.wait_for_weights else f"serving {folder}"
+        lines = [f"http://{host}:{bound_port}: {activity}"]
+        if drawn:
+            lines.append(ending.enter_context(serving.left_key(key, bound_port)))
+        if exposed := serving.exposure(settings, options.host):
+            lines.append(exposed)
+        return serving.serve(
+            settings,
+            folder,
+            at,
+            host=options.host,
+            admin_key=key,
+            allowed_hosts=options.allow_host or (),
+            load=not options.wait_for_weights,
+            ready=lambda: stdio.say("\n".join(lines)),
+            interval=options.stream_interval,
+            incremental=options.incremental,
+            pause_timeout_s=options.pause_timeout,
+        )
 
 
 def leave_with_parent() -> None:

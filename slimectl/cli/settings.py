@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import Assign, Config, print_settings, resolved, shown, toml_value
+from slimectl import stdio
+from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, shown, toml_value, with_options
 from slimectl.errors import SettingsError
 
 
+@with_options(SETTINGS, "changed")
 def show(
-    config: Config = None,
-    assign: Assign = None,
+    options: CommonOptions,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults")] = False,
 ) -> None:
     """Print every setting with the layer that set it.
@@ -22,7 +23,7 @@ def show(
 
         slimectl settings show -s train.lr=1e-5
     """
-    resolution = resolved(config, assign, {})
+    resolution = options.resolve()
     if changed:
         for name, value in shown(resolution):
             if resolution.origins[name] != "default":
@@ -31,14 +32,15 @@ def show(
     print_settings(resolution)
 
 
-def validate(config: Config = None, assign: Assign = None) -> None:
+@with_options(SETTINGS)
+def validate(options: CommonOptions) -> None:
     """Check settings files; silent if all is well.
 
     Example:
 
         slimectl settings validate -s train.lr=1e-5
     """
-    resolved(config, assign, {})
+    options.resolve()
 
 
 def schema() -> None:
@@ -60,7 +62,6 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
 
         slimectl settings explain rollout.temperature
     """
-    from slimectl.cli.output import say
     from slimectl.hooks import HOOKS
     from slimectl.settings import aliases
     from slimectl.settings.loading import nearest_name, sections
@@ -73,7 +74,7 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
         hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
         raise SettingsError(f"{key}: unknown setting; {hint}")
     if name != key:
-        say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
+        stdio.say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):

@@ -11,22 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import (
-    Assign,
-    Backend,
-    Config,
-    DryRun,
-    Executor,
-    Force,
-    Model,
-    OnError,
-    RayAddress,
-    Samples,
-    check_on_error,
-    cluster_flags,
-    print_settings,
-    resolved,
-)
+from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, print_settings, with_options
 from slimectl.errors import RecordError, SettingsError
 
 if TYPE_CHECKING:
@@ -34,21 +19,13 @@ if TYPE_CHECKING:
     from slimectl.types import Prompt, Sample
 
 
+@with_options("samples model save load algorithm backend lr on_error", CLUSTER, SETTINGS, "force dry_run")
 def train(
-    samples: Samples = "-",
-    model: Model = None,
+    options: CommonOptions,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
-    backend: Backend = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
-    on_error: OnError = "stop",
-    executor: Executor = None,
-    ray_address: RayAddress = None,
-    config: Config = None,
-    assign: Assign = None,
-    force: Force = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Learn from scored samples, demonstrations (sft) or preferences (dpo, reward_model); one report a step on stdout.
 
@@ -56,35 +33,33 @@ def train(
 
         slimectl train scored.jsonl --model models/smollm2 --save models/better --lr 1e-5
     """
-    if model and load:
+    if options.model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
-    flags = {"model.path": str(load) if load else model, "algorithm.name": algorithm, "train.lr": lr}
-    flags |= {"train.backend": backend} | cluster_flags(executor, ray_address)
-    resolution = resolved(config, assign, flags)
-    check_on_error(on_error)
-    if dry_run:
+    flags = {"model.path": str(load) if load else options.model, "algorithm.name": algorithm, "train.lr": lr}
+    resolution = options.resolve(flags)
+    if options.dry_run:
         print_settings(resolution)
         return
     from slimectl import builders
-    from slimectl.cli.output import say, up_to_date
+    from slimectl.cli.output import up_to_date
     from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import name_of
     from slimectl.data.skip_counts import SkippedLines
     from slimectl.types import Prompt
 
-    settings = resolution.settings
+    settings, samples, force = resolution.settings, options.samples, options.force
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*([samples] if samples != "-" else []), str(folder)]
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:
         return
     tokenizer = builders.tokenizer(folder)
-    skipped, too_long = SkippedLines(name_of(samples), say), list[Prompt]()
+    skipped, too_long = SkippedLines(name_of(samples), stdio.say), list[Prompt]()
     stream = builders.training_samples(
         settings,
         samples,
         tokenizer,
-        on_error="skip" if on_error == "skip" else "stop",
+        on_error="skip" if options.on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         context=builders.context_length(settings, folder),
@@ -102,7 +77,7 @@ def train(
     if steps == 0:
         raise RecordError(f"{samples}: no samples came; look at what the stage before said")
     dropped = f", {len(too_long)} left out as too long" if too_long else ""
-    say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+    stdio.say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
 
 
 def _train_steps(
@@ -120,6 +95,7 @@ def _train_steps(
 
     from slimectl import builders
     from slimectl.data.run_dir import write_folder
+    from slimectl.hooks.user_hooks import UserHooks
     from slimectl.runtime.recorder import load_state
     from slimectl.stages.score import attach_log_probs
     from slimectl.stages.train import train as stage
@@ -137,7 +113,7 @@ def _train_steps(
             state = load_state(load, policy)
         for field, model_of in models.asked.items():
             stream = attach_log_probs(stream, model_of, field)
-        for report in stage(stream, policy, settings, critic=critic, state=state):
+        for report in stage(stream, policy, settings, critic=critic, state=state, hooks=UserHooks(settings)):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)
                 counted = len(too_long)

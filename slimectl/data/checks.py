@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from slimectl.stdio import logger
 from slimectl.types import Status
 
 Check = Callable[[Any], Any]
@@ -148,14 +148,14 @@ def shown(value: Any) -> str:
 
 
 def warn_near_miss(record: str, key: str, known_keys: Iterable[str]) -> None:
-    """Warn once on stderr if `key` looks like a misspelling of a known one."""
+    """Warn once if `key` looks like a misspelling of a known one."""
     name = f"{record}.{key}"
     if name in _warned:
         return
     _warned.add(name)
     for right in known_keys:
         if one_edit_apart(key, right):
-            print(f"{name}: unknown key, kept as it is; did you mean {right}?", file=sys.stderr)
+            logger.warning(f"{name}: unknown key, kept as it is; did you mean {right}?")
 
 
 def one_edit_apart(a: str, b: str) -> bool:

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl
 
 from slimectl.data.tables import Listed, Row, Spooled, Table
 from slimectl.errors import MissingExtraError, SettingsError
-from slimectl.hooks import converted, load_callable
 from slimectl.types import Prompt
+from slimectl.user_code import converted, load_callable
 
 _END = object()
 

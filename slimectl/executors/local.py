@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from slimectl.data.streams import prefetch
 from slimectl.executors.rank_group import LocalRanks
 from slimectl.executors.rank_process import Serve
+from slimectl.stdio import log_to_stderr
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -80,7 +81,7 @@ class LocalExecutor:
 
             self._end_pool()
             # spawn: forking a process that holds torch's threads can deadlock.
-            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_ignore_interrupts)
+            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_set_up_worker)
             self._workers = workers
         return self._pool
 
@@ -100,8 +101,9 @@ class LocalExecutor:
             self._pool = None
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches the whole process group; only the parent decides what it means."""
+def _set_up_worker() -> None:
+    """Send messages to stderr, and ignore Ctrl-C: it reaches the whole process group, the parent decides on it."""
+    log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
+from slimectl.stdio import log_to_stderr
+
 Failure = TypeVar("Failure", bound=BaseException)
 
 TAIL_LINES = 20
@@ -24,6 +26,7 @@ def redirect(log: Path | None) -> None:
         os.close(file)
     sys.stdout.flush()
     os.dup2(2, 1)
+    log_to_stderr()
 
 
 def tail(log: Path) -> str:

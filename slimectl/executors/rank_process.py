@@ -146,7 +146,7 @@ def picklable_error(error: BaseException, source: str) -> BaseException:
     """Return the exception in picklable form: of its own type where that can be pickled, its traceback as a note."""
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
-        picklable = pickle.loads(pickle.dumps(error.with_traceback(None)))
+        picklable: BaseException = pickle.loads(pickle.dumps(error.with_traceback(None)))
     except Exception:
         picklable = SlimectlError(f"{source}: {type(error).__name__}: {error}")
     picklable.add_note(f"on {source}:\n{text}")

@@ -1,20 +1,9 @@
-"""Loads user callables by path and calls them by parameter name."""
+"""Hooks: functions that a user names in settings; their table, signatures, and the object that stages get of them.
+
+`slimectl.hooks.user_hooks.UserHooks` is that object. It is not imported here: the table is read without torch.
+"""
 
 from slimectl.hooks.args import FlatSettings
-from slimectl.hooks.callables import Hook, load_callable
-from slimectl.hooks.containment import converted, in_one_line
 from slimectl.hooks.registry import HOOKS, TRAINING_HOOKS, HookSpec, check_hooks, hook, hooks
 
-__all__ = [
-    "HOOKS",
-    "TRAINING_HOOKS",
-    "FlatSettings",
-    "Hook",
-    "HookSpec",
-    "check_hooks",
-    "converted",
-    "hook",
-    "hooks",
-    "in_one_line",
-    "load_callable",
-]
+__all__ = ["HOOKS", "TRAINING_HOOKS", "FlatSettings", "HookSpec", "check_hooks", "hook", "hooks"]

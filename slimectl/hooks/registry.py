@@ -9,8 +9,8 @@ from functools import cache
 
 from slimectl.errors import HookError
 from slimectl.hooks import signatures
-from slimectl.hooks.callables import Hook
 from slimectl.settings import Settings
+from slimectl.user_code import Hook
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,7 @@ HOOKS: dict[str, HookSpec] = {
 
 def hooks(settings: Settings, setting: str) -> list[Hook]:
     """Load and check the callables that a setting names. Raises HookError."""
-    section, _, key = setting.partition(".")
-    value = getattr(getattr(settings, section), key)
-    paths = value if isinstance(value, list) else [] if value is None else [value]
-    return [_load_cached(setting, path, os.getcwd()) for path in paths]
+    return [_load_cached(setting, path, os.getcwd()) for path in _paths(settings, setting)]
 
 
 @cache
@@ -148,10 +145,28 @@ def _load_cached(setting: str, path: str, folder: str) -> Hook:
     return HOOKS[setting].load(path)
 
 
+def is_set(settings: Settings, setting: str) -> bool:
+    """Return whether a setting names a callable."""
+    return bool(_paths(settings, setting))
+
+
+def _paths(settings: Settings, setting: str) -> list[str]:
+    section, _, key = setting.partition(".")
+    value = getattr(getattr(settings, section), key)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def hook(settings: Settings, setting: str) -> Hook | None:
     """Return the callable of a setting that has at most one; None if it is not set."""
     callables = hooks(settings, setting)
     return callables[0] if callables else None
+
+
+def required_hook(settings: Settings, setting: str) -> Hook:
+    """Return the callable of a setting that is set."""
+    function = hook(settings, setting)
+    assert function is not None
+    return function
 
 
 def check_hooks(settings: Settings, *prefixes: str) -> None:

@@ -51,7 +51,9 @@ class _LinearLogProbs(torch.autograd.Function):
         chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         needs_grad = any(ctx.needs_input_grad[:2])
         index_R, is_local_R = _local_targets(targets_R, shard)
-        logprobs, entropies, saved = [], [], []
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        saved: list[Tensor] = []
         for start in range(0, len(hidden_RH), chunk):
             C = slice(start, start + chunk)
             log_p_CV = _log_p(hidden_RH[C], weight_VH, temperature, shard)
@@ -145,7 +147,7 @@ def linear_log_probs(
         # Still a function of its inputs, so that backward reaches every rank's collectives.
         empty_R = (hidden_RH.sum(1) + weight_VH[:0].sum()).float()
         return empty_R, empty_R if entropy else None
-    logprobs_R, entropy_R = _LinearLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, entropy, shard)
+    logprobs_R, entropy_R = _LinearLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, entropy, shard)  # type: ignore[no-untyped-call]
     return logprobs_R, entropy_R if entropy else None
 
 

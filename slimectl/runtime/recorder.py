@@ -16,9 +16,9 @@ from slimectl.errors import CheckpointError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import resolve_dataset_settings, table_of
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import round_perf
 from slimectl.stages.train import TrainState
-from slimectl.stages.user_logging import user_eval_log, user_rollout_log
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
 
@@ -29,9 +29,10 @@ class RunRecorder:
     timings go to perf.jsonl.
     """
 
-    def __init__(self, folder: RunDir, settings: Settings) -> None:
+    def __init__(self, folder: RunDir, settings: Settings, hooks: Hooks = NO_HOOKS) -> None:
         self.folder = folder
         self.settings = settings
+        self.hooks = hooks
         self.trackers: Sequence[Tracker] = ()
         self.sampling = SamplerState()
         """State of sampling after the last round."""
@@ -59,7 +60,7 @@ class RunRecorder:
         if "rollout/raw_reward" in report.metrics:
             self.scores.append((report.rollout_id, report.metrics["rollout/raw_reward"]))
         tracked = report.metrics | report.timings
-        self._track(user_rollout_log(report, tracked, self.settings) if report.samples else tracked, report.step)
+        self._track(self.hooks.log_rollout(report, tracked) if report.samples else tracked, report.step)
 
     def record_evaluation(
         self,
@@ -75,7 +76,7 @@ class RunRecorder:
         self.append("metrics.jsonl", {**progress, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
-        tracked = user_eval_log(state.rollout_id, samples, metrics, self.settings)
+        tracked = self.hooks.log_eval(state.rollout_id, samples, metrics)
         self._track(tracked, state.step)
         for name, dataset_samples in samples.items() if tracked else ():
             self._log_table(name, dataset_samples, state)

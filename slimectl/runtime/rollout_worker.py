@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
-from slimectl.errors import BackendError
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Agent, Executor, Policy, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
@@ -22,8 +21,8 @@ from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.weight_sync.base import WeightSynchronizer
 
 
 class RolloutWorker:
@@ -40,7 +39,7 @@ class RolloutWorker:
         self.tokenizer = builders.tokenizer(model)
         self.reward = builders.reward(settings)
         self.agent = builders.agent(settings)
-        self.keep, self.from_buffer = builders.keep(settings), builders.from_buffer(settings)
+        self.hooks = UserHooks(settings)
         self.source = builders.data_source(settings)
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = builders.graders()
@@ -59,8 +58,7 @@ class RolloutWorker:
             self.settings,
             executor=self.graders,
             agent=self.agent,
-            keep=self.keep,
-            from_buffer=self.from_buffer,
+            hooks=self.hooks,
             source=self.source,
             count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
             state=state.snapshot(),
@@ -107,7 +105,7 @@ class RolloutWorker:
         too_long: list[Prompt] = []
         samples = evaluate(
             prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id, left_out=too_long.append,
+            rollout_id=rollout_id, left_out=too_long.append, hooks=UserHooks(settings),
         )  # fmt: skip
         answer = answer_extractor(reward)
         return list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long)), metrics
@@ -128,57 +126,6 @@ class RolloutWorker:
         """Stop the grading processes and close the connections to servers."""
         self.graders.close()
         asyncio.run(self.engine.close())
-
-
-class WeightSynchronizer:
-    """Pushes a policy's weights to the engines, restarted ones included, and tracks the version that they have."""
-
-    def __init__(
-        self,
-        transport: builders.Transport,
-        policy: Policy,
-        *,
-        workers: HttpWorkers | None = None,
-        fleet: ServerPool | None = None,
-    ) -> None:
-        self.version: str | None = None
-        self._transport = transport
-        self._policy = policy
-        self._workers, self._fleet = workers, fleet
-
-    def push(self) -> Metrics:
-        """Push the policy's weights to every engine; an engine that dies meanwhile is restarted first.
-
-        Raises BackendError if engines refuse the weights, or the restart limit is reached.
-        """
-        while True:
-            restarts = self._fleet.restarts if self._fleet else 0
-            try:
-                with self._fleet.pause_watch() if self._fleet else nullcontext():
-                    metrics = self._transport.push()
-                    self.version = self._policy.weight_version
-                    return metrics
-            except BackendError:
-                if self._fleet is None:
-                    raise
-                self._fleet.settle()
-                if self._fleet.restarts == restarts:
-                    raise  # all engines are alive: a restart would not help
-
-    def sleep(self) -> None:
-        """Release the GPU memory of the servers; an embedded engine keeps its memory."""
-        if self._workers is not None:
-            self._workers.sleep()
-
-    def wake(self) -> None:
-        """Allocate the servers' memory again; their weights are invalid until the next push."""
-        if self._workers is not None:
-            self._workers.wake()
-            self.version = None
-
-    def close(self) -> None:
-        with suppress(BackendError):  # the transport fails if its policy has died
-            self._transport.close()
 
 
 class RolloutService:
@@ -205,17 +152,15 @@ class RolloutService:
     def sync(self, policy: Policy) -> WeightSynchronizer:
         """Return the synchronizer that pushes this policy's weights to the engines."""
         if self._workers is None:
-            return WeightSynchronizer(builders.in_process(policy, self.sampler), policy)
-        transport = builders.to_servers(
-            self._settings, policy, self._workers, model=self._model, folder=self._folder
-        )  # fmt: skip
+            return builders.synchronizer(builders.in_process(policy, self.sampler), policy)
+        transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
         if self._fleet is not None:
             # A restarted server gets the weights of the others, or newer ones, before any request.
             self._fleet.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
             self._fleet.announce, self._fleet.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
                 self.sampler.engine.troubled = self._fleet.look
-        return WeightSynchronizer(transport, policy, workers=self._workers, fleet=self._fleet)
+        return builders.synchronizer(transport, policy, pool=self._fleet)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None

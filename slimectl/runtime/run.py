@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl import builders
 from slimectl.data.io import is_pipe
@@ -20,24 +19,28 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder, write_text
 from slimectl.errors import DiedError, DivergedError, SettingsError, SlimectlError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.rollout_worker import RolloutService, WeightSynchronizer
+from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient, Sft
+from slimectl.settings.algorithm import Sft
+from slimectl.settings.needs import Need
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState, train
+from slimectl.stdio import logger
 from slimectl.types import Metrics, Prompt, Sample, StepReport
+
+if TYPE_CHECKING:
+    from slimectl.weight_sync.base import WeightSynchronizer
+
+Reports = Generator[StepReport, None, bool]
+"""The reports of a run, and whether it reached its end."""
 
 WARMUP_CHECK = 128
 """Number of prompts on which the warm-up measures accuracy."""
-
-
-def say(text: str) -> None:
-    """Print a message on stderr; stdout is for data."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class TrainingRun:
@@ -48,7 +51,8 @@ class TrainingRun:
         self.settings = settings
         self.interrupted = interrupted
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
-        self.journal = RunRecorder(self.folder, settings)
+        self.hooks = UserHooks(settings)
+        self.journal = RunRecorder(self.folder, settings, self.hooks)
         self.executor: Any = None
         self.state = TrainState()
         check_hooks(settings)  # hooks are loaded before the run's folder is created
@@ -59,7 +63,22 @@ class TrainingRun:
     def execute(
         self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
     ) -> bool:
-        """Run to the end; return False if interrupted. `lock` is the folder's lock, if the caller holds it.
+        """Run to the end; return False if interrupted. See `reports`."""
+        reports = self.reports(settings_toml, resume=resume, force=force, lock=lock)
+        while True:
+            try:
+                next(reports)
+            except StopIteration as end:
+                finished: bool = end.value
+                return finished
+
+    def reports(
+        self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
+    ) -> Reports:
+        """Yield the report of every step once it is recorded; the value at the end is False if interrupted.
+
+        `lock` is the folder's lock, if the caller holds it. Steps after the last checkpoint are reported again if a
+        trainer's rank died.
 
         Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
         """
@@ -68,39 +87,39 @@ class TrainingRun:
             self.folder.check_start()
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), {})
         with ExitStack() as ending:
-            ending.enter_context(lock or self.folder.lock(warn=say))
+            ending.enter_context(lock or self.folder.lock(warn=logger.warning))
             if resume:
                 self.folder.adopt(manifest.facts)
             else:
-                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=say)
+                self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
             self.executor = builders.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
-                finished = self._run_with_advice(self._prepare_model())
+                finished = yield from self._run_with_advice(self._prepare_model())
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
 
-    def _run_with_advice(self, model: Path) -> bool:
+    def _run_with_advice(self, model: Path) -> Reports:
         """Run; if training diverged, add to the error the last checkpoint and how to resume from it."""
         try:
-            return self._run_with_restarts(model)
+            return (yield from self._run_with_restarts(model))
         except DivergedError as error:
             rounds = self.folder.checkpoints()
             advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
             command = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
             raise DivergedError(f"{error}; {advice}; go on with: {command}") from error
 
-    def _run_with_restarts(self, model: Path) -> bool:
+    def _run_with_restarts(self, model: Path) -> Reports:
         """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
         for restarts_left in range(self.settings.run.max_restarts, -1, -1):
             try:
                 side = RolloutService(self.settings, model, executor=self.executor, folder=self.folder.path)
                 with closing(side):
-                    return self._loop(self._run_sft_warmup(model, side), side)
+                    return (yield from self._loop(self._run_sft_warmup(model, side), side))
             except DiedError as error:
                 if not restarts_left:
                     raise
-                say(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
+                logger.warning(f"{error}; going on from the last checkpoint ({restarts_left} restarts left)")
         raise AssertionError("the last try returns or raises")
 
     def _validate_inputs(self) -> None:
@@ -127,7 +146,7 @@ class TrainingRun:
             return builders.model_folder(path, verify=self.settings.model.verify)
         if not (target / MANIFEST).exists():
             if path is not None:
-                say(f"converting {path}")
+                logger.info(f"converting {path}")
                 builders.convert(path, target)
             else:
                 new_model = partial(builders.create_model, str(card), seed=self.settings.run.seed)
@@ -153,10 +172,12 @@ class TrainingRun:
         samples = demonstrations(
             prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
         )  # fmt: skip
-        say(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
-        for report in islice(train(samples, policy, sft), warmup.max_steps):
+        logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
+        for report in islice(train(samples, policy, sft, hooks=self.hooks), warmup.max_steps):
             if self.interrupted():
-                say(f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}")
+                logger.warning(
+                    f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}"
+                )
                 raise KeyboardInterrupt
             train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
             metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
@@ -168,7 +189,7 @@ class TrainingRun:
                 # On the first training prompts of the run: the held-out ones stay unseen.
                 sources = list(self.settings.rollout.data or warmup.data)
                 metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
-                say(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
+                logger.info(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
             self.journal.append("metrics.jsonl", {"step": report.step, "metrics": metrics})
             if metrics.get("warmup/accuracy", 0.0) >= warmup.target_accuracy:
                 break
@@ -188,7 +209,7 @@ class TrainingRun:
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
-    def _loop(self, model: Path, side: RolloutService) -> bool:
+    def _loop(self, model: Path, side: RolloutService) -> Reports:
         settings, total = self.settings, self.settings.run.num_rollout
         with ExitStack() as ending:
             policy = builders.policy(
@@ -203,14 +224,14 @@ class TrainingRun:
             for part in (teacher, critic):
                 if part is not None:
                     ending.callback(part.close)
-            self.state = self.journal.restore(policy, say)
+            self.state = self.journal.restore(policy, logger.warning)
             moving = builders.PeriodicReference(settings, reference, self.folder.path)
             moving.resume(self.state.rollout_id)
             if self.state.rollout_id:
-                say(f"resuming {self.folder.path} after round {self.state.rollout_id}")
+                logger.info(f"resuming {self.folder.path} after round {self.state.rollout_id}")
             if total is not None and self.state.rollout_id >= total:
                 self.folder.prune(settings.run.keep_checkpoints)  # the run may have been killed before it pruned
-                say(f"all {total} rounds are done; raise run.num_rollout to go on")
+                logger.info(f"all {total} rounds are done; raise run.num_rollout to go on")
                 return True
             self.journal.trackers = builders.trackers(
                 settings, self.folder.path, resumed_at=self.state.step or None, done=self.state.rollout_id
@@ -231,9 +252,10 @@ class TrainingRun:
                 teacher=teacher,
                 critic=critic,
                 state=self.state,
+                hooks=self.hooks,
             )
-            ending.callback(reports.close)
-            return self._consume_reports(reports, policy, side, sync, moving)
+            ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
+            return (yield from self._consume_reports(reports, policy, side, sync, moving))
 
     def _consume_reports(
         self,
@@ -242,9 +264,10 @@ class TrainingRun:
         side: RolloutService,
         sync: WeightSynchronizer,
         moving: builders.PeriodicReference,
-    ) -> bool:
-        """Record every report; evaluate and save at their intervals. The last round is always evaluated and saved."""
-        settings, samples = self.settings, []
+    ) -> Reports:
+        """Record and yield every report; evaluate and save at their intervals, and after the last round."""
+        settings = self.settings
+        samples: list[Sample] = []
         for report in reports:
             self.journal.record(report)
             self._check_logprob_mismatch(report)
@@ -254,17 +277,22 @@ class TrainingRun:
             if report.last_step_of_round:
                 moving.follow(number, policy, self.folder.checkpoints())
             if not report.last_step_of_round or last:
+                yield report
                 continue
             if settings.eval.interval and number % settings.eval.interval == 0:
                 self._evaluate(side, sync, report.weight_version)
             if self.interrupted():
                 self.journal.save(policy, self.state, samples)
-                say(f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}")
+                logger.warning(
+                    f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}"
+                )
+                yield report
                 return False
             if settings.run.save_interval and number % settings.run.save_interval == 0:
                 self.journal.save(policy, self.state, samples)
             elif settings.run.keep_samples:
                 self.journal.keep_samples(self.folder.step(number) / "samples.jsonl", samples)
+            yield report
         self._evaluate(side, sync, policy.weight_version)
         self.journal.save(policy, self.state, samples)
         return True
@@ -283,7 +311,7 @@ class TrainingRun:
         )
         if run.on_logprob_mismatch == "stop":
             raise SlimectlError(message)
-        say(message)
+        logger.warning(message)
 
     def _evaluate(self, side: RolloutService, sync: WeightSynchronizer, version: str) -> None:
         """Evaluate every dataset of [eval], record its metrics and write its samples."""
@@ -310,13 +338,12 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if not settings.rollout.data and settings.rollout.data_source_path is None:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
-    if not isinstance(settings.algorithm, PolicyGradient):
-        kind = "demonstrations" if isinstance(settings.algorithm, Sft) else "preferences or scored samples"
+    if settings.algorithm.trains_on != "rollouts":
+        kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(
             f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
         )
-    compares = isinstance(settings.algorithm, PolicyGradient) and settings.algorithm.baseline != "none"
-    if compares and settings.rollout.n_samples_per_prompt == 1:
+    if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
             f"prompt with one another; sample at least 2"

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 from slimectl import builders
 from slimectl.data.hashing import tensor_checksum
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
@@ -97,7 +98,14 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
             side = RolloutService(settings, model, executor=executor, folder=Path(scratch))
             sync = side.sync(policy)
             initial = _checksums(policy)
-            reports = run(partial(side.sampler.rounds, SamplerState()), policy, sync, settings, executor=executor)
+            reports = run(
+                partial(side.sampler.rounds, SamplerState()),
+                policy,
+                sync,
+                settings,
+                executor=executor,
+                hooks=UserHooks(settings),
+            )
             for report, _ in zip(reports, range(steps), strict=False):
                 difference = report.metrics.get("train/train_rollout_logprob_abs_diff", float("nan"))
                 allowed = settings.run.max_logprob_mismatch or float("inf")

@@ -12,16 +12,16 @@ from typing import Any
 from slimectl.algorithms.metrics import count_failures, majority_at_n
 from slimectl.data.streams import tee
 from slimectl.errors import RecordError
-from slimectl.hooks import hook
 from slimectl.protocols import Agent, Engine, Executor, RewardFn
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.generation import GroupGenerator, single_turn
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import optional_metrics, pass_rates
 from slimectl.stages.rollout import rollout, sampling_params
 from slimectl.stages.score import Grader, reward_number, score
-from slimectl.stages.user_rollout import FUNCTION, build_sample_hook, user_evaluation
+from slimectl.stages.whole_rounds import whole_round_evaluation
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
@@ -71,11 +71,12 @@ def evaluate(
     agent: Agent | None = None,
     rollout_id: int = 0,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Sample]:
     """Sample and grade held-out prompts; [eval] overrides [rollout]. `settings` are those of the dataset.
 
-    `rollout_id` is the number of rounds trained on. A user's function for whole rounds (rollout.function_path) also
-    samples evaluations. Prompts that leave no room for an answer are passed to `left_out`.
+    `rollout_id` is the number of rounds trained on. `hooks.sample_rounds` also samples
+    evaluations. Prompts that leave no room for an answer are passed to `left_out`.
     """
     eval_settings = settings.eval
     overrides: dict[str, Any] = {
@@ -87,16 +88,15 @@ def evaluate(
     overrides = {name: value for name, value in overrides.items() if value is not None}
     params = dataclasses.replace(sampling_params(settings.rollout), **overrides)
     rollout_settings = settings.rollout.model_copy(update={"n_samples_per_prompt": eval_settings.n_samples_per_prompt})
-    sample_hook = build_sample_hook(settings)
-    if function := hook(settings, FUNCTION):
+    if hooks.sample_rounds is not None:
         attempts = GroupGenerator(
-            engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=sample_hook
+            engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=hooks.on_sample
         )
-        samples = user_evaluation(function, prompts, attempts, settings, rollout_id, left_out)
+        samples = whole_round_evaluation(prompts, attempts, hooks.sample_rounds, rollout_id, left_out)
     else:
         samples = rollout(
             prompts, engine, tokenizer, rollout_settings, agent=agent, params=params, evaluation=True,
-            on_sample=sample_hook, rollout_id=rollout_id, left_out=left_out,
+            hooks=hooks, rollout_id=rollout_id, left_out=left_out,
         )  # fmt: skip
     return score(samples, reward, settings.score, executor=executor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -12,15 +13,12 @@ from typing import Any, Protocol
 from slimectl.data.records import refused_path
 from slimectl.data.streams import batched
 from slimectl.errors import RecordError, SettingsError
-from slimectl.hooks import FlatSettings
-from slimectl.rewards import Grade, Verifier, known_types, verifier, weighted
+from slimectl.rewards import Grade, Verifier, known_types, takes_url, verifier, weighted
 from slimectl.rewards.http import HttpClient, run_sync
 from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
 from slimectl.settings.secret import revealed_score
-from slimectl.stages.user_reward import UserReward
 from slimectl.types import Sample, Status
-
-ASKS_SERVERS = ("judge", "remote_rm")
 
 
 class BatchedReward(Protocol):
@@ -40,14 +38,49 @@ class BatchedReward(Protocol):
     async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
 
     @property
+    def slow(self) -> bool:
+        """Whether samples are graded in worker processes by default."""
+        ...
+
+    @property
     def patience_s(self) -> float:
         """Maximum seconds of waiting for others (servers, rate limits) that do not count against the sample."""
         ...
 
 
+class RewardFunction(Protocol):
+    """A reward function of the user, called with one sample or with many."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def together(self) -> bool:
+        """Whether it is called with many samples."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is async."""
+        ...
+
+    def called(self, samples: Sequence[Sample]) -> Any:
+        """Return the function's result, or an awaitable of it."""
+        ...
+
+    def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
+        """Return one reward per sample. Raises HookError if the result has no such rewards."""
+        ...
+
+
+LoadRewardFunction = Callable[[str, Settings], RewardFunction]
+"""Loads the function at a path. Raises HookError if it does not fit."""
+
+
 class PerSampleReward:
     """Adapts any callable to Calls: one sample per call, never asynchronous."""
 
+    slow = False
     patience_s = 0.0
 
     def __init__(self, reward: Callable[[Sample], Any]) -> None:
@@ -75,6 +108,13 @@ def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
     return [0.0] * len(samples)
 
 
+def worker_count(settings: ScoreSettings, grader: BatchedReward) -> int:
+    """Return the number of worker processes that grade; 0 is this process."""
+    if settings.workers is not None:
+        return settings.workers
+    return min(4, os.cpu_count() or 1) if grader.slow else 0
+
+
 def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
     return reward if isinstance(reward, Grader) else PerSampleReward(reward)
 
@@ -83,31 +123,37 @@ class Grader:
     """Dispatches a sample to its reward: the sample's custom_rm_path, the run's, metadata.rm_type, rm_type.
 
     Pickled as its settings, so that worker processes create verifiers of their own. Raises SettingsError or HookError
-    at once if a verifier or function named in the settings does not exist.
+    at once if a verifier or function named in the settings does not exist. `load_function` loads functions by path; it
+    is picklable.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, load_function: LoadRewardFunction | None = None) -> None:
         # With the secrets at hand: worker processes, and other machines, have another environment.
         self.settings = settings = settings.model_copy(update={"score": revealed_score(settings.score)})
-        self._args = FlatSettings(settings)
-        self._user_rewards: dict[str, UserReward] = {}
+        self._load_function = load_function
+        self._user_rewards: dict[str, RewardFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
         score = settings.score
         if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
-        self._sum = weighted([self._with_server_url(part, part.get("type")) for part in score.rm]) if score.rm else None
+        self._sum = (
+            weighted([self._with_server_url(part, str(part.get("type"))) for part in score.rm]) if score.rm else None
+        )
         if score.custom_rm_path:
             self._user_reward_at(score.custom_rm_path)
         elif score.rm_type:
             self._verifier(score.rm_type)
+        named = [self._sum] if self._sum else self._verifiers.values()
+        # Of the settings' verifiers only: those that prompts name are not known yet.
+        self.slow = not score.custom_rm_path and any(verifier.slow for verifier in named)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
         return _grader, (self._pickled,)
 
     @cached_property
     def _pickled(self) -> bytes:
-        """Pickled settings, sent with every call to a worker process."""
-        return pickle.dumps(self.settings)
+        """Arguments of this grader, pickled; sent with every call to a worker process."""
+        return pickle.dumps((self.settings, self._load_function))
 
     def __call__(self, sample: Sample) -> Any:
         return self.many([sample])[0]
@@ -164,7 +210,7 @@ class Grader:
         """Asynchronous form of `many`."""
         explains = self.settings.score.explain
         if user_reward := self._user_reward_for(samples[0]):
-            rewards = user_reward.rewards(await user_reward.called(samples, self._args), samples)
+            rewards = user_reward.rewards(await user_reward.called(samples), samples)
             return list(self._as_grades(user_reward, rewards)) if explains else rewards
         verdicts = await self.verifier_of(samples[0]).asked(samples, asker)
         return verdicts if explains else [verdict.reward for verdict in verdicts]
@@ -218,7 +264,7 @@ class Grader:
             return "", 1, None
         return name, batch_size, sample.group_index if takes_groups and self.settings.score.group_rm else None
 
-    def _user_reward_for(self, sample: Sample) -> UserReward | None:
+    def _user_reward_for(self, sample: Sample) -> RewardFunction | None:
         path = self._path_of(sample)
         return self._user_reward_at(path) if path else None
 
@@ -228,19 +274,21 @@ class Grader:
             raise RecordError(f"sample {sample.index}: {refused_path('custom_rm_path', sample.custom_rm_path)}")
         return sample.custom_rm_path or self.settings.score.custom_rm_path
 
-    def _user_reward_at(self, path: str) -> UserReward:
+    def _user_reward_at(self, path: str) -> RewardFunction:
         if path not in self._user_rewards:
-            self._user_rewards[path] = UserReward(path, group_rm=self.settings.score.group_rm)
+            if self._load_function is None:
+                raise SettingsError(f"{path}: this grader was built without functions of the user; see builders.reward")
+            self._user_rewards[path] = self._load_function(path, self.settings)
         return self._user_rewards[path]
 
-    def _call_user_reward(self, user_reward: UserReward, samples: Sequence[Sample]) -> list[Any]:
-        result = user_reward.called(samples, self._args)
+    def _call_user_reward(self, user_reward: RewardFunction, samples: Sequence[Sample]) -> list[Any]:
+        result = user_reward.called(samples)
         if inspect.isawaitable(result):
             awaitable = result
             result = run_sync(lambda asker: awaitable)
         return user_reward.rewards(result, samples)
 
-    def _as_grades(self, user_reward: UserReward, rewards: Iterable[Any]) -> list[Grade]:
+    def _as_grades(self, user_reward: RewardFunction, rewards: Iterable[Any]) -> list[Grade]:
         return [Grade(reward, "whole sample", f"{user_reward.path} returned {reward!r}") for reward in rewards]
 
     def _verifier(self, rm_type: str) -> Verifier:
@@ -249,14 +297,13 @@ class Grader:
             self._verifiers[rm_type] = verifier(rm_type, **self._with_server_url(options, rm_type))
         return self._verifiers[rm_type]
 
-    def _with_server_url(self, options: dict[str, Any], rm_type: object) -> dict[str, Any]:
+    def _with_server_url(self, options: dict[str, Any], rm_type: str) -> dict[str, Any]:
         """Return the options, with score.rm_url added for verifiers that need a server address."""
         url = self.settings.score.rm_url
-        asks = str(rm_type).removeprefix("boxed_") in ASKS_SERVERS
-        return {"url": url, **options} if url and asks else options
+        return {"url": url, **options} if url and takes_url(rm_type) else options
 
 
 @lru_cache(maxsize=4)
-def _grader(settings: bytes) -> Grader:
+def _grader(arguments: bytes) -> Grader:
     """Return the grader of a worker process, cached per settings."""
-    return Grader(pickle.loads(settings))
+    return Grader(*pickle.loads(arguments))

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from slimectl import stdio
 from slimectl.errors import RecordError
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stdio import logger
 from slimectl.types import Prompt, Sample
 
 Item = TypeVar("Item")
@@ -78,13 +78,13 @@ def drop_long(
 
 
 def name_dropped(prompt: Prompt, reason: str) -> None:
-    """Print the dropped prompt and the reason on stderr, once per prompt; after a few, print that there are more."""
+    """Log the dropped prompt and the reason once per prompt; after a few, that there are more."""
     name = prompt.where or f"prompt {prompt.index}"
     if name in _named or len(_named) > NAMED:
         return
     _named.add(name)
     more = len(_named) > NAMED
-    stdio.say("more prompts are too long: only counted from here on" if more else f"{name}: left out: {reason}")
+    logger.warning("more prompts are too long: only counted from here on" if more else f"{name}: left out: {reason}")
 
 
 def all_too_long(count: int, reason: str) -> RecordError:

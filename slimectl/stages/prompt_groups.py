@@ -10,11 +10,11 @@ from typing import Any
 
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError
-from slimectl.hooks import converted
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
 from slimectl.types import Prompt, Sample, SamplerState, Status
+from slimectl.user_code import converted
 
 SOURCE = "rollout.data_source_path"
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimectl.data.supervised import sft_sample
-from slimectl.protocols import Agent, Engine, SampleHook
+from slimectl.protocols import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import InFlightGroups
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource
@@ -30,11 +31,10 @@ def rollout(
     params: SamplingParams | None = None,
     evaluation: bool = False,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
-    on_sample: SampleHook | None = None,
-    agent_at: Callable[[str], Agent] | None = None,
     rollout_id: int | None = None,
     source: Any = None,
     epochs: int | None = 1,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Sample]:
     """Sample `settings.n_samples_per_prompt` answers to every prompt, siblings together, in the order of the prompts.
 
@@ -42,11 +42,11 @@ def rollout(
     attempt becomes a sample of status `failed` with its error in the metadata. `params` replaces the sampling
     parameters of the settings (evaluation does that). Prompts that leave no room for an answer are passed to
     `left_out`; so are those longer than `settings.max_prompt_len`, except in an evaluation, whose prompts are the same
-    for every model. `on_sample` is called with each sample and `rollout_id`; `agent_at` loads the agent that a sample
-    names. A user's data source (`source`) replaces `prompts`, for `epochs` times its length.
+    for every model. `hooks.on_sample` is called with each sample and `rollout_id`, `hooks.agent_at` with the
+    agent that a sample names. A user's data source (`source`) replaces `prompts`, for `epochs` times its length.
     """
     attempts = GroupGenerator(engine, tokenizer, settings, agent or single_turn, params, evaluation)
-    attempts.on_sample, attempts.agent_at, attempts.rollout_id = on_sample, agent_at, rollout_id
+    attempts.on_sample, attempts.agent_at, attempts.rollout_id = hooks.on_sample, hooks.agent_at, rollout_id
     prompts = attempts.drop_long_prompts(prompts, left_out)
     groups: PromptSource | UserDataSource = PromptSource(iter(prompts), attempts, SamplerState())
     if source is not None:

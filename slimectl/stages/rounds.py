@@ -11,15 +11,15 @@ from typing import Any
 
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError, SlimectlError
-from slimectl.hooks import hook
-from slimectl.protocols import Agent, BufferFilter, Engine, Executor, GroupFilter, RewardFn
+from slimectl.protocols import Agent, Engine, Executor, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.score import score
-from slimectl.stages.user_rollout import FUNCTION, UserRollout, agent_at, build_sample_hook, process_all, user_rounds
+from slimectl.stages.whole_rounds import whole_rounds
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
 Clock = Callable[[], float]
@@ -39,21 +39,20 @@ def sampled_rounds(
     *,
     executor: Executor,
     agent: Agent | None = None,
-    keep: GroupFilter | None = None,
-    from_buffer: BufferFilter | None = None,
     source: Any = None,
     count: Callable[[], int] | None = None,
     state: SamplerState | None = None,
+    hooks: Hooks = NO_HOOKS,
     clock: Clock = time.perf_counter,
 ) -> Iterator[RolloutBatch]:
     """Yield rounds of scored samples lazily, until the prompts or `settings.run.num_rollout` end.
 
-    A round is `settings.run.rollout_batch_size` groups that pass `keep`; each dropped group is replaced by another
-    prompt. A user's data source (`source`) replaces `prompts`, and a user's function (rollout.function_path) replaces
-    this whole scheduler; `count` returns to such functions the number of prompts per epoch. With
+    A round is `settings.run.rollout_batch_size` groups that pass `hooks.keep_group`; each dropped group is replaced by
+    another prompt. A user's data source (`source`) replaces `prompts`, and `hooks.sample_rounds` replaces this whole
+    scheduler; `count` returns to such functions the number of prompts per epoch. With
     `rollout.over_sampling_batch_size` that many groups are submitted at the start, and finished surplus groups wait in
-    the buffer for the next round (`from_buffer` picks among them). With `rollout.partial_rollout` groups are taken as
-    they finish, and unfinished ones are interrupted, to be resumed in the next round.
+    the buffer for the next round (`hooks.take_from_buffer` picks among them). With `rollout.partial_rollout` groups are
+    taken as they finish, and unfinished ones are interrupted, to be resumed in the next round.
 
     With `settings.run.async_level` n above 1, up to n - 1 further rounds are sampled meanwhile, so that the longest
     answer of a round does not idle the engine.
@@ -62,13 +61,19 @@ def sampled_rounds(
     in flight or interrupted, whose progress depends on servers and other requests.
     """
     state, max_rounds = state or SamplerState(), settings.run.num_rollout
-    user_hooks: dict[str, Any] = {"on_sample": build_sample_hook(settings), "agent_at": agent_at(settings)}
-    attempts = GroupGenerator(engine, tokenizer, settings.rollout, agent or single_turn, **user_hooks)
-    rounds = RoundScheduler(prompts, attempts, reward, settings, executor, keep, from_buffer, source, count, state)
-    if function := hook(settings, FUNCTION):
+    attempts = GroupGenerator(
+        engine,
+        tokenizer,
+        settings.rollout,
+        agent or single_turn,
+        on_sample=hooks.on_sample,
+        agent_at=hooks.agent_at,
+    )
+    rounds = RoundScheduler(prompts, attempts, reward, settings, executor, hooks, source, count, state)
+    if hooks.sample_rounds is not None:
         rounds.in_flight.close()
-        user_rollout = UserRollout(function, attempts, settings)
-        yield from user_rounds(user_rollout, rounds.source, rounds.graded, settings, state, clock)
+        sampler, on_round = hooks.sample_rounds(attempts), hooks.on_round
+        yield from whole_rounds(sampler, rounds.source, rounds.graded, settings, state, on_round=on_round, clock=clock)
         return
     try:
         while max_rounds is None or rounds.state.rounds < max_rounds:
@@ -92,8 +97,7 @@ class RoundScheduler:
         reward: RewardFn,
         settings: Settings,
         executor: Executor,
-        keep: GroupFilter | None,
-        from_buffer: BufferFilter | None,
+        hooks: Hooks,
         source: Any,
         count: Callable[[], int] | None,
         state: SamplerState,
@@ -115,7 +119,7 @@ class RoundScheduler:
         rollout = settings.rollout
         self._oversampling_size, self._partial = rollout.over_sampling_batch_size or self._size, rollout.partial_rollout
         self._max_in_flight = most_in_flight(rollout)
-        self._keep, self._from_buffer = keep, from_buffer or oldest_first
+        self._hooks = hooks
         self._score: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: score(
             samples, reward, settings.score, executor=executor
         )
@@ -128,11 +132,11 @@ class RoundScheduler:
         self._sampled_groups.clear()
         self._too_long = 0
         self._attempts.rollout_id = self.state.rounds + 1
-        plain = self._keep is None and self._oversampling_size == self._size and not self._partial
+        plain = self._hooks.keep_group is None and self._oversampling_size == self._size and not self._partial
         samples = list(self._score(self._stream_round())) if plain else self._fill_round()
         if samples:
             groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
-            process_all(groups if plain else list(self._sampled_groups), self.source, self._settings)
+            self._hooks.on_round(groups if plain else list(self._sampled_groups), self.source)
             self.state.rounds += 1
             self.source.save(self.state.rounds)
         self.metrics = self._count_metrics()
@@ -160,7 +164,7 @@ class RoundScheduler:
             yield from self.in_flight.oldest()
 
     def _fill_round(self) -> list[Sample]:
-        buffered = self._from_buffer(self.state.buffer, self._size, self.state.rounds + 1)
+        buffered = self._hooks.take_from_buffer(self.state.buffer, self._size, self.state.rounds + 1)
         collected = [group for group in buffered if _is_done(group)]
         self._resumed_samples = 0
         for group in buffered:
@@ -208,7 +212,8 @@ class RoundScheduler:
 
     def _passes_filter(self, group: Group, collected: int) -> bool:
         self._sampled_groups.append(group)
-        keep, reason = (True, "") if self._keep is None else reward_statistics(self._keep(group))
+        keep_group = self._hooks.keep_group
+        keep, reason = (True, "") if keep_group is None else checked_decision(keep_group(group))
         if keep:
             return True
         self._drops[reason] += 1
@@ -240,14 +245,7 @@ class RoundScheduler:
             self.state.long_prompts_until = prompt.index + 1
 
 
-def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group]:
-    """Remove up to `count` groups from the buffer, oldest first, and return them."""
-    groups = buffer[:count]
-    del buffer[:count]
-    return groups
-
-
-def reward_statistics(answer: Any) -> tuple[bool, str]:
+def checked_decision(answer: Any) -> tuple[bool, str]:
     """Return (keep, reason) of a filter's result. Raises HookError if the filter returned anything else."""
     keep, reason = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "filtered")
     if not isinstance(keep, bool):

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-from slimectl.protocols import Critic, Executor, LogProbModel, Policy
+from slimectl.protocols import Critic, Executor, LogProbModel, Policy, WeightSync
 from slimectl.settings import Settings
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.rounds import Clock
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState, train_batches
 from slimectl.types import Metrics, RolloutBatch, StepReport
-
-
-class WeightSync(Protocol):
-    """Transfers the policy's weights to the engine."""
-
-    def push(self) -> Metrics:
-        """Push the weights and return metrics of the transfer: "bytes" and others."""
-        ...
-
-    def sleep(self) -> None:
-        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the engines' GPU memory again; the next push loads their weights."""
-        ...
 
 
 def run(
@@ -41,6 +25,7 @@ def run(
     teacher: LogProbModel | None = None,
     critic: Critic | None = None,
     state: TrainState | None = None,
+    hooks: Hooks = NO_HOOKS,
     clock: Clock = time.perf_counter,
 ) -> Iterator[StepReport]:
     """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
@@ -64,7 +49,7 @@ def run(
     colocated = settings.cluster.colocate
     sync.push()
     round_start = clock()
-    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state):
+    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state, hooks=hooks):
         if report.last_step_of_round:
             if colocated:
                 sync.wake()

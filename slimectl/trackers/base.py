@@ -1,15 +1,16 @@
-"""Run identity shared by hosted trackers (wandb, SwanLab)."""
+"""The run as its trackers know it, and containment of their failures."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.protocols import Tracker
+from slimectl.stdio import logger
 from slimectl.types import TableRow
 
 
@@ -30,16 +31,27 @@ class Identity:
     config: dict[str, Any] | None = None
 
 
-def say(text: str) -> None:
-    """Print a message to stderr; errors of a closed stderr are ignored."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as its trackers know it; every tracker's constructor takes it, then the arguments of track.kwargs.
+
+    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed_at` is the step after which a resumed
+    run goes on, `rounds` the number of rounds if known, `rounds_done` those behind it. `identity()` is drawn once.
+    """
+
+    folder: Path
+    identity: Callable[[], Identity]
+    log_dir: Path | None = None
+    one_axis: bool = False
+    resumed_at: int | None = None
+    rounds: int | None = None
+    rounds_done: int = 0
 
 
 class FaultTolerantTracker:
     """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
 
-    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = say) -> None:
+    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = logger.warning) -> None:
         self.name = name
         self.tracker = tracker
         self._warn = warn

@@ -9,10 +9,18 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from slimectl.protocols import Tracker
+from slimectl.stdio import logger
+from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 
 KEPT = 0.9
 """Decay of the exponential moving average of the reward, per round."""
+
+
+def console_tracker(run: TrackedRun) -> Tracker:
+    """Make a live progress bar on a terminal, a plain line per step elsewhere."""
+    return ProgressTracker(total=run.rounds, done=run.rounds_done) if sys.stderr.isatty() else StdoutTracker()
 
 
 class ProgressTracker:
@@ -64,10 +72,10 @@ ROWS, WIDTH = 2, 40
 
 
 class StdoutTracker:
-    """Writes lines to stderr: stdout is for data."""
+    """Logs a line for every step, or writes it to `stream`; stdout itself is for data."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
+        self.stream = stream
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         evaluated = [
@@ -75,10 +83,16 @@ class StdoutTracker:
         ]
         shown = shown_of(metrics)
         if evaluated or shown:
-            print(f"step {step:>4}  " + "  ".join(shown + evaluated), file=self.stream, flush=True)
+            self._write(f"step {step:>4}  " + "  ".join(shown + evaluated))
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         for line in lines_of(rows):
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self.stream is None:
+            logger.info(line)
+        else:
             print(line, file=self.stream, flush=True)
 
     def close(self) -> None: ...

@@ -1,18 +1,19 @@
-"""Operations of all transports on a stream of weights: cast it, split it into messages, read it to its end."""
+"""Weight sync to servers: pushes one at a time, again after restarts; streams of weights, cast and cut to messages."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import RLock
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slimectl.errors import SlimectlError
-from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightUpdateClient
+from slimectl.errors import BackendError, SlimectlError
+from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightSync, WeightUpdateClient
 from slimectl.types import Metrics
 
 Message = list[tuple[str, Tensor]]
@@ -66,7 +67,7 @@ LEAVE_S = 10.0
 
 
 class WeightSyncBase:
-    """Pushes weights, one push at a time, to all workers or to some; a transport implements `_push`.
+    """protocols.WeightSync to servers, one push at a time; a transport implements `_push`.
 
     A push reports "bytes" that were sent and the "pause_time" of the engines in seconds. It raises BackendError if an
     engine refuses or is gone; the others continue. Push again, or end: an engine with an interrupted push has an
@@ -97,6 +98,12 @@ class WeightSyncBase:
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         raise NotImplementedError
 
+    def sleep(self) -> None:
+        self.workers.sleep()
+
+    def wake(self) -> None:
+        self.workers.wake()
+
     def close(self) -> None:
         """Remove files, process groups and shared memory."""
 
@@ -124,3 +131,60 @@ class Stopwatch:
 
     def stop(self) -> None:
         self.seconds = time.perf_counter() - self._started
+
+
+class WatchedServers(Protocol):
+    """Servers that are watched and restarted."""
+
+    @property
+    def restarts(self) -> int: ...
+
+    def pause_watch(self) -> AbstractContextManager[None]:
+        """Suspend checks and restarts while weights change."""
+        ...
+
+    def settle(self) -> None:
+        """Check the servers now; returns when all of them answer again. Raises BackendError if no restart is left."""
+        ...
+
+
+class WeightSynchronizer:
+    """Pushes by `sync`, again after servers of `pool` were restarted, and tracks the version that the engines have."""
+
+    def __init__(self, sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> None:
+        self.version: str | None = None
+        self._sync, self._policy, self._pool = sync, policy, pool
+
+    def push(self) -> Metrics:
+        """Push the policy's weights to every engine; an engine that dies meanwhile is restarted first.
+
+        Raises BackendError if engines refuse the weights, or the restart limit is reached.
+        """
+        while True:
+            restarts = self._pool.restarts if self._pool else 0
+            try:
+                with self._pool.pause_watch() if self._pool else nullcontext():
+                    metrics = self._sync.push()
+                    self.version = self._policy.weight_version
+                    return metrics
+            except BackendError:
+                if self._pool is None:
+                    raise
+                self._pool.settle()
+                if self._pool.restarts == restarts:
+                    raise  # all engines are alive: a restart would not help
+
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        return self._sync.push_to(workers)
+
+    def sleep(self) -> None:
+        self._sync.sleep()
+
+    def wake(self) -> None:
+        """Allocate the engines' memory again; their weights are invalid until the next push."""
+        self._sync.wake()
+        self.version = None
+
+    def close(self) -> None:
+        with suppress(BackendError):  # the transport fails if its policy has died
+            self._sync.close()

@@ -87,8 +87,9 @@ class DeltaSync(WeightSyncBase):
             versions = Versions(start, version, self.encoding, self.checksum)
             write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
             try:
-                size = self.policy.hand_weights(write)
-                for apply in [partial(apply_delta, folder=self.current), *self.appliers]:
+                size = self.policy.consume_weights(write)
+                apply_delta(self._delta, folder=self.current)
+                for apply in self.appliers:
                     apply(self._delta)
             except CheckpointError:
                 self._delta.unlink(missing_ok=True)
@@ -98,7 +99,7 @@ class DeltaSync(WeightSyncBase):
                 self._version = version
                 return {"bytes": float(size), "full": 0.0}
         fill = partial(write_checkpoint, target=self.current, write=partial(_write_versioned, self.write, version))
-        size = self.policy.hand_weights(partial(fill, dtype=self.dtype))
+        size = self.policy.consume_weights(partial(fill, dtype=self.dtype))
         for apply in self.appliers:
             apply(self.current)
         self._version = version

@@ -207,7 +207,7 @@ class DeltaFile:
             file.seek(span[0])
             packed = file.read(span[1])
         try:
-            return self._decompressor.decompress(packed)
+            return bytes(self._decompressor.decompress(packed))
         except _zstandard().ZstdError as error:
             raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
 

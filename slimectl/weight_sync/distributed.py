@@ -139,7 +139,7 @@ def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, world, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     # Of itself gloo would look up the host's own name, which containers often cannot resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -234,12 +234,12 @@ class DistributedSync(WeightSyncBase):
             most_bytes=self.buffer_bytes, dtype=self.dtype, timeout_s=self.timeout_s,
         )  # fmt: skip
         with self.paused(workers) as watch:
-            sent = self.policy.hand_weights(send)
+            sent = self.policy.consume_weights(send)
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
     def close(self) -> None:
         """Destroy the group on both sides; a policy that has ended has destroyed it already."""
-        self.policy.hand_weights(partial(_leave, key=self._key))
+        self.policy.consume_weights(partial(_leave, key=self._key))
 
 
 def _send(

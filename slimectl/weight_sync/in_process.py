@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from slimectl.protocols import Policy, WeightReceiver
+from slimectl.protocols import Policy, WeightReceiver, WeightUpdateClient
 from slimectl.types import Metrics
 
 
 class InProcessSync:
-    """Pushes the policy's weights into the engine under the policy's version."""
+    """protocols.WeightSync into one engine, under the policy's version."""
 
     def __init__(self, policy: Policy, engine: WeightReceiver) -> None:
         self.policy = policy
@@ -31,9 +31,15 @@ class InProcessSync:
         self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
 
-    def push_to(self, workers: object) -> Metrics:
-        """Not supported: there is one engine, and it cannot be restarted alone."""
-        raise NotImplementedError("an engine in this process has no workers")
+    def push_to(self, workers: WeightUpdateClient) -> Metrics:
+        """Restore nothing: the engine starts and ends with its process."""
+        return {"bytes": 0.0, "pause_time": 0.0}
+
+    def sleep(self) -> None:
+        """Do nothing: the engine keeps its memory."""
+
+    def wake(self) -> None:
+        """Do nothing: the engine has kept its memory."""
 
     def close(self) -> None:
         """Do nothing: no resource outlives the process."""

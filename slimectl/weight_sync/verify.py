@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,8 @@ NAMED = 3
 """Number of tensors that an error names."""
 
 
-class VerifiedSync:
-    """Transport that verifies every push; `dtype` is the engines' precision.
+class VerifiedSync(WeightSyncBase):
+    """Verifies every push of another transport; `dtype` is the engines' precision.
 
     `slimectl serve` hashes tensors under their Hugging Face names, to be compared with the trainer's. SGLang hashes its
     own fused and sharded tensors: there they are overwritten with noise and loaded again, from a checkpoint in
@@ -31,25 +30,18 @@ class VerifiedSync:
     """
 
     def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: torch.dtype | None = None) -> None:
+        super().__init__(sync.policy, sync.workers, pause_mode=sync.pause_mode)
         self.sync, self.folder, self.write, self.dtype = sync, Path(folder), write, dtype
 
-    def push(self) -> Metrics:
-        return self.push_to(self.sync.workers)
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        with self.sync.lock:
-            workers = copy.copy(workers)
-            while True:
-                version = self.sync.policy.weight_version
-                metrics = self.sync.push_to(workers)
-                try:
-                    self.check(workers)
-                except BackendError:
-                    # From another thread: the policy may have stepped since it was pushed.
-                    if self.sync.policy.weight_version == version:
-                        raise
-                else:
-                    return metrics
+    def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
+        metrics = self.sync._push(workers, version)
+        try:
+            self.check(workers)
+        except BackendError:
+            # From another thread: the policy may have stepped since it was pushed, and is pushed again.
+            if self.policy.weight_version == version:
+                raise
+        return metrics
 
     def close(self) -> None:
         self.sync.close()
@@ -57,16 +49,16 @@ class VerifiedSync:
     def check(self, workers: WeightUpdateClient) -> None:
         """Compare the workers' tensors with the policy's. Raises BackendError, which names the first that differ."""
         if workers.checksums_by_hf_name:
-            expected = [self.sync.policy.hand_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
+            expected = [self.policy.consume_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
             _compare(workers, expected, workers.checksums())
             return
-        version, target = self.sync.policy.weight_version, self.folder / "check"
+        version, target = self.policy.weight_version, self.folder / "check"
         write = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
-        self.sync.policy.hand_weights(write)
+        self.policy.consume_weights(write)
         try:
             pushed = workers.checksums()
-            with self.sync.paused(workers):
-                workers.scramble()
+            with self.paused(workers):
+                workers.randomize_weights()
                 workers.load_disk(target, version=version)
             _compare(workers, workers.checksums(), pushed)
         finally:

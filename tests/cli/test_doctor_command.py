@@ -47,10 +47,10 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
 
 @pytest.mark.parametrize(("staleness", "words"), [(0.0, 1), (1.0, 0)])
 def test_answers_of_older_weights_are_no_disagreement(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str], staleness: float, words: int
+    workshop: Workshop, caplog: pytest.LogCaptureFixture, staleness: float, words: int
 ):
     values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_mismatch": 0.1}}
     job = TrainingRun(Settings.model_validate(values))
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
     job._check_logprob_mismatch(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
-    assert capsys.readouterr().err.count("engine and trainer differ by 0.200") == words
+    assert caplog.text.count("engine and trainer differ by 0.200") == words

@@ -65,8 +65,8 @@ class Held:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors)
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
 
 @pytest.fixture(scope="module", params=["one process", "two ranks"])
@@ -335,7 +335,7 @@ def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy
     sync = TensorSync(policy, serving.workers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
     nobody = serving.workers(["http://127.0.0.1:9"], timeout_s=5)
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
-        policy.hand_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
+        policy.consume_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
     assert sync.push()["bytes"] > 0
 

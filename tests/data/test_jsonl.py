@@ -56,11 +56,11 @@ def test_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, message
     assert message in str(error.value)
 
 
-def test_skipping_reports_every_bad_line_and_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_skipping_reports_every_bad_line_and_the_total(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "samples.jsonl"
     path.write_text('{"index": 0}\nnot json\n{"index": "x"}\n{"index": 3}\n')
     assert [sample.index for sample in read_samples(path, on_error="skip")] == [0, 3]
-    err = capsys.readouterr().err.splitlines()
+    err = list(caplog.messages)
     assert err[0].startswith(f"skipped: {path}:2: not JSON")
     assert err[1] == f"skipped: {path}:3: Sample.index: expected a whole number, got 'x'"
     assert err[2] == f"{path}: 2 of 4 lines skipped"
@@ -68,7 +68,7 @@ def test_skipping_reports_every_bad_line_and_the_total(tmp_path: Path, capsys: p
     seen: list[RecordError] = []
     assert len(list(read_samples(path, on_error="skip", report=seen.append))) == 2
     assert len(seen) == 2
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == err
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

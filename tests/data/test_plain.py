@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 
+from slimectl import builders
 from slimectl.data.json_values import kind_of, plain_reward
 from slimectl.settings import Settings
-from slimectl.stages.score import Grader
 from slimectl.types import Sample, detached_copy
 
 
@@ -78,7 +78,7 @@ def test_a_reward_gets_a_copy_and_what_it_writes_there_is_not_kept(tmp_path: Pat
         "    sample.metadata['list'].append(1)\n"
         "    return sample.metadata\n"
     )
-    grader = Grader(Settings.model_validate({"score": {"custom_rm_path": f"{tmp_path}/writes.py:reward"}}))
+    grader = builders.reward(Settings.model_validate({"score": {"custom_rm_path": f"{tmp_path}/writes.py:reward"}}))
     sample = Sample(response="as it was", tokens=[1], metadata={"score": 1.0, "list": []})
     before = detached_copy(sample)
     reward = grader(sample)

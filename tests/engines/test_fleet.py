@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -86,8 +87,9 @@ def strike(server: ServerProcess, number: int) -> None:
 
 
 def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_weights(
-    at: Scene, undisturbed: list[list[int]], capfd: pytest.CaptureFixture[str]
+    at: Scene, undisturbed: list[list[int]], caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.INFO, logger="slimectl")
     first, before = at.fleet.urls[0], at.fleet.restarts
 
     async def killed() -> list[Completion]:
@@ -104,7 +106,7 @@ def test_a_server_killed_in_mid_answer_loses_nothing_and_comes_back_with_the_wei
     assert first not in at.announced[-2]
     assert at.announced[-1] == at.fleet.urls == [at.restored[-1], at.fleet.urls[1]]
     assert [answer.tokens for answer in asyncio.run(at.ask())] == undisturbed
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("engine 0")]
+    said = [line for line in caplog.messages if line.startswith("engine 0")]
     assert said[0].startswith(f"engine 0 at {first} died (killed; out of memory?")
     assert said[0].endswith(f"restart {before + 1} of 10")
     assert said[1].startswith(f"engine 0 is back at {at.restored[-1]} after ")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import HookError
-from slimectl.hooks import FlatSettings, Hook
+from slimectl.hooks import FlatSettings
 from slimectl.settings import Settings
+from slimectl.user_code import Hook
 
 OFFERS = ("args", "settings", "sample")
 

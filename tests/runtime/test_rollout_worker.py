@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slimectl.errors import BackendError
-from slimectl.runtime.rollout_worker import WeightSynchronizer
 from slimectl.types import Metrics
+from slimectl.weight_sync.base import WeightSynchronizer
 
 
 class Watched:
@@ -58,7 +58,7 @@ class Third:
 def test_a_push_over_which_servers_died_is_made_again(seen: list[str]):
     fleet: Any = Watched()
     line: Any = Line(fleet, *seen)
-    sync = WeightSynchronizer(line, Third(), fleet=fleet)  # type: ignore[arg-type]
+    sync = WeightSynchronizer(line, Third(), pool=fleet)  # type: ignore[arg-type]
     assert sync.push() == {"bytes": 1.0}
     assert (line.pushes, fleet.restarts, sync.version) == (len(seen) + 1, len(seen), "2")
 
@@ -66,7 +66,7 @@ def test_a_push_over_which_servers_died_is_made_again(seen: list[str]):
 def test_a_push_that_living_servers_refuse_fails():
     fleet: Any = Watched()
     line: Any = Line(fleet, "no death")
-    sync = WeightSynchronizer(line, Third(), fleet=fleet)  # type: ignore[arg-type]
+    sync = WeightSynchronizer(line, Third(), pool=fleet)  # type: ignore[arg-type]
     with pytest.raises(BackendError, match="is not there"):
         sync.push()
     assert (line.pushes, sync.version) == (1, None)

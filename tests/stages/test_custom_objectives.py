@@ -12,11 +12,12 @@ import pytest
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import HookError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.loss import CustomLoss
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.stages.train import train
-from slimectl.stages.user_loss import CustomLoss
 from slimectl.types import Sample, Status
 
 ModelDir = Callable[..., Path]
@@ -77,7 +78,8 @@ def settings(**keys: Any) -> Settings:
 
 def metrics(model: Path, **keys: Any) -> dict[str, float]:
     policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3))
-    (report,) = train(attempts(), policy, settings(**keys))
+    chosen = settings(**keys)
+    (report,) = train(attempts(), policy, chosen, hooks=UserHooks(chosen))
     return report.metrics
 
 

@@ -15,7 +15,9 @@ import pytest
 from forkserver import ForkedProcess
 from workshop import Workshop, alike, set_up
 
-ROUNDS = ["-s", "run.num_rollout=6", "-s", "rollout.max_response_len=120", "-s", "rollout.ignore_eos=true"]
+ROUNDS = ["-s", "run.num_rollout=6", "-s", "rollout.max_response_len=20", "-s", "rollout.ignore_eos=true"]
+"""Short answers: in 10 000 sampled tokens, one may flip by the rounding of another batch, and every metric with it."""
+
 ROUNDS += ["-s", "eval.interval=none", "-s", "run.save_interval=2"]
 ROUNDS += ["-s", "score.timeout_s=1000"]  # a round waits in its reward until the test permits it
 GATE = '''
@@ -92,7 +94,7 @@ def test_three_killed_engines_cost_no_answer_and_change_no_metric(workshop: Work
         for server in descendants(process, "slimectl", "serve")[:count]:
             server.kill()
             killed += 1
-        until(lambda killed=killed: words(workshop).count("is back at") == killed, process=process)
+        until(lambda killed=killed: words(workshop).count("is back at") >= killed, process=process)
     assert killed == 3
     permit(workshop, 6)
     assert process.wait(timeout=300) == 0, words(workshop)

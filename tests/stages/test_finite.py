@@ -14,6 +14,7 @@ from workshop import Workshop
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import DivergedError
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
@@ -51,7 +52,7 @@ def refused(samples: Sequence[Sample], trained: Any, chosen: Settings, **more: A
     """The words with which training stops; nothing has been learnt."""
     before = weights(trained)
     with pytest.raises(DivergedError) as error:
-        list(train(samples, trained, chosen, **more))
+        list(train(samples, trained, chosen, hooks=UserHooks(chosen), **more))
     assert all(torch.equal(old, new) for old, new in zip(before, weights(trained), strict=True))
     return str(error.value)
 

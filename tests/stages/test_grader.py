@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from slimectl import builders
 from slimectl.errors import HookError, RecordError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings import Settings
 from slimectl.stages.check_reward import check_reward
-from slimectl.stages.score import Grader, score
+from slimectl.stages.score import score
 from slimectl.types import Sample, Status
 
 FUNCTIONS = """
@@ -79,7 +80,7 @@ def settings_of(path: str, **given: object) -> Settings:
 
 
 def rewards(settings: Settings, samples: list[Sample], executor: LocalExecutor) -> list[Any]:
-    return [sample.reward for sample in score(samples, Grader(settings), settings.score, executor=executor)]
+    return [sample.reward for sample in score(samples, builders.reward(settings), settings.score, executor=executor)]
 
 
 def siblings(*sizes: int) -> list[Sample]:
@@ -89,7 +90,7 @@ def siblings(*sizes: int) -> list[Sample]:
 
 
 def sizes_seen(settings: Settings) -> list[list[int]]:
-    from slimectl.hooks import load_callable
+    from slimectl.user_code import load_callable
 
     return load_callable(str(settings.score.custom_rm_path), setting="x").__globals__["SIZES"]
 
@@ -118,7 +119,7 @@ def test_batches_are_drawn_no_further_than_asked_for(file, executor):
             yield sample
 
     settings = settings_of(f"{file}:lengths", batch_size=3)
-    next(score(source(), Grader(settings), settings.score, executor=executor))
+    next(score(source(), builders.reward(settings), settings.score, executor=executor))
     assert pulled == [0, 1, 2]
 
 
@@ -204,7 +205,7 @@ def test_what_is_no_list_of_rewards_is_refused_with_the_numbers_of_the_samples(
 
 def test_a_function_of_one_sample_grades_no_groups(file):
     with pytest.raises(HookError, match=r"own\.py:one: with score\.group_rm it is called with samples; take them or"):
-        Grader(settings_of(f"{file}:one", group_rm=True))
+        builders.reward(settings_of(f"{file}:one", group_rm=True))
 
 
 def test_siblings_that_were_parted_are_refused(file, executor):
@@ -217,7 +218,7 @@ def test_siblings_that_were_parted_are_refused(file, executor):
 def test_verifiers_grade_each_of_a_group_alone(executor):
     settings = Settings.model_validate({"score": {"rm_type": "exact", "group_rm": True}})
     samples = [Sample(index=i, group_index=0, response=str(i), label="1") for i in range(3)]
-    assert [len(call) for call in Grader(settings).calls(samples)] == [1, 1, 1]
+    assert [len(call) for call in builders.reward(settings).calls(samples)] == [1, 1, 1]
     assert rewards(settings, samples, executor) == [0.0, 1.0, 0.0]
 
 
@@ -233,6 +234,8 @@ def test_explanations_and_checks_know_groups(file, executor):
     samples = siblings(3)
     assert rewards(settings, samples, executor) == [0.0, 1.0, 2.0]
     assert samples[2].metadata["explanation"]["why"] == f"{file}:ranks returned 2.0"
-    found = {one.check: one for one in check_reward(samples, Grader(settings), settings.score, executor=executor)}
+    found = {
+        one.check: one for one in check_reward(samples, builders.reward(settings), settings.score, executor=executor)
+    }
     assert all(one.fine for one in found.values())
     assert found["range"].text == "0 to 2, mean 1"

@@ -46,26 +46,26 @@ def sampled(*counts: int, evaluation: bool = False, agent: Any = None, **given: 
     return list(rollout(prompts(*counts), Narrow(), Bytes(), chosen, evaluation=evaluation, agent=agent))
 
 
-def test_the_longest_prompt_that_is_asked_leaves_room_for_one_token(capsys: pytest.CaptureFixture[str]):
+def test_the_longest_prompt_that_is_asked_leaves_room_for_one_token(caplog: pytest.LogCaptureFixture):
     assert [sample.group_index for sample in sampled(2, 9, 10, 11, 3)] == [0, 1, 4]
-    assert capsys.readouterr().err.splitlines() == [
+    assert caplog.messages == [
         "p.jsonl:3: left out: 10 tokens leave no room for an answer in a context of 10",
         "p.jsonl:4: left out: 11 tokens leave no room for an answer in a context of 10",
     ]
 
 
-def test_the_nearer_of_two_limits_is_named(capsys: pytest.CaptureFixture[str]):
+def test_the_nearer_of_two_limits_is_named(caplog: pytest.LogCaptureFixture):
     assert [sample.group_index for sample in sampled(2, 6, 12, max_prompt_len=5)] == [0]
-    assert capsys.readouterr().err.splitlines() == [
+    assert caplog.messages == [
         "p.jsonl:2: left out: 6 tokens, and rollout.max_prompt_len is 5",
         "p.jsonl:3: left out: 12 tokens leave no room for an answer in a context of 10",
     ]
 
 
-def test_lines_are_named_once_and_only_a_few_of_them(capsys: pytest.CaptureFixture[str]):
+def test_lines_are_named_once_and_only_a_few_of_them(caplog: pytest.LogCaptureFixture):
     made = rounds(prompts(2, *[12] * 7, epochs=3), Narrow(), num_rollout=1, rollout_batch_size=3)
     assert next(made).metrics["rollout/prompts_too_long"] == 14.0
-    words = capsys.readouterr().err.splitlines()
+    words = caplog.messages
     assert [line.split(":")[1] for line in words[:-1]] == ["2", "3", "4", "5", "6"]
     assert words[-1] == "more prompts are too long: only counted from here on"
 

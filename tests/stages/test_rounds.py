@@ -13,6 +13,7 @@ from test_run_stage import Bytes, Echo, settings
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.executors.local import LocalExecutor
+from slimectl.stages.hooks import Hooks
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.types import Completion, Prompt, RolloutBatch, Sample, SamplerState, SamplingParams, Status
 
@@ -55,9 +56,10 @@ def rounds(prompts: Any, engine: Echo, *, rollout: dict[str, Any] | None = None,
     given = settings(**run)
     chosen = given.rollout.model_copy(update=rollout or {})
     reward = more.pop("reward", lambda sample: 1.0)
+    hooks = Hooks(**{key: more.pop(key) for key in ("keep_group", "take_from_buffer") if key in more})
     return sampled_rounds(
         prompts, engine, Bytes(), reward, given.model_copy(update={"rollout": chosen}), executor=LocalExecutor(),
-        state=state, **more,
+        state=state, hooks=hooks, **more,
     )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def odd(samples: list[Sample]) -> tuple[bool, str]:
 
 def test_every_group_that_a_filter_drops_is_replaced_by_the_next_prompt():
     engine = Slow()
-    first, second = rounds(lengths(*[1] * 8), engine, keep=odd, num_rollout=2)
+    first, second = rounds(lengths(*[1] * 8), engine, keep_group=odd, num_rollout=2)
     assert [numbers(first), numbers(second)] == [[1, 3], [5, 7]]
     assert first.metrics == {"rollout/dynamic_filter/drop_even": 2.0}
     assert (first.state.position, second.state.position) == (4, 8)
@@ -81,7 +83,7 @@ def test_every_group_that_a_filter_drops_is_replaced_by_the_next_prompt():
 @pytest.mark.parametrize(("ahead", "begun"), [(0, 4), (2, 7)])
 def test_filters_hold_for_rounds_worked_ahead(ahead: int, begun: int):
     engine = Slow()
-    coming = rounds(lengths(*[1] * 8), engine, keep=odd, num_rollout=2, async_level=ahead)
+    coming = rounds(lengths(*[1] * 8), engine, keep_group=odd, num_rollout=2, async_level=ahead)
     first = next(coming)
     assert (numbers(first), first.state.position) == ([1, 3], 4)
     assert len(engine.asked) <= begun
@@ -89,21 +91,21 @@ def test_filters_hold_for_rounds_worked_ahead(ahead: int, begun: int):
 
 
 def test_prompts_that_end_leave_a_smaller_round():
-    made = list(rounds(lengths(1, 1, 1, 1, 1, 1), Slow(), keep=odd, num_rollout=4))
+    made = list(rounds(lengths(1, 1, 1, 1, 1, 1), Slow(), keep_group=odd, num_rollout=4))
     assert [numbers(each) for each in made] == [[1, 3], [5]]
 
 
 def test_a_filter_that_nothing_passes_ends_with_its_reasons():
     endless = (Prompt("a\x01", index=i) for i in iter(range(10**9)))
     with pytest.raises(SlimectlError, match=r"round 1: 128 groups dropped \(too easy 128\), 0 of 2 kept; loosen"):
-        next(rounds(endless, Slow(), keep=lambda samples: (False, "too easy")))
+        next(rounds(endless, Slow(), keep_group=lambda samples: (False, "too easy")))
 
 
 def test_prompts_that_end_before_any_group_passes_are_no_success():
     with pytest.raises(
         SlimectlError, match=r"round 1: 3 groups dropped \(easy 3\), and then the prompts ended; loosen"
     ):
-        next(rounds(lengths(1, 1, 1), Slow(), keep=lambda samples: (False, "easy")))
+        next(rounds(lengths(1, 1, 1), Slow(), keep_group=lambda samples: (False, "easy")))
 
 
 def test_a_round_whose_attempts_all_fail_ends_the_run():
@@ -120,7 +122,7 @@ def test_a_round_whose_attempts_all_fail_ends_the_run():
 
 def test_a_filter_answers_yes_or_no():
     with pytest.raises(HookError, match=r"returned 0\.5; return True, False or"):
-        next(rounds(lengths(1, 1), Slow(), keep=lambda samples: 0.5))
+        next(rounds(lengths(1, 1), Slow(), keep_group=lambda samples: 0.5))
 
 
 def test_surplus_groups_wait_for_the_next_round_finished():
@@ -141,7 +143,7 @@ def test_surplus_groups_wait_for_the_next_round_finished():
 
 
 def test_rounds_from_a_saved_state_are_those_of_an_undisturbed_run():
-    options: dict[str, Any] = {"rollout": {"over_sampling_batch_size": 4}, "keep": odd, "num_rollout": 4}
+    options: dict[str, Any] = {"rollout": {"over_sampling_batch_size": 4}, "keep_group": odd, "num_rollout": 4}
     whole = list(rounds(lengths(*[1] * 30), Slow(), **options))
     for k in range(1, 4):
         state = copy_through_json(whole[k - 1].state)
@@ -229,7 +231,7 @@ def test_a_hook_picks_from_the_buffer():
 
     picked: list[int] = []
     options = {"over_sampling_batch_size": 4}
-    made = list(rounds(lengths(*[1] * 20), Slow(), rollout=options, from_buffer=newest, num_rollout=2))
+    made = list(rounds(lengths(*[1] * 20), Slow(), rollout=options, take_from_buffer=newest, num_rollout=2))
     assert picked == [1, 2]
     assert [numbers(each) for each in made] == [[0, 1], [3, 4]]
     assert 2 in [group[0].group_index for group in made[1].state.buffer]

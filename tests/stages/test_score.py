@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import HookError, RecordError, SettingsError
 from slimectl.executors.local import LocalExecutor
@@ -17,7 +18,8 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.score import Grader, reward_number, score
+from slimectl.stages.grader import Grader, worker_count
+from slimectl.stages.score import reward_number, score
 from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[..., Path]
@@ -48,7 +50,7 @@ def hangs_on_stuck(sample: Sample) -> float:
 
 
 def rewards(settings: Settings, *samples: Sample) -> list[object]:
-    grade = Grader(settings)
+    grade = builders.reward(settings)
     return [sample.reward for sample in score(samples, grade, settings.score, executor=LocalExecutor())]
 
 
@@ -150,7 +152,7 @@ def test_an_async_reward_is_awaited_here_and_in_workers(tmp_path: Path, executor
     given = {"score": {"custom_rm_path": f"{file}:reward"}, "rollout": {"temperature": 0.5}}
     settings = Settings.model_validate(given)
     assert rewards(settings, answered("abcd"), answered("ab")) == [2.0, 1.0]
-    in_workers = score([answered("abcd")], Grader(settings), ScoreSettings(workers=1), executor=executor)
+    in_workers = score([answered("abcd")], builders.reward(settings), ScoreSettings(workers=1), executor=executor)
     assert [sample.reward for sample in in_workers] == [2.0]
 
 
@@ -159,17 +161,18 @@ def test_a_weighted_sum_takes_the_place_of_a_type(executor: LocalExecutor):
     settings = Settings.model_validate({"score": {"rm": parts}})
     assert rewards(settings, answered("4", label="4")) == [{"score": 0.9375, "exact": 1.0, "length_penalty": 0.125}]
     assert rewards(settings, answered("4", label="4", metadata={"rm_type": "exact"})) == [1.0]
-    assert settings.score.processes == 0
-    assert ScoreSettings(rm=[{"type": "exact"}, {"type": "boxed_math"}]).processes > 0
+    assert worker_count(settings.score, Grader(settings)) == 0
+    slow = Settings.model_validate({"score": {"rm": [{"type": "exact"}, {"type": "boxed_math"}]}})
+    assert worker_count(slow.score, Grader(slow)) > 0
     with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type exclude each other"):
-        Grader(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
+        builders.reward(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_explained_rewards_are_the_same_rewards_with_the_reason_beside_them(executor: LocalExecutor, workers: int):
     settings = Settings.model_validate({"score": {"rm_type": "numeric"}})
     given = [answered("5 of 7", label="7"), answered("none", label="7")]
-    right, wrong = score(given, Grader(settings).explain, ScoreSettings(workers=workers), executor=executor)
+    right, wrong = score(given, builders.reward(settings).explain, ScoreSettings(workers=workers), executor=executor)
     source = "last number of the whole response"
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert right.metadata == {
@@ -183,5 +186,5 @@ def test_explained_rewards_are_the_same_rewards_with_the_reason_beside_them(exec
 def test_a_function_of_ones_own_is_explained_by_what_it_returned(tmp_path: Path):
     (tmp_path / "graders.py").write_text("def half(sample): return {'score': 0.5}\n")
     path = f"{tmp_path}/graders.py:half"
-    verdict = Grader(Settings.model_validate({"score": {"custom_rm_path": path}})).explain(answered("x"))
+    verdict = builders.reward(Settings.model_validate({"score": {"custom_rm_path": path}})).explain(answered("x"))
     assert (verdict.reward, verdict.why) == ({"score": 0.5}, f"{path} returned {{'score': 0.5}}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,13 @@ def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, 
     assert not names & unwanted
 
 
-def test_the_words_on_the_terminal_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("capsys")  # stderr is no terminal
+def test_the_words_on_the_terminal_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     settings = resolve([from_assignments(["track.naming=roll"])]).settings
     [tracker] = builders.trackers(settings, tmp_path)
-    tracker.log(ROUND, step=4)
-    assert "reward 0.75" in capsys.readouterr().err
+    with caplog.at_level(logging.INFO, logger="slimectl"):
+        tracker.log(ROUND, step=4)
+    assert "reward 0.75" in caplog.text
 
 
 def test_every_name_on_either_side_is_in_the_catalogue_under_its_naming():

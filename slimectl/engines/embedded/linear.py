@@ -17,7 +17,7 @@ SMALL = 1 << 18
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN's packed products exist here: 1.2 to 2.4 times faster at 8 to 64 rows."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     try:
         _product(torch.zeros(2, 8, dtype=dtype), _pack(torch.zeros(8, 8, dtype=dtype)), None)

@@ -46,7 +46,7 @@ class HttpEngine:
         affinity: bool = True,
         request_timeout_s: float = 14400.0,
         connect_timeout_s: float = 120.0,
-        troubled: Callable[[str], None] | None = None,
+        troubled: Callable[[str], object] | None = None,
         receiver: Callable[[Sequence[str]], WeightUpdateClient] | None = None,
         forms: Callable[[], Forms] | None = None,
         keys: Keys = NO_KEYS,

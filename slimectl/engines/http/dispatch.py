@@ -116,7 +116,7 @@ class Dispatch:
         api: ServerApi,
         request_timeout_s: float,
         connect_timeout_s: float,
-        troubled: Callable[[str], None],
+        troubled: Callable[[str], object],
         keys: Keys = NO_KEYS,
     ) -> None:
         self.balance, self._api = balance, api

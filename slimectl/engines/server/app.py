@@ -101,7 +101,8 @@ async def running(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
     app = web.Application(client_max_size=LONGEST_BODY, middlewares=[counted, error_middleware, admitted])
     app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
-    app[ACCESS] = {handler: access for handler, _, access in ROUTES.values()}
+    access_of: dict[object, Access] = {handler: access for handler, _, access in ROUTES.values()}
+    app[ACCESS] = access_of
     for path, (handler, methods, _) in ROUTES.items():
         for method in methods:
             app.router.add_route(method, path, handler)

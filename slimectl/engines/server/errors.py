@@ -1,30 +1,24 @@
-"""Notices of a server on stderr: one line per episode of repeated trouble."""
+"""Notices of a server: one line per episode of repeated trouble."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
 from slimectl.errors import BackendError, SlimectlError
+from slimectl.stdio import logger
 
 QUIET_S = 30.0
 """Seconds without trouble of a kind after which its episode is over."""
 
 
-def say(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it any more
-        print(text, file=sys.stderr, flush=True)
-
-
 class Notices:
-    """Prints the first notice of each kind, and again when the kind returns after `QUIET_S` without it."""
+    """Logs the first notice of each kind, and again when the kind returns after `QUIET_S` without it."""
 
-    def __init__(self, write: Callable[[str], None] = say) -> None:
+    def __init__(self, write: Callable[[str], None] = logger.warning) -> None:
         self._write = write
         self._last: dict[str, float] = {}
 

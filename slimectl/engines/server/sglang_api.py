@@ -214,8 +214,11 @@ class ResponseFormat:
 
     def _triples(self, pairs: Iterable[tuple[float | None, int]]) -> str:
         """Encode [logprob, id, text or null] as the inside of a JSON list."""
-        text_of = (lambda token: dumped(self._token_text(token))) if self._with_text else (lambda token: "null")
-        return ",".join(f"[{'null' if p is None else repr(p)},{token},{text_of(token)}]" for p, token in pairs)
+        return ",".join(
+            f"[{'null' if p is None else repr(p)},{token},"
+            f"{dumped(self._token_text(token)) if self._with_text else 'null'}]"
+            for p, token in pairs
+        )
 
     def _to_json(
         self, answer: RunningAnswer, tokens: str, log_probs: str, *, text: str, count: int | None = None

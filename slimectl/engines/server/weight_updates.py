@@ -74,7 +74,7 @@ def _backend(kind: str, store: dist.Store, rank: int, world: int, timeout: datet
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     # By itself gloo listens at whatever address the machine's own name resolves to.
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]

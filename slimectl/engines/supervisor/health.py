@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +92,3 @@ def failure_reason(server: Server) -> str:
 def stop_quietly(server: Server) -> None:
     with contextlib.suppress(Exception):  # its host is gone, and it with it
         server.stop()
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

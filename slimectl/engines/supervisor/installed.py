@@ -14,7 +14,7 @@ from typing import Any
 
 from slimectl.errors import BackendError, SettingsError
 
-WORDS = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
+WORDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300
 
 

@@ -18,10 +18,10 @@ from slimectl.engines.supervisor.health import (
     healthy,
     is_alive,
     is_ready,
-    say,
     stop_quietly,
 )
 from slimectl.errors import BackendError
+from slimectl.stdio import logger
 
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 
@@ -58,7 +58,7 @@ class ServerPool:
         max_restarts: int = 10,
         watch: bool = True,
         announce: Announce | None = None,
-        restore: Callable[[str], None] | None = None,
+        restore: Callable[[str], object] | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.announce, self.restore, self.failed = announce, restore, failed
@@ -205,7 +205,7 @@ class ServerPool:
                 return
             except Exception as error:
                 if not self._closing.is_set():
-                    say(f"engine {i}: {error}")
+                    logger.error(f"engine {i}: {error}")
 
     def _restart(self, i: int, member: Member) -> None:
         started_at = time.monotonic()
@@ -218,7 +218,7 @@ class ServerPool:
                     f"(engine.max_restarts)"
                 )
             self.restarts += 1
-        say(f"engine {i} at {member.url} died ({reason}); restart {self.restarts} of {self._max_restarts}")
+        logger.warning(f"engine {i} at {member.url} died ({reason}); restart {self.restarts} of {self._max_restarts}")
         if self._router is not None:
             with contextlib.suppress(BackendError):
                 self._router.remove(member.url)
@@ -236,11 +236,11 @@ class ServerPool:
                 member.up = True
                 self._route()
                 self._announce_change()
-        say(f"engine {i} is back at {member.url} after {time.monotonic() - started_at:.0f} s")
+        logger.info(f"engine {i} is back at {member.url} after {time.monotonic() - started_at:.0f} s")
 
     def _restart_router(self) -> None:
         assert self._router is not None
-        say(f"the router died ({failure_reason(self._router)}); starting it again")
+        logger.warning(f"the router died ({failure_reason(self._router)}); starting it again")
         try:
             self._router_url = self._router.start()
             for member in self._members:

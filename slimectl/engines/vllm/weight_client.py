@@ -127,7 +127,7 @@ class VllmWorkers(HttpWorkers):
                 )
         return by_worker
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         self._request_all("/weight_checker", {"action": "reset"})
 
     def _load(self, message: dict[str, Any], version: str) -> None:

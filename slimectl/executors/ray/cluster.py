@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimectl import stdio
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.executors.logs import redirect
 
@@ -106,10 +107,12 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         _check_is_ray_head(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _print_on_stderr()
-    options = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
+    options: dict[str, Any] = {"logging_level": "ERROR", "namespace": "slimectl"}
+    if address is None:
+        options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
-        context = ray.init(address=address or OWN, logging_level="ERROR", namespace="slimectl", **options)
+        context: Any = ray.init(address=address or OWN, **options)
     except Exception as error:
         raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
     return context["session_dir"] if address is None else None
@@ -123,7 +126,7 @@ def disconnect(session: str | None) -> None:
 
 
 def _print_on_stderr() -> None:
-    """Print the messages of Ray and its workers on stderr, a line each.
+    """Print the output of Ray and its workers on stderr, a line each; no message of the library, so not logged.
 
     Ray 2.60 prints its own errors on the driver's stdout, where samples go. Delete when ray.init takes a stream.
     """
@@ -142,7 +145,7 @@ def _print_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
             line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}"
         elif not ignore_prefix:
             line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {pid}) {line}"
-        print(line, file=sys.stderr)
+        stdio.say(line)
 
 
 def _check_reachable(address: str) -> None:

@@ -141,7 +141,8 @@ class RayExecutor:
         self, build: Callable[[], Any], name: str, surroundings: DriverEnvironment, place: dict[str, Any]
     ) -> Host:
         wait_for_news(WAIT_S)
-        actor_class = ray.remote(concurrency_groups={"control": 2}, max_concurrency=THREADS)(ObjectActor)
+        options: dict[str, Any] = {"concurrency_groups": {"control": 2}, "max_concurrency": THREADS}
+        actor_class: Any = ray.remote(**options)(ObjectActor)
         actor = actor_class.options(num_cpus=0, max_restarts=0, **place).remote(name)
         log = None if self._logs is None else self._logs / f"{name}.log"
         [location] = [None]

@@ -87,7 +87,7 @@ class Pool:
         """Return `count` workers that have loaded `fn`, idle ones first. Raises what unpickling `fn` raised there."""
         with self._lock:
             acquired, self._idle = self._idle[:count], self._idle[count:]
-        actor_class = ray.remote(PoolActor)
+        actor_class: Any = ray.remote(PoolActor)
         # They ask for no CPU: those of the machines are the ranks' and engines', and grading runs beside them.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         actors = [actor_class.options(**options).remote() for _ in range(count - len(acquired))]

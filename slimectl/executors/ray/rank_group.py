@@ -69,7 +69,7 @@ class RayRanks(RankGroupBase):
 
     def _start(self, pickled: bytes, places: Sequence[dict[str, Any]], surroundings: DriverEnvironment) -> None:
         actor_class = ray.remote(RankActor)
-        logs = self._logs or [None] * self.ranks
+        logs: Sequence[Path | None] = self._logs or [None] * self.ranks
         self._actors = [actor_class.options(num_cpus=0, max_restarts=0, **place).remote() for place in places]
         references = [actor.enter.remote(surroundings, log) for actor, log in zip(self._actors, logs, strict=True)]
         self._locations = started(references, f"{self.ranks} rank actors")

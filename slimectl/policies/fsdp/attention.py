@@ -79,14 +79,15 @@ def packed_attention(
     for bucket in layout.answers:
         outputs.append(_answers(query_NHD, key_NKD, value_NKD, key_TKD, value_TKD, bucket, scaling))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    output_TW = _FromGrid.apply(output_NW, layout.place_T)
+    output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
     return output_TW.view(1, query.shape[2], query.shape[1], -1), None
 
 
 def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
     tokens, heads, width = states_TXD.shape
     flat_TW = states_TXD.reshape(tokens, heads * width)
-    return _ToGrid.apply(flat_TW, layout.order_N, layout.place_T).view(-1, heads, width)
+    grid_NW: Tensor = _ToGrid.apply(flat_TW, layout.order_N, layout.place_T)  # type: ignore[no-untyped-call]
+    return grid_NW.view(-1, heads, width)
 
 
 def _bucket(states_NXD: Tensor, bucket: CausalBucket | SharedPromptBucket) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,7 @@ from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.fsdp.trainer import FsdpTrainer
-from slimectl.policies.token_batch import ResponseBatch
-from slimectl.types import TrainingSample
+from slimectl.types import TokenBatch, TrainingSample
 
 HEAD = "score"
 """Module name of the head in transformers' sequence classifiers, [outputs, H]."""
@@ -32,12 +32,13 @@ class PackedValues(PackedModel):
         return values_of(self.hidden(layout), self.hf), None
 
 
-def values_of(hidden_RH: Tensor, hf: nn.Module) -> Tensor:
+def values_of(hidden_RH: Tensor, hf: Any) -> Tensor:
     """Value [R] of each hidden state, from the head that `add_head` added."""
-    return (hidden_RH.float() @ hf.get_submodule(HEAD).weight.float().t())[:, 0]
+    weight_1H: Tensor = hf.get_submodule(HEAD).weight
+    return (hidden_RH.float() @ weight_1H.float().t())[:, 0]
 
 
-def add_head(hf: nn.Module) -> dict[str, Tensor]:
+def add_head(hf: Any) -> dict[str, Tensor]:
     """Add a value head to a model; returns its initial value by parameter name."""
     width = hf.get_output_embeddings().weight.shape[1]
     hf.add_module(HEAD, nn.Linear(width, 1, bias=False, device="meta"))
@@ -60,7 +61,7 @@ class FsdpCritic(FsdpTrainer):
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PackedValues(hf)
 
-    def _unused_names(self, hf: nn.Module) -> set[str]:
+    def _unused_names(self, hf: Any) -> set[str]:
         """Name of the LM head, unless it is tied to the embedding."""
         head, embedding = hf.get_output_embeddings().weight, hf.get_input_embeddings().weight
         return {name for name, parameter in hf.named_parameters() if parameter is head and head is not embedding}
@@ -122,6 +123,6 @@ class FsdpActorCritic(FsdpPolicy):
         layout: PackedBatch,
         outputs_R2: Tensor,
         entropy_R: Tensor | None,
-    ) -> ResponseBatch:
+    ) -> TokenBatch:
         tokens = super()._token_batch(rows, names, layout, outputs_R2[:, 0], entropy_R)
         return dataclasses.replace(tokens, predicted_T=outputs_R2[:, 1])

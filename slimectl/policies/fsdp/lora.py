@@ -37,7 +37,8 @@ class Adapters:
         layer.add_module("lora_B", nn.Linear(rank, layer.out_features, bias=False, device="meta"))
 
         def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return output + scale * module.lora_B(module.lora_A(inputs[0]))
+            added: Tensor = module.lora_B(module.lora_A(inputs[0]))
+            return output + scale * added
 
         layer.register_forward_hook(add)
 

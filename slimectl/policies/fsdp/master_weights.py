@@ -80,10 +80,7 @@ class MasterWeights:
                     parameter.data = parameter.data.to(DTYPES[dtype])
         _materialise(model, device)
         self.parameters: dict[str, nn.Parameter] = dict(model.hf.named_parameters())
-        if mesh is None:
-            self.tensors = {name: parameter.data for name, parameter in self.parameters.items()}
-        else:
-            self.tensors = {name: parameter.data.to_local() for name, parameter in self.parameters.items()}
+        self.tensors = {name: _local(parameter.data) for name, parameter in self.parameters.items()}
         self.trained = {name: self.tensors[name] for name, p in self.parameters.items() if p.requires_grad}
         """Master weights that the optimizer updates; the others are frozen."""
         if self.copies:
@@ -126,16 +123,6 @@ class MasterWeights:
         with torch.no_grad():
             local.copy_(full)
 
-    def full(self, name: str, local: Tensor) -> Tensor:
-        """Gather the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
-        if self.mesh is None:
-            return local
-        from torch.distributed.tensor import DTensor
-
-        sharded = self.parameters[name]
-        shape, stride = sharded.size(), sharded.stride()
-        return DTensor.from_local(local, self.mesh, sharded.placements, shape=shape, stride=stride).full_tensor()
-
     def publish(self) -> None:
         """Copy the master weights into the model's compute copies."""
         if self.copies and self.trained:
@@ -160,7 +147,7 @@ class MasterWeights:
         for name, master in self.trained.items():
             if not self.copies:
                 gradient = self.parameters[name].grad
-                master.grad = gradient.to_local() if self.mesh is not None and gradient is not None else gradient
+                master.grad = None if gradient is None else _local(gradient)
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.trained.values() if master.grad is not None]
@@ -168,6 +155,13 @@ class MasterWeights:
     def drop_gradients(self) -> None:
         for name, master in self.tensors.items():
             master.grad = self.parameters[name].grad = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, which is the tensor itself without a mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype) -> None:

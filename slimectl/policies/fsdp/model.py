@@ -26,9 +26,10 @@ class PackedModel(nn.Module):
     One forward, because under FSDP2 the embedding and the head, tied or not, are gathered for the root's forward only.
     """
 
-    def __init__(self, hf: nn.Module, *, temperature: float = 1.0) -> None:
+    def __init__(self, hf: Any, *, temperature: float = 1.0) -> None:
         super().__init__()
-        self.hf, self.temperature = hf, temperature
+        self.hf: Any = hf
+        self.temperature = temperature
         self.gives_logits = False
         """Whether logits [R, vocabulary] are returned in place of entropies, for a user's loss that needs them."""
 
@@ -37,7 +38,8 @@ class PackedModel(nn.Module):
         hidden_1TH = self.hf.base_model(
             input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
         ).last_hidden_state
-        return hidden_1TH[0].index_select(0, layout.sources_R)
+        hidden_RH: Tensor = hidden_1TH[0].index_select(0, layout.sources_R)
+        return hidden_RH
 
     def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
@@ -63,7 +65,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -81,7 +83,7 @@ def empty_model(model_dir: Path) -> nn.Module:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = attention.NAME
         with _parameters_on_meta():
-            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
@@ -111,9 +113,10 @@ def _unsupported(hf: Any) -> str:
     return f"changes its logits ({altered[0]})" if altered else ""
 
 
-def decoder_layers(hf: nn.Module) -> nn.ModuleList:
-    """Decoder layers: the units of sharding and of recomputation."""
-    return hf.base_model.layers
+def decoder_layers(hf: Any) -> nn.ModuleList:
+    """Return the decoder layers: the units of sharding and of recomputation."""
+    layers: nn.ModuleList = hf.base_model.layers
+    return layers
 
 
 class ParameterNames:

@@ -33,9 +33,9 @@ from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
-from slimectl.policies.token_batch import ResponseBatch, available_columns, merge_metrics, response_tokens
-from slimectl.protocols import CheckpointFormat, Loss, NamedTensors
-from slimectl.types import Metrics, TrainingSample
+from slimectl.policies.token_batch import available_columns, merge_metrics, response_tokens
+from slimectl.protocols import CheckpointFormat, NamedTensors
+from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
 
 class FsdpTrainer:
@@ -71,7 +71,7 @@ class FsdpTrainer:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = dist.init_device_mesh(self.device.type, (self.ranks,)) if grouped else None
-        hf = empty_model(self.model_dir)
+        hf: Any = empty_model(self.model_dir)
         # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
         hf.train(gradient_checkpointing)
         if gradient_checkpointing:
@@ -118,7 +118,7 @@ class FsdpTrainer:
         layout: PackedBatch,
         values_R: Tensor,
         entropy_R: Tensor | None,
-    ) -> ResponseBatch:
+    ) -> TokenBatch:
         """Build the tensors that a loss reads, from the outputs of the root module."""
         return response_tokens(
             rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
@@ -183,8 +183,8 @@ class FsdpTrainer:
                 full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
             yield name, full
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
     def save(self, path: Path) -> None:
         """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
@@ -245,7 +245,19 @@ class FsdpTrainer:
         self.masters.publish()
 
     def _full_tensor(self, parameter: str) -> Tensor:
-        return self.masters.full(parameter, self.masters.tensors[parameter])
+        return self._gather(parameter, self.masters.tensors[parameter])
+
+    def _gather(self, name: str, local: Tensor) -> Tensor:
+        """Return the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
+        if self.masters.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        sharded: Any = self.masters.parameters[name]
+        shape, stride = sharded.size(), sharded.stride()
+        return DTensor.from_local(
+            local, self.masters.mesh, sharded.placements, shape=shape, stride=stride
+        ).full_tensor()
 
     def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.masters.trained:
@@ -271,10 +283,10 @@ class FsdpTrainer:
             )
         return layout, values_R, entropy_R
 
-    def _gather_ranks(self, part: dict) -> list[dict]:
+    def _gather_ranks(self, part: dict[Any, Any]) -> list[dict[Any, Any]]:
         if self.ranks == 1:
             return [part]
-        parts: list[dict] = [{} for _ in range(self.ranks)]
+        parts: list[dict[Any, Any]] = [{} for _ in range(self.ranks)]
         dist.all_gather_object(parts, part)
         return parts
 
@@ -290,4 +302,4 @@ class FsdpTrainer:
         for name, master in self.masters.trained.items():
             for moment in MOMENTS:
                 local = self.optimizer.state[master].get(moment)
-                yield f"{moment}.{name}", self.masters.full(name, torch.zeros_like(master) if local is None else local)
+                yield f"{moment}.{name}", self._gather(name, torch.zeros_like(master) if local is None else local)

@@ -105,23 +105,24 @@ def _plain_data_only(folder: Path) -> Iterator[None]:
             check_file(Path(reader.path) / name)
         return metadata
 
-    torch.load, FileSystemReader.read_metadata = load_plain, read_plain
+    torch.load, FileSystemReader.read_metadata = load_plain, read_plain  # type: ignore[method-assign, assignment]
     try:
         # TransformerEngine keeps a module's state as bytes.
         with torch.serialization.safe_globals([io.BytesIO]):
             yield
     finally:
-        torch.load, FileSystemReader.read_metadata = load, reads
+        torch.load, FileSystemReader.read_metadata = load, reads  # type: ignore[method-assign]
 
 
-def _open_view(source: Any) -> tuple[FileRange, int]:
+def _open_view(source: Any) -> tuple[Any, int]:
     """View of the source that mcore passes to torch.load, and its length: a path, a part of an open file, or bytes."""
     if isinstance(source, _ReaderView):
-        return FileRange(source.base_stream, source.offset, source.len), source.len
+        stream: Any = source.base_stream
+        return FileRange(stream, source.offset, source.len), source.len
     if isinstance(source, str | os.PathLike):
         with open_file(Path(source)) as file:
             source = io.BytesIO(file.read(MAX_OBJECT_BYTES + 1))
-    length = source.seek(0, os.SEEK_END)
+    length: int = source.seek(0, os.SEEK_END)
     if length > MAX_OBJECT_BYTES:
         raise ValueError(f"an object of over {MAX_OBJECT_BYTES} bytes")
     return FileRange(source, 0, length), length

@@ -63,7 +63,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
     spaces: list[Mapping[str, Any]] = [vars(module)]
     spaces += [vars(kind) for kind in vars(module).values() if inspect.isclass(kind) and _is_defined_in(kind, module)]
     for value in [value for space in spaces for value in space.values()]:
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        parts: tuple[Any, ...] = (value.fget, value.fset) if isinstance(value, property) else (value,)
         for part in parts:
             function = inspect.unwrap(getattr(part, "__func__", part))
             if isinstance(function, FunctionType) and _is_defined_in(function, module):

@@ -99,7 +99,8 @@ def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list
     the first chunk of every sequence, the second of those that have one, …; longest sequences first."""
     if "chunks" not in packed.cache:
         spans = sorted(zip(packed.starts, packed.lengths, strict=True), key=lambda span: -span[1])
-        places, turns = [], [[] for _ in range(-(-max(packed.lengths) // CHUNK))]
+        places: list[list[int]] = []
+        turns: list[list[int]] = [[] for _ in range(-(-max(packed.lengths) // CHUNK))]
         for start, length in spans:
             for i, first in enumerate(range(0, length, CHUNK)):
                 turns[i].append(len(places))

@@ -71,7 +71,7 @@ def in_pack(values_M: Tensor, batch: Batch) -> Tensor:
     """Combine the values of all context-parallel ranks, in the order of the pack's response tokens."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return values_M
-    return _InPack.apply(values_M, batch.mine_M, len(batch.targets_R))
+    return _InPack.apply(values_M, batch.mine_M, len(batch.targets_R))  # type: ignore[no-untyped-call]
 
 
 class _InPack(torch.autograd.Function):

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimectl.hooks import FlatSettings, Hook, hook
 from slimectl.policies.megatron.model import PackedGPT
-from slimectl.settings import Settings
+from slimectl.user_code import Hook
 
 
 @dataclass(frozen=True)
 class UserFunctions:
     """User functions of one model; `store_prefix` names the model: "" is the policy, or "ref_", "teacher_"."""
 
-    args: FlatSettings
+    args: Any
+    """The flat settings, as every function gets them."""
     init: Hook | None
     provider: Hook | None
     log_prob: Hook | None
@@ -49,15 +49,3 @@ class UserFunctions:
 
     def _call(self, user_hook: Hook | None, **available: Any) -> Any:
         return None if user_hook is None else user_hook({"args": self.args, "settings": self.args, **available})
-
-
-def user_functions(settings: Settings, *, store_prefix: str) -> UserFunctions:
-    """Load the functions that the settings name, for one model."""
-    return UserFunctions(
-        args=FlatSettings(settings),
-        init=hook(settings, "megatron.custom_init_path"),
-        provider=hook(settings, "megatron.custom_model_provider_path"),
-        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
-        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
-        store_prefix=store_prefix,
-    )

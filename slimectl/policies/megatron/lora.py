@@ -6,6 +6,7 @@ T tokens · K rank · I inputs · O outputs of a Megatron matrix on this rank ·
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class Adapters:
             load_adapter(load, state, self.links)
             return
         for link in state.mine(self.links):
-            state.put(link, PARAM, lambda name, link=link: initial(name, link.shape, seed=seed))
+            state.put(link, PARAM, partial(initial, shape=link.shape, seed=seed))
 
     def merged(self, state: DistributedParameters, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Stream state.tensors with the adapters merged into the matrices."""

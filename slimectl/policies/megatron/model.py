@@ -47,8 +47,8 @@ class SandwichLayer(TransformerLayer):
         super().__init__(config, *args, **kwargs)
         self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.self_attn_bda = _add_normalized(self.self_attn_bda, self.post_self_attn_layernorm)
-        self.mlp_bda = _add_normalized(self.mlp_bda, self.post_mlp_layernorm)
+        self.self_attn_bda: Any = _add_normalized(self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda: Any = _add_normalized(self.mlp_bda, self.post_mlp_layernorm)
 
 
 def _add_normalized(add: Callable[[bool, bool], AddResidual], norm: RMSNorm) -> Callable[[bool, bool], AddResidual]:

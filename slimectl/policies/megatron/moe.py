@@ -60,11 +60,11 @@ class Experts(SequentialMLP):
 
 def _grouped_linear(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
     """Multiply rows by the matrix of their expert, and add its adapter if there is one (lora.py)."""
-    output_NO = _GroupedLinear.apply(rows_NI, ends_E, *(linear.weight for linear in linears))
+    output_NO = _GroupedLinear.apply(rows_NI, ends_E, *(linear.weight for linear in linears))  # type: ignore[no-untyped-call]
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter")]
     if adapters:
-        inner_NK = _GroupedLinear.apply(rows_NI, ends_E, *(adapter.down() for adapter in adapters))
-        added_NO = _GroupedLinear.apply(inner_NK, ends_E, *(adapter.up() for adapter in adapters))
+        inner_NK = _GroupedLinear.apply(rows_NI, ends_E, *(adapter.down() for adapter in adapters))  # type: ignore[no-untyped-call]
+        added_NO = _GroupedLinear.apply(inner_NK, ends_E, *(adapter.up() for adapter in adapters))  # type: ignore[no-untyped-call]
         output_NO = output_NO + adapters[0].scale * added_NO
     return output_NO
 

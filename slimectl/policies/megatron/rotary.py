@@ -46,6 +46,8 @@ def rotated(states_THD: Tensor, angles: Angles) -> Tensor:
 class Rotary(nn.Module):
     """Maps positions to angles; has no parameters and nothing in a checkpoint."""
 
+    frequencies: Tensor
+
     def __init__(self, rope: Rope, *, head_dim: int, max_positions: int, device: torch.device) -> None:
         super().__init__()
         self.interleaved = rope.interleaved

@@ -36,7 +36,7 @@ class RouterRecorder:
     """Implements mcore's `router_replay`: selects the top experts of scores [N, E], or replays recorded ones."""
 
     def __init__(self) -> None:
-        self.recorded: Tensor | None = None
+        self.recorded: Any = None
         self.given: Tensor | None = None
         """Experts [N, k] for the next forward, -1 where the router selects; None: it selects all."""
         self._recompute_queue: deque[Tensor | None] = deque()

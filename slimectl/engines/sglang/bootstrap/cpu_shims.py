@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import sys
 import types
 from typing import Any
@@ -25,6 +26,7 @@ def apply() -> None:
     _deterministic_sampling()
     _host_register()
     _synchronize()
+    _fork_workers()
 
 
 def _torchvision_schemas() -> None:
@@ -46,7 +48,8 @@ def _triton() -> None:
         importlib.import_module("torch.utils._triton").has_triton_package()  # cached: torch itself knows there is none
         for name in ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice"):
             _Inert.install(name)
-        sys.modules["triton.language"].constexpr = lambda value: value  # constants are wrapped when modules load
+        language: Any = sys.modules["triton.language"]
+        language.constexpr = lambda value: value  # constants are wrapped when modules load
 
 
 def _sgl_kernel() -> None:
@@ -83,12 +86,12 @@ def _deterministic_sampling() -> None:
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", _murmur_hash32, "CompositeExplicitAutograd")
     _LIBRARIES.append(library)
-    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    choices: Any = importlib.import_module("sglang.srt.arg_groups.choices")
     choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
     choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
-    invariant = importlib.import_module("sglang.srt.batch_invariant_ops")
+    invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
     invariant.enable_batch_invariant_mode = lambda *_, **__: None
-    sampler = importlib.import_module("sglang.srt.layers.sampler")
+    sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
     filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = functools.partial(_seeded_min_p, filtered)
 
@@ -140,7 +143,7 @@ def _host_register() -> None:
     """Disable cudaHostRegister, by which SGLang pins a host buffer for routed experts without checking for a GPU.
     Delete when sglang/srt/mem_cache/pool_host/common.py checks.
     """
-    common = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
 
 
@@ -151,12 +154,20 @@ def _synchronize() -> None:
     torch.cuda.synchronize = lambda *_: None
 
 
+def _fork_workers() -> None:
+    """Fork the worker processes, which SGLang starts anew: each would import torch and SGLang again, 6 seconds of CPU.
+    SGLang does so because a process that uses CUDA cannot be forked. Delete when SGLang forks on a CPU.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None
+
+
 class _Inert(types.ModuleType):
     """Stub module: all names can be imported and used as decorators, none can be called for a result."""
 
     @classmethod
     def install(cls, name: str) -> Any:
-        module = cls(name)
+        module: Any = cls(name)
         module.__path__ = []
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__version__ = "0.0.0"

@@ -1,7 +1,7 @@
 """Starts a real SGLang server: `python launch_server.py --model-path DIR …` takes the flags of sglang.launch_server.
 
 `python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead. SGLang's worker
-processes run the top of this file again, so that the shims for machines without a GPU apply there too.
+processes run the top of this file again or, without a GPU, are forked: the shims apply there too.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _backend(kind: str, store: Any, rank: int, world: int, timeout: datetime.tim
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
     return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, world, gloo)

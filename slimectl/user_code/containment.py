@@ -144,7 +144,7 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
         frame = sys._getframe(1)
         if _is_users_module(frame.f_globals.get("__name__", "")):  # in a thread that user code started
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            stdio.say(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
+            stdio.logger.error(f"slimectl: a thread of a user's function called os.{name} ({place}); mend it there")
             return original_exit(EXIT_CODE)
         return function(*arguments)
 
@@ -163,5 +163,7 @@ def _is_users_module(name: str) -> bool:
 
 
 def _leave_child(name: str) -> None:
-    stdio.say(f"slimectl: {name} forked this process, and its child came back; end it with os._exit, or use subprocess")
+    stdio.logger.error(
+        f"slimectl: {name} forked this process, and its child came back; end it with os._exit, or use subprocess"
+    )
     getattr(os._exit, "prevented", os._exit)(EXIT_CODE)

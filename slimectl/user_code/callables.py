@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import HookError
-from slimectl.hooks.containment import (
+from slimectl.user_code.containment import (
     MODULE_PREFIX,
     contained,
     converted,

@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from statistics import fmean
 from typing import Any
-
-from torch import Tensor
 
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError
-from slimectl.hooks import FlatSettings, Hook, hook
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import required_hook
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient
-from slimectl.types import Metrics, Sample, Status, TrainingSample
+from slimectl.settings.needs import Need
+from slimectl.types import Sample, Status, TrainingSample
+from slimectl.user_code import Hook
 
 FILTER, POSTPROCESS = "rollout.sample_filter_path", "rollout.data_postprocess_path"
 REWARDS, CONVERT = "score.custom_reward_post_process_path", "train.custom_convert_samples_to_train_data_path"
+ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_function_path"
+TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
 
 ROW_FIELDS = {
     "loss_masks": "weights",
@@ -44,29 +45,12 @@ SAMPLE_FIELDS = {
 """Entries of train data with a number per response token, mapped to the fields of a Sample."""
 
 
-def apply_user_filters(
-    samples: list[Sample], settings: Settings
-) -> tuple[list[Sample], tuple[list[float], list[float]] | None]:
-    """Apply the user's functions; return the samples to train on and their rewards, None for unchanged rewards.
-
-    Losses that are not policy gradients (also those of a warm-up) use the samples unchanged.
-    """
-    if not isinstance(settings.algorithm, PolicyGradient):
-        return samples, None
-    apply_sample_filter(samples, settings)
-    training_samples = convert_samples(samples, settings)
-    return training_samples, post_process_rewards(training_samples, settings)
-
-
-def apply_sample_filter(samples: Sequence[Sample], settings: Settings) -> None:
+def apply_sample_filter(samples: Sequence[Sample], *, settings: Settings) -> None:
     """Call rollout.sample_filter_path on the groups, which sets `remove_sample`; calling it again changes nothing.
 
     Raises HookError if it returns a value: then it is not such a filter.
     """
-    function = hook(settings, FILTER)
-    if function is None:
-        return
-    args = FlatSettings(settings)
+    function, args = required_hook(settings, FILTER), FlatSettings(settings)
     groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
     result = function({"args": args, "settings": args, "data": groups})
     if result is not None:
@@ -79,12 +63,9 @@ def apply_sample_filter(samples: Sequence[Sample], settings: Settings) -> None:
             )
 
 
-def post_process_rewards(samples: Sequence[Sample], settings: Settings) -> tuple[list[float], list[float]] | None:
-    """Return (rewards to log, rewards to train on) of score.custom_reward_post_process_path; None if it is not set."""
-    function = hook(settings, REWARDS)
-    if function is None:
-        return None
-    args = FlatSettings(settings)
+def post_process_rewards(samples: Sequence[Sample], *, settings: Settings) -> tuple[list[float], list[float]]:
+    """Return (rewards to log, rewards to train on) of score.custom_reward_post_process_path."""
+    function, args = required_hook(settings, REWARDS), FlatSettings(settings)
     result = function({"args": args, "settings": args, "samples": list(samples)})
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise function.returned(result, "(raw_rewards, rewards), a number a sample each")
@@ -108,22 +89,14 @@ def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[f
     return [float(number) for number in numbers]
 
 
-def reward_metrics(rewards: Sequence[float]) -> Metrics:
-    """Return the metrics rollout/rewards of user-defined rewards, like `normalized_rewards` does for an algorithm."""
-    return {"rollout/rewards": fmean(rewards), "rollout/rewards/max": max(rewards), "rollout/rewards/min": min(rewards)}
-
-
-def convert_samples(samples: list[Sample], settings: Settings) -> list[Sample]:
-    """Return the samples converted by train.custom_convert_samples_to_train_data_path; unchanged if it is not set.
+def convert_samples(samples: list[Sample], *, settings: Settings) -> list[Sample]:
+    """Return the samples converted by train.custom_convert_samples_to_train_data_path.
 
     The function returns a dict of lists: "tokens", "response_lengths" and "rewards"; "loss_masks" and log-probabilities
     by the names of `SAMPLE_FIELDS`; "group_indices" and "rollout_ids" unless there is one row per sample, in order.
     Other entries are ignored.
     """
-    function = hook(settings, CONVERT)
-    if function is None:
-        return samples
-    args = FlatSettings(settings)
+    function, args = required_hook(settings, CONVERT), FlatSettings(settings)
     data = function({"args": args, "settings": args, "samples": list(samples)})
     if not isinstance(data, dict) or not all(name in data for name in ("tokens", "response_lengths", "rewards")):
         raise function.returned(data, 'a dict with "tokens", "response_lengths" and "rewards", a list each')
@@ -182,14 +155,15 @@ def postprocess(
     rows: Sequence[TrainingSample],
     samples: Sequence[Sample],
     rewards: Sequence[float],
-    settings: Settings,
     rollout_id: int,
+    *,
+    settings: Settings,
 ) -> None:
     """Call rollout.data_postprocess_path, which may change the entries of `ROW_FIELDS` before training."""
-    function = hook(settings, POSTPROCESS)
-    if function is None or not rows:
+    if not rows:
         return
-    args, data = FlatSettings(settings), round_data(rows, samples, rewards)
+    function, args = required_hook(settings, POSTPROCESS), FlatSettings(settings)
+    data = round_data(rows, samples, rewards)
     result = function({"args": args, "settings": args, "rollout_id": rollout_id, "rollout_data": data})
     if result is not None:
         raise function.returned(result, "nothing; change rollout_data in place")
@@ -200,6 +174,32 @@ def postprocess(
         for i, (row, numbers) in enumerate(zip(rows, column, strict=True)):
             if numbers is not None:
                 setattr(row, field, checked_numbers(function, name, numbers, i, row.response_length))
+
+
+def custom_advantages(
+    rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float], *, settings: Settings
+) -> None:
+    """Call the user's advantage function and write `TrainingSample.advantages` (and `TrainingSample.returns`).
+
+    The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
+    optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
+    """
+    function, args = required_hook(settings, ADVANTAGE), FlatSettings(settings)
+    data = round_data(rows, samples, rewards)
+    del data["advantages"], data["returns"]
+    function({"args": args, "settings": args, "rollout_data": data})
+    location = f"{ADVANTAGE}: {function.path}"
+    if "advantages" not in data:
+        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
+    if Need.CRITIC in settings.algorithm.needs and "returns" not in data:
+        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
+    for name in ("advantages", "returns"):
+        if name not in data:
+            continue
+        if len(data[name]) != len(rows):
+            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
+        for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
+            setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
 
 
 def checked_numbers(function: Hook, name: str, values: Any, i: int, length: int) -> list[float]:
@@ -215,6 +215,6 @@ def checked_numbers(function: Hook, name: str, values: Any, i: int, length: int)
 
 def to_list(values: Any) -> list[Any]:
     """Return a tensor, an array or a sequence as a list; a single value as a list of one."""
-    if isinstance(values, Tensor) or hasattr(values, "tolist"):
+    if hasattr(values, "tolist"):
         values = values.tolist()
     return list(values) if isinstance(values, list | tuple) else [values]

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from slimectl.data.hashing import sample_seed
+from slimectl.data.json_values import plain_number
 from slimectl.data.records import refused_path
 from slimectl.errors import HookError, RecordError
-from slimectl.hooks import HOOKS, FlatSettings, Hook, hook, hooks
-from slimectl.protocols import Agent, Engine, SampleHook
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import HOOKS, hooks, required_hook
+from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
+from slimectl.stages.generation import GroupGenerator, sampling_params
 from slimectl.stages.in_flight import Group, run_to_end
-from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
-from slimectl.types import Completion, Metrics, Prompt, RolloutBatch, Sample, SamplerState, SamplingParams, Status
+from slimectl.stages.prompt_groups import flatten
+from slimectl.stages.whole_rounds import GroupSource
+from slimectl.types import Completion, Metrics, Sample, SamplingParams, Status
+from slimectl.user_code import Hook
 
 SAMPLE, ALL = "rollout.sample_hook_path", "rollout.all_samples_process_path"
-GENERATE = "rollout.custom_generate_function_path"
+GENERATE, FUNCTION = "rollout.custom_generate_function_path", "rollout.function_path"
+KEEP, BUFFER = "rollout.dynamic_sampling_filter_path", "rollout.buffer_filter_path"
 
 
 def as_agent(function: Hook, args: FlatSettings) -> Agent:
@@ -59,28 +63,22 @@ def agent_at(settings: Settings) -> Callable[[str], Agent]:
     return load
 
 
-def build_sample_hook(settings: Settings) -> SampleHook | None:
-    """Return the functions of rollout.sample_hook_path as one function; None if there are none.
+async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation: bool, *, settings: Settings) -> Sample:
+    """Call the functions of rollout.sample_hook_path one after the other and return the last one's sample.
 
     An unknown round is taken to be the one in which a run without filters would sample the group.
     """
-    functions, args = hooks(settings, SAMPLE), FlatSettings(settings)
-    if not functions:
-        return None
-
-    async def apply_hooks(sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
-        number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
-        for function in functions:
-            arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
-            result = function({"args": args, "settings": args, **arguments})
-            result = await result if inspect.isawaitable(result) else result
-            if result is not None and not isinstance(result, Sample):
-                raise function.returned(result, "a Sample or None")
-            sample = sample if result is None else result
-            check_lengths(function, sample)
-        return sample
-
-    return apply_hooks
+    args = FlatSettings(settings)
+    number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
+    for function in hooks(settings, SAMPLE):
+        arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
+        result = function({"args": args, "settings": args, **arguments})
+        result = await result if inspect.isawaitable(result) else result
+        if result is not None and not isinstance(result, Sample):
+            raise function.returned(result, "a Sample or None")
+        sample = sample if result is None else result
+        check_lengths(function, sample)
+    return sample
 
 
 def check_lengths(function: Hook, sample: Sample) -> None:
@@ -95,32 +93,43 @@ def check_lengths(function: Hook, sample: Sample) -> None:
             )
 
 
-def process_all(groups: list[Group], source: PromptSource | UserDataSource, settings: Settings) -> None:
+def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str]:
+    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not."""
+    user_fn, args = required_hook(settings, KEEP), FlatSettings(settings)
+    answer = user_fn({"args": args, "settings": args, "samples": samples})
+    retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
+    if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
+        raise user_fn.returned(answer, "True, False or (False, 'the reason')")
+    return (bool(retained), str(answer[1])) if isinstance(answer, tuple) else bool(retained)
+
+
+def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settings: Settings) -> list[Group]:
+    """Call rollout.buffer_filter_path, which removes groups from the buffer, and return them."""
+    user_fn, args = required_hook(settings, BUFFER), FlatSettings(settings)
+    arguments = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
+    groups = user_fn(arguments)
+    if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
+        raise user_fn.returned(groups, "a list of groups")
+    return groups
+
+
+def process_all(groups: list[Group], source: GroupSource, *, settings: Settings) -> None:
     """Call rollout.all_samples_process_path with the groups of a round, dropped ones included."""
-    function = hook(settings, ALL)
-    if function is None:
-        return
-    args = FlatSettings(settings)
+    function, args = required_hook(settings, ALL), FlatSettings(settings)
     result = function({"args": args, "settings": args, "all_samples": groups, "data_source": source})
     if result is not None:
         raise function.returned(result, "nothing")
 
 
-FUNCTION = "rollout.function_path"
-
-Graded = Callable[[list[Sample]], list[Sample]]
-"""Grades samples and returns them."""
-
-
 class UserRollout:
     """Calls the function of rollout.function_path once per round and validates its groups and metrics."""
 
-    def __init__(self, function: Hook, attempts: GroupGenerator, settings: Settings) -> None:
-        self._hook, self._attempts, self._settings = function, attempts, settings
+    def __init__(self, attempts: GroupGenerator, *, settings: Settings) -> None:
+        self._hook, self._attempts, self._settings = required_hook(settings, FUNCTION), attempts, settings
         self._loop = asyncio.new_event_loop()
         self._requests, self._versions, self._rollout_id = 0, dict[str, None](), 0
 
-    def groups(self, rollout_id: int, source: PromptSource | UserDataSource) -> tuple[list[Group], Metrics]:
+    def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
         """Return one round's ungraded groups and the function's metrics; no groups at the end.
 
         Raises HookError if the function returns anything else.
@@ -206,83 +215,3 @@ class UserRollout:
 
 async def _await_result(awaitable: Any) -> Any:
     return await awaitable
-
-
-def user_rounds(
-    function: UserRollout,
-    source: PromptSource | UserDataSource,
-    graded: Graded,
-    settings: Settings,
-    state: SamplerState,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[RolloutBatch]:
-    """Yield rounds like `rounds.sampled_rounds`, sampled by the user's function; grade samples without a reward."""
-    last = settings.run.num_rollout
-    try:
-        while last is None or state.rounds < last:
-            started = clock()
-            groups, metrics = function.groups(state.rounds + 1, source)
-            if not groups:
-                return
-            samples = flatten(groups)
-            graded([sample for sample in samples if sample.reward is None])
-            process_all(groups, source, settings)
-            state.rounds += 1
-            source.save(state.rounds)
-            yield RolloutBatch(samples, clock() - started, metrics, state.snapshot())
-    finally:
-        function.close()
-
-
-def user_samples(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    settings: Settings,
-    *,
-    agent: Agent | None = None,
-    on_sample: SampleHook | None = None,
-    agent_at: Callable[[str], Agent] | None = None,
-    source: Any = None,
-    epochs: int | None = 1,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
-) -> Iterator[Sample]:
-    """Yield samples like `rollout.rollout`, round by round, until the function, the prompts or run.num_rollout end."""
-    attempts = GroupGenerator(
-        engine, tokenizer, settings.rollout, agent or single_turn, on_sample=on_sample, agent_at=agent_at
-    )
-    state, function = SamplerState(), hook(settings, FUNCTION)
-    assert function is not None
-    groups_of: PromptSource | UserDataSource = PromptSource(
-        attempts.drop_long_prompts(prompts, left_out), attempts, state
-    )
-    if source is not None:
-        groups_of = UserDataSource(source, attempts, state, epochs=epochs, left_out=left_out)
-    user_rollout, max_rounds, number = UserRollout(function, attempts, settings), settings.run.num_rollout, 0
-    try:
-        while max_rounds is None or number < max_rounds:
-            number += 1
-            groups, _ = user_rollout.groups(number, groups_of)
-            if not groups:
-                return
-            yield from flatten(groups)
-    finally:
-        user_rollout.close()
-
-
-def user_evaluation(
-    function: Hook,
-    prompts: Iterable[Prompt],
-    attempts: GroupGenerator,
-    settings: Settings,
-    rollout_id: int,
-    left_out: Callable[[Prompt], Any] = lambda prompt: None,
-) -> Iterator[Sample]:
-    """Yield the samples of one call of the function on held-out prompts; those without a reward are ungraded."""
-    user_rollout = UserRollout(function, attempts, settings)
-    prompt_list = list(attempts.drop_long_prompts(prompts, left_out))
-    source = PromptSource(iter(prompt_list), attempts, SamplerState(), count=lambda: len(prompt_list))
-    try:
-        yield from flatten(user_rollout.groups(rollout_id, source)[0])
-    finally:
-        user_rollout.close()

@@ -6,24 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimectl.hooks import FlatSettings, Hook, hook
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import required_hook
 from slimectl.settings import Settings
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, StepReport
+from slimectl.user_code import Hook
 
 ROLLOUT, EVALUATION = "track.custom_rollout_log_function_path", "track.custom_eval_rollout_log_function_path"
 OF_SAMPLES = "rollout/"
 """Prefix of the metrics computed from a round's samples."""
 
 
-def user_rollout_log(report: StepReport, tracked: Metrics, settings: Settings) -> Metrics:
+def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings) -> Metrics:
     """Return the metrics that trackers log of a report with samples.
 
     The metrics of the samples are left out if the user's function returns True.
     """
-    function = hook(settings, ROLLOUT)
-    if function is None:
-        return tracked
+    function = required_hook(settings, ROLLOUT)
     extra = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
     base_metrics = {name: value for name, value in tracked.items() if name not in extra}
     arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
@@ -36,12 +36,10 @@ def user_rollout_log(report: StepReport, tracked: Metrics, settings: Settings) -
 
 
 def user_eval_log(
-    rollout_id: int, samples: Mapping[str, Sequence[Sample]], metrics: Metrics, settings: Settings
+    rollout_id: int, samples: Mapping[str, Sequence[Sample]], metrics: Metrics, *, settings: Settings
 ) -> Metrics:
     """Return the metrics that trackers log of an evaluation; none if the user's function returns True."""
-    function = hook(settings, EVALUATION)
-    if function is None:
-        return metrics
+    function = required_hook(settings, EVALUATION)
     data = {
         name: {
             "rewards": [reward_number(sample, settings.score.reward_key) for sample in dataset_samples],

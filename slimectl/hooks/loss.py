@@ -1,4 +1,4 @@
-"""User-defined advantage and loss functions, called by parameter name.
+"""Losses that call functions of the user, by parameter name.
 
 T response tokens of a pack · R those of one sample
 """
@@ -12,50 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.losses import Pack, PolicyLoss
+from slimectl.algorithms.losses import PolicyLoss
 from slimectl.errors import HookError
-from slimectl.hooks import FlatSettings, Hook, hook
-from slimectl.protocols import TokenBatch
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import hook, required_hook
+from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo
-from slimectl.stages.user_batch import checked_numbers, round_data
-from slimectl.types import Sample, TrainingSample
-
-ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_function_path"
-TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
-
-
-def custom_advantages(
-    rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float], settings: Settings
-) -> None:
-    """Call the user's advantage function and write `TrainingSample.advantages` (and `TrainingSample.returns`).
-
-    The function gets `rollout_data`, a dict of lists with an entry per sample, and adds "advantages" to it, and
-    optionally "returns": R numbers or a tensor [R] per sample. Raises HookError for anything else.
-    """
-    function = _load_function(settings, ADVANTAGE)
-    args, data = FlatSettings(settings), round_data(rows, samples, rewards)
-    del data["advantages"], data["returns"]
-    function({"args": args, "settings": args, "rollout_data": data})
-    location = f"{ADVANTAGE}: {function.path}"
-    if "advantages" not in data:
-        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
-    if isinstance(settings.algorithm, Ppo) and "returns" not in data:
-        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
-    for name in ("advantages", "returns"):
-        if name not in data:
-            continue
-        if len(data[name]) != len(rows):
-            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
-        for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
-            setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
+from slimectl.types import TokenBatch, TrainingSample
 
 
 @dataclass(frozen=True)
 class CustomLoss:
     """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
 
-    The function gets `batch` (protocols.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
+    The function gets `batch` (types.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
     algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
     `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
     to the value of the step.
@@ -70,10 +40,10 @@ class CustomLoss:
     @property
     def needs_logits(self) -> bool:
         """True if the function has a parameter `logits`: full logits cost memory that nothing else needs."""
-        return "logits" in _load_function(self.settings, LOSS).wanted
+        return "logits" in required_hook(self.settings, LOSS).wanted
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        function, args = _load_function(self.settings, LOSS), FlatSettings(self.settings)
+        function, args = required_hook(self.settings, LOSS), FlatSettings(self.settings)
 
         def sum_of_sample_mean(values_T: Tensor) -> Tensor:
             return (pack.weights_T * values_T).sum()
@@ -106,7 +76,7 @@ class UserPolicyLoss(PolicyLoss):
     rollouts: int = 1
     tokens: int = 1
 
-    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def _surrogate(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss_T, values_T = super()._surrogate(pack)
         function = hook(self.settings, TIS)
         if function is None:
@@ -137,7 +107,7 @@ class UserPolicyLoss(PolicyLoss):
             name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
         }
 
-    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+    def _weighted_sum(self, pack: TokenBatch, name: str, values_T: Tensor) -> Tensor:
         function = hook(self.settings, REDUCER) if name == "pg_loss" else None
         if function is None:
             return super()._weighted_sum(pack, name, values_T)
@@ -153,12 +123,12 @@ class UserPolicyLoss(PolicyLoss):
             )
         return reduced / (self.tokens if by_token else self.rollouts)
 
-    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+    def _total(self, pack: TokenBatch, pg_T: Tensor, loss_T: Tensor) -> Tensor:
         if self.settings.train.custom_pg_loss_reducer_function_path is None:
             return super()._total(pack, pg_T, loss_T)
         return self._weighted_sum(pack, "pg_loss", pg_T) + self._weighted_sum(pack, "loss", loss_T - pg_T)
 
-    def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
+    def _offered(self, pack: TokenBatch, masks: list[Tensor]) -> dict[str, Any]:
         args = FlatSettings(self.settings)
         return {
             "args": args,
@@ -186,13 +156,7 @@ def user_policy_loss(
     return UserPolicyLoss(**arguments, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
 
 
-def _split_by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
+def _split_by_row(values_T: Tensor, pack: TokenBatch) -> list[Tensor]:
     """Split a tensor [T] into a tensor [R] for every row of the pack."""
     counts = torch.bincount(pack.row_T, minlength=pack.rows)
     return list(torch.split(values_T, counts.tolist()))
-
-
-def _load_function(settings: Settings, setting: str) -> Hook:
-    function = hook(settings, setting)
-    assert function is not None
-    return function

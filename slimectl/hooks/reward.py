@@ -8,8 +8,11 @@ from typing import Any
 
 from slimectl.data.json_values import plain_reward
 from slimectl.errors import HookError
-from slimectl.hooks import HOOKS, FlatSettings, in_one_line
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import HOOKS
+from slimectl.settings import Settings
 from slimectl.types import Sample, detached_copy
+from slimectl.user_code import in_one_line
 
 SETTING = "score.custom_rm_path"
 
@@ -20,19 +23,19 @@ class UserReward:
     Raises HookError if its parameters do not fit.
     """
 
-    def __init__(self, path: str, *, group_rm: bool) -> None:
-        self.path, self._hook = path, HOOKS[SETTING].load(path)
+    def __init__(self, path: str, settings: Settings) -> None:
+        self.path, self._hook, self._args = path, HOOKS[SETTING].load(path), FlatSettings(settings)
         function, self.together = self._hook.function, "samples" in self._hook.wanted
-        if group_rm and not self.together:
+        if settings.score.group_rm and not self.together:
             raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
-    def called(self, samples: Sequence[Sample], args: FlatSettings) -> Any:
+    def called(self, samples: Sequence[Sample]) -> Any:
         """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
         copies = [detached_copy(sample) for sample in samples]
         arguments = {"samples": copies} if self.together else {"sample": copies[0]}
-        return self._hook({"args": args, "settings": args, **arguments})
+        return self._hook({"args": self._args, "settings": self._args, **arguments})
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
         """Return one reward per sample. Raises HookError if the number differs."""

@@ -1,0 +1,101 @@
+"""Rounds that a function samples whole, in place of the scheduler: in a run, alone, and in evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from slimectl.settings import Settings
+from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.in_flight import Group
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+
+GroupSource = PromptSource | UserDataSource
+RoundObserver = Callable[[list[Group], GroupSource], None]
+"""Called with the groups of a round and their source."""
+
+
+class RoundSampler(Protocol):
+    """Samples one round at a time."""
+
+    def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
+        """Return the ungraded groups of a round and metrics; no groups at the end."""
+        ...
+
+    def close(self) -> None:
+        """Cancel what is still in flight."""
+        ...
+
+
+def whole_rounds(
+    sampler: RoundSampler,
+    source: GroupSource,
+    graded: Callable[[list[Sample]], list[Sample]],
+    settings: Settings,
+    state: SamplerState,
+    *,
+    on_round: RoundObserver,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[RolloutBatch]:
+    """Yield rounds like `rounds.sampled_rounds`; grade samples without a reward."""
+    last = settings.run.num_rollout
+    try:
+        while last is None or state.rounds < last:
+            started = clock()
+            groups, metrics = sampler.groups(state.rounds + 1, source)
+            if not groups:
+                return
+            samples = flatten(groups)
+            graded([sample for sample in samples if sample.reward is None])
+            on_round(groups, source)
+            state.rounds += 1
+            source.save(state.rounds)
+            yield RolloutBatch(samples, clock() - started, metrics, state.snapshot())
+    finally:
+        sampler.close()
+
+
+def whole_round_samples(
+    prompts: Iterable[Prompt],
+    attempts: GroupGenerator,
+    sample_rounds: Callable[[GroupGenerator], RoundSampler],
+    *,
+    max_rounds: int | None,
+    source: Any = None,
+    epochs: int | None = 1,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+) -> Iterator[Sample]:
+    """Yield samples like `rollout.rollout`, round by round, until the sampler, the prompts or `max_rounds` end."""
+    state = SamplerState()
+    groups_of: GroupSource = PromptSource(attempts.drop_long_prompts(prompts, left_out), attempts, state)
+    if source is not None:
+        groups_of = UserDataSource(source, attempts, state, epochs=epochs, left_out=left_out)
+    sampler, number = sample_rounds(attempts), 0
+    try:
+        while max_rounds is None or number < max_rounds:
+            number += 1
+            groups, _ = sampler.groups(number, groups_of)
+            if not groups:
+                return
+            yield from flatten(groups)
+    finally:
+        sampler.close()
+
+
+def whole_round_evaluation(
+    prompts: Iterable[Prompt],
+    attempts: GroupGenerator,
+    sample_rounds: Callable[[GroupGenerator], RoundSampler],
+    rollout_id: int,
+    left_out: Callable[[Prompt], Any] = lambda prompt: None,
+) -> Iterator[Sample]:
+    """Yield the samples of one round over held-out prompts; those without a reward are ungraded."""
+    sampler = sample_rounds(attempts)
+    prompt_list = list(attempts.drop_long_prompts(prompts, left_out))
+    source = PromptSource(iter(prompt_list), attempts, SamplerState(), count=lambda: len(prompt_list))
+    try:
+        yield from flatten(sampler.groups(rollout_id, source)[0])
+    finally:
+        sampler.close()
