@@ -17,10 +17,6 @@ from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE
 
 PAUSE_MODES = {"in_place": "keep", "retract": "keep", "abort": "abort"}
-NO_UPDATE = "without a matching start_weight_update"
-"""Part of the error of /finish_weight_update when no update is under way, or when one has failed."""
-NO_TRANSFER = "Weight transfer not configured"
-"""Part of the errors of a server that was started without our transfer engine, and reloads from disk."""
 NOT_HASHED = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: the checksum of a weight that vLLM has packed for a CPU and removed."""
 RETRY_S = 0.1
@@ -34,7 +30,7 @@ def in_progress(version: str) -> str:
 class VllmWorkers(HttpWorkers):
     """engines.http.weight_client.HttpWorkers that are vLLM servers, as engines.vllm.launch starts them.
 
-    Disk pushes need nothing but vLLM's development mode; tensors and broadcasts need the transfer engine "slimectl".
+    Their workers have our extension and transfer engine (bootstrap/worker_extension.py).
     """
 
     @property
@@ -52,9 +48,8 @@ class VllmWorkers(HttpWorkers):
         self._request_all("/pause?" + urlencode({"mode": PAUSE_MODES[mode]}), {})
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
-        # Not every update has ended: the messages may come from another process, which died or was interrupted.
-        finished = await self._ask(session, url, "/finish_weight_update", {})
-        answers = [] if NO_UPDATE in finished.words or NO_TRANSFER in finished.words else [finished]
+        # An update may be under way still: its messages came from another process, which died or was interrupted.
+        answers = [await self._ask(session, url, "/collective_rpc", {"method": "end_update"})]
         flushed = await self._flush(session, url)
         # Even after a failure: an engine must not stay paused.
         answers += [flushed, await self._ask(session, url, "/resume", {})]
