@@ -49,6 +49,8 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/policies/test_lora.py::test_two_ranks": (PROCESSES, SLOW),
     "tests/recipes/test_agents.py": (PROCESSES,),
     "tests/rewards/": (PROCESSES,),
+    "tests/registry/test_third_party.py::test_a_run": (PROCESSES, SLOW),
+    "tests/registry/test_third_party.py::test_samples": (PROCESSES, SLOW),
     "tests/rewards/test_hostile.py::test_no_hostile_response": (SLOW,),
     "tests/rewards/test_judge.py::test_slimectl_serve": (SLOW,),
     "tests/rewards/test_reward_model.py::test_a_worker_process": (SLOW,),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry"],
     ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
     ["protocols", "data", "planner"],
     ["stages"],
@@ -24,12 +24,14 @@ FLOORS = [
     ["conversions"],
     ["builders", "recipes"],
     ["runtime"],
+    ["api"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
-    ("rewards", "sandbox"),
+    ("registry", "errors"),
+    ("rewards", "sandbox"), ("algorithms", "settings"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from slimectl.builders.data import (
     rollout_samples,
     training_samples,
 )
-from slimectl.builders.engines import engine
+from slimectl.builders.engines import engine, keys
 from slimectl.builders.executors import check_executor, executor, graders, placement
 from slimectl.builders.frozen_models import PeriodicReference, reference, teacher, trainable_models
 from slimectl.builders.models import (
@@ -22,10 +22,11 @@ from slimectl.builders.models import (
     source_of,
     tokenizer,
 )
-from slimectl.builders.policies import check_policy, critic, frozen, layout, policy, total_steps
+from slimectl.builders.policies import check_policy, critic, frozen, policy, total_steps
 from slimectl.builders.servers import auxiliary_servers, check_engine, client, engine_gpus, engines, server_pool
 from slimectl.builders.trackers import check_trackers, identity, trackers
-from slimectl.builders.weight_sync import in_process, keyed, keys, synchronizer, to_servers, urls, workers
+from slimectl.builders.trainers import layout
+from slimectl.builders.weight_sync import in_process, keyed, synchronizer, to_servers, urls, workers
 
 __all__ = [
     "PeriodicReference",

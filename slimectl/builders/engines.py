@@ -1,45 +1,179 @@
-"""Builds the embedded engine from settings."""
+"""Engines by the name in engine.backend: the one of this process, and the servers of the others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import BaseModel
+
+from slimectl.builders.backends import backend
+from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import device, first_line, version_of
-from slimectl.errors import CheckpointError, SlimectlError
+from slimectl.errors import CheckpointError, SettingsError, SlimectlError
 from slimectl.model_files import MAX_CONFIG_BYTES, read_json
+from slimectl.registry import ENGINES
 from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
 
 if TYPE_CHECKING:
-    from slimectl.engines.embedded.engine import EmbeddedEngine
+    from slimectl.engines.api_keys import Keys
+    from slimectl.engines.http.api import ServerApi
+    from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.engines.sglang.topology import ServerSpec
+    from slimectl.engines.supervisor.server_process import ServerProcess
 
 
-def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> EmbeddedEngine:
-    """Build the engine for a model directory; with `load`, read its weights, else the first push brings them."""
-    import torch
-    from transformers import AutoConfig
+class EngineBackend:
+    """An engine by its name in engine.backend. Another package's derives from it and is made without arguments.
 
-    from slimectl.checkpoints.hf import HFCheckpoint
-    from slimectl.engines.embedded.engine import EmbeddedEngine
+    One that lives in its caller's process overrides `engine`; one of servers overrides `server`, and what else of the
+    servers differs from SGLang's HTTP API.
+    """
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        embedded = EmbeddedEngine(
-            config,
-            text,
-            dtype=getattr(torch, settings.engine.dtype),
-            device=device(settings.engine.device),
-            max_running=settings.engine.max_running_requests,
-            max_context=settings.rollout.max_context_len,
-            end_token_ids=_end_tokens(folder),
+    in_process: ClassVar[bool] = False
+    """Whether one engine lives in the process of its caller; then `engine` makes it."""
+
+    default_router: ClassVar[str] = "none"
+    """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
+
+    takes_router: ClassVar[bool] = True
+    """Whether sglang-router forwards requests to its servers."""
+
+    settings_class: ClassVar[type[BaseModel] | None] = None
+    """Settings of the engine's own, in a section of its name; None if it has none."""
+
+    def check(self, settings: Settings) -> None:
+        """Check, before anything is built, that it can be started here. Raises BackendError or SettingsError."""
+
+    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
+        """Make the engine of a model directory, an Engine and WeightReceiver; `load` reads its weights.
+
+        `text` is the tokenizer. Without `load` the first push brings the weights.
+        """
+        raise NotImplementedError
+
+    def specs(self, settings: Settings, model: Path) -> list[ServerSpec]:
+        """Return the specification of every server that the settings ask for."""
+        from slimectl.engines.sglang.topology import groups_of
+
+        return groups_of(
+            model,
+            num_engines=settings.num_engines,
+            gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
+            args=self.server_args(settings),
         )
-    except SlimectlError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
-    if load:
-        embedded.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
-    return embedded
+
+    def server_args(self, settings: Settings) -> Mapping[str, Any]:
+        """Return the engine's own arguments of every server; `api_key` and `admin_api_key` are its keys."""
+        return {}
+
+    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
+        """Make one server, not yet started; called on the machine where it will run.
+
+        With `waiting` it answers no request before a push; otherwise it has the weights of `spec.model`.
+        """
+        raise SettingsError(
+            f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process; give 1"
+        )
+
+    def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
+        """Make the client that pushes weights to servers at these addresses."""
+        from slimectl.engines.sglang.weight_client import SglangWorkers
+
+        return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+
+    def api(self) -> ServerApi:
+        """Return the dialect of the servers' HTTP API; embedded engines behind HTTP speak SGLang's."""
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi()
+
+
+class EmbeddedBackend(EngineBackend):
+    """The engine of slimectl itself, in this process or as `slimectl serve`."""
+
+    in_process = True
+
+    def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
+        import torch
+        from transformers import AutoConfig
+
+        from slimectl.checkpoints.hf import HFCheckpoint
+        from slimectl.engines.embedded.engine import EmbeddedEngine
+
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            embedded = EmbeddedEngine(
+                config,
+                text,
+                dtype=getattr(torch, settings.engine.dtype),
+                device=device(settings.engine.device),
+                max_running=settings.engine.max_running_requests,
+                max_context=settings.rollout.max_context_len,
+                end_token_ids=_end_tokens(folder),
+            )
+        except SlimectlError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+        if load:
+            embedded.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
+        return embedded
+
+    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
+        from slimectl.engines.server.launch import serve_server
+
+        return serve_server(
+            spec.model.absolute(),
+            max_running=settings.engine.max_running_requests,
+            wait_for_weights=waiting,
+            pause_timeout_s=settings.sync.timeout_s,
+            **server_options(settings, log),
+        )
+
+
+def engine_backend(settings: Settings) -> EngineBackend:
+    """Return what engine.backend names."""
+    return backend(ENGINES, settings.engine.backend, EngineBackend)
+
+
+def server_api(name: str) -> ServerApi:
+    """Return the dialect of the servers of an engine."""
+    return backend(ENGINES, name, EngineBackend).api()
+
+
+def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
+    """Build the engine of this process for a model directory; without `load` the first push brings its weights."""
+    return engine_backend(settings).engine(settings, folder, text, load=load)
+
+
+def server_options(settings: Settings, log: Path) -> dict[str, Any]:
+    """Return the arguments that servers of every kind take."""
+    options = settings.engine
+    return {
+        "log": log.absolute(),
+        "dtype": options.dtype,
+        "device": device(options.device),
+        "max_context": settings.rollout.max_context_len,
+        "start_timeout_s": options.start_timeout_s,
+        "keys": keys(settings, ()),
+        "host": None if executor_backend(settings).spans_machines(settings) else "127.0.0.1",
+    }
+
+
+def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
+    """Return the keys of the servers: of [engine], of the engine's own arguments, or stored by a local server."""
+    from slimectl.engines.api_keys import Keys
+
+    options = settings.engine
+    args = reveal(engine_backend(settings).server_args(settings), setting=f"{options.backend}.args")
+    given_keys = Keys(
+        api_key=reveal(options.api_key, setting="engine.api_key") or args.get("api_key"),
+        admin_api_key=reveal(options.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
+    )
+    return given_keys.with_local(addresses) if options.url else given_keys
 
 
 def _end_tokens(folder: Path) -> list[int]:

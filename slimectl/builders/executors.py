@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import BaseModel
+
+from slimectl.builders.backends import backend
 from slimectl.builders.models import device
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.planner.placement import Placement
+from slimectl.registry import EXECUTORS
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,30 +36,72 @@ def placement(settings: Settings) -> Placement:
     )
 
 
-def check_executor(settings: Settings) -> None:
-    """Check the executor before anything is built. Raises MissingExtraError, or SettingsError for a bad placement."""
-    if settings.cluster.executor != "ray":
-        return
-    if find_spec("ray") is None:
-        raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"')
-    if problems := list(placement(settings).problems()):
-        raise SettingsError("\n".join(problems))
+class ExecutorBackend:
+    """An executor by its name in cluster.executor. Another package's derives from it and is made without arguments."""
+
+    settings_class: ClassVar[type[BaseModel] | None] = None
+    """Settings of the executor's own, in a section of its name; None if it has none."""
+
+    def check(self, settings: Settings) -> None:
+        """Check, before anything is built, that it can work; raises what names the remedy."""
+
+    def spans_machines(self, settings: Settings) -> bool:
+        """Whether servers that it hosts must be reached from other machines."""
+        return True
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        """Build the executor; output of ranks and actors goes to files in `logs`. No GPUs for ranks unless `trains`."""
+        raise NotImplementedError
 
 
-def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
-    """Build the executor: of this machine, or of a Ray cluster; output of ranks and actors goes to files in `logs`.
+class LocalBackend(ExecutorBackend):
+    """Threads and processes of this machine."""
 
-    Without `trains`, no GPUs are reserved for ranks.
-    """
-    if settings.cluster.executor == "ray":
-        check_executor(settings)
+    def spans_machines(self, settings: Settings) -> bool:
+        return False
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        from slimectl.executors.local import LocalExecutor
+
+        return LocalExecutor(logs=logs)
+
+
+class RayBackend(ExecutorBackend):
+    """A Ray cluster, or one that is started on this machine."""
+
+    def check(self, settings: Settings) -> None:
+        if find_spec("ray") is None:
+            raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"')
+        if problems := list(placement(settings).problems()):
+            raise SettingsError("\n".join(problems))
+
+    def spans_machines(self, settings: Settings) -> bool:
+        return settings.cluster.ray_address is not None
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        self.check(settings)
         from slimectl.executors.ray import RayExecutor
 
         places = placement(settings) if trains else replace(placement(settings), actor_nodes=0)
         return RayExecutor(settings.cluster.ray_address, placement=places if places.bundles else None, logs=logs)
-    from slimectl.executors.local import LocalExecutor
 
-    return LocalExecutor(logs=logs)
+
+def executor_backend(settings: Settings) -> ExecutorBackend:
+    """Return what cluster.executor names."""
+    return backend(EXECUTORS, settings.cluster.executor, ExecutorBackend)
+
+
+def check_executor(settings: Settings) -> None:
+    """Check the executor before anything is built. Raises MissingExtraError, SettingsError or BackendError."""
+    executor_backend(settings).check(settings)
+
+
+def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
+    """Build the executor that cluster.executor names; output of ranks and actors goes to files in `logs`.
+
+    Without `trains`, no GPUs are reserved for ranks.
+    """
+    return executor_backend(settings).build(settings, logs=logs, trains=trains)
 
 
 def graders() -> LocalExecutor:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.architectures import cards
-from slimectl.architectures.parallel import ParallelLayout, problems
-from slimectl.builders.models import device, is_gguf, model_folder
-from slimectl.errors import MissingExtraError, SettingsError
-from slimectl.hooks import TRAINING_HOOKS, FlatSettings, check_hooks, hook
+from slimectl.builders.models import device, model_folder
+from slimectl.builders.trainers import Role, policy_backend
+from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo, RewardModel, critic_is_shared
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
     from slimectl.policies.lora import LoraOptions
-    from slimectl.policies.megatron.hooks import UserFunctions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.protocols import Critic, Executor, Policy
 
@@ -57,13 +52,13 @@ def critic(
     It is initialized from the model at `start`, or from algorithm.critic_load. None for an algorithm without one, and
     if the policy is its own critic.
     """
-    algorithm, lr = settings.algorithm, None
-    if critic_is_shared(algorithm):
-        return None
-    if isinstance(algorithm, Ppo):
-        lr = algorithm.critic_lr
-        start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
-    elif not isinstance(algorithm, RewardModel):
+    options, lr = settings.algorithm.critic_options, None
+    if options is not None:
+        if options.shared:
+            return None
+        lr = options.lr
+        start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
+    elif settings.algorithm.trained_output != "values":
         return None
     trainer: Critic = _build_over_ranks(
         settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
@@ -86,28 +81,12 @@ def _build_over_ranks(settings: Settings, build: Callable[[], Any], executor: Ex
 
 
 def check_policy(settings: Settings) -> None:
-    """Check, before anything is built, that Megatron-core is installed and supports the layout of the model.
+    """Check, before anything is built, that the trainer is installed and supports the model.
 
-    Raises MissingExtraError, SettingsError or CheckpointError.
+    Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
     _check_models(settings)
-    if settings.train.backend != "megatron":
-        return
-    if find_spec("megatron") is None:
-        raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.backend = "megatron"')
-    path, card = settings.model.path, settings.model.card
-    if path is not None and is_gguf(path):
-        return
-    from slimectl.architectures.config import read_config, with_defaults
-    from slimectl.architectures.lora import chosen, linear_layers
-    from slimectl.architectures.registry import family_of
-
-    config = read_config(model_folder(path)) if path is not None else with_defaults(cards.load(str(card))["config"])
-    family = family_of(config)
-    for problem in problems(layout(settings), family.architecture(config).transformer, settings.cluster.ranks):
-        raise SettingsError(problem)
-    if settings.train.lora_rank is not None:
-        chosen(linear_layers(family.links(config)), settings.train.lora_targets)
+    policy_backend(settings).check(settings)
 
 
 def _check_models(settings: Settings) -> None:
@@ -131,9 +110,7 @@ def _build(
     store_prefix: str,
 ) -> Any:
     """Build the model of one rank: a policy, or with `values` a critic."""
-    from slimectl.checkpoints.hf import HFCheckpoint
-
-    train, megatron = settings.train, settings.megatron
+    train = settings.train
     shared: dict[str, Any] = {
         "optimizer": _optimizer(settings, total_steps, lr),
         "max_tokens_per_pack": train.max_tokens_per_gpu,
@@ -146,51 +123,12 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
-    shares_critic = trains and critic_is_shared(settings.algorithm)
+    options = settings.algorithm.critic_options
+    shares_critic = trains and options is not None and options.shared
     if not values:
         shared["temperature"] = settings.rollout.temperature
-    if train.backend == "fsdp":
-        from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
-        from slimectl.policies.fsdp.policy import FsdpPolicy
-
-        return (FsdpCritic if values else FsdpActorCritic if shares_critic else FsdpPolicy)(
-            folder,
-            HFCheckpoint(),
-            gradient_checkpointing=train.gradient_checkpointing,
-            share_prompts=train.share_prompt_prefix,
-            **shared,
-        )
-    from slimectl.policies.megatron.config import Recompute
-    from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
-    from slimectl.policies.megatron.policy import MegatronPolicy
-
-    granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
-    return (MegatronCritic if values else MegatronActorCritic if shares_critic else MegatronPolicy)(
-        folder,
-        HFCheckpoint(),
-        layout=layout(settings),
-        recompute=Recompute(granularity, tuple(megatron.recompute_modules)),
-        distributed_optimizer=megatron.use_distributed_optimizer,
-        optimizer_cpu_offload=megatron.optimizer_cpu_offload,
-        routing_replay=megatron.use_routing_replay,
-        user_functions=_user_functions(settings, store_prefix),
-        args=megatron.args,
-        **shared,
-    )
-
-
-def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
-    """Load the functions of [megatron] for one model."""
-    from slimectl.policies.megatron.hooks import UserFunctions
-
-    return UserFunctions(
-        args=FlatSettings(settings),
-        init=hook(settings, "megatron.custom_init_path"),
-        provider=hook(settings, "megatron.custom_model_provider_path"),
-        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
-        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
-        store_prefix=store_prefix,
-    )
+    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
+    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared)
 
 
 def _batching(settings: Settings, folder: Path) -> BatchingOptions:
@@ -237,19 +175,6 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) ->
         warmup_steps=train.lr_warmup_iters if lr is None else 0,
         decay_steps=train.lr_decay_iters or total_steps,
         min_lr=train.min_lr if lr is None else 0.0,
-    )
-
-
-def layout(settings: Settings) -> ParallelLayout:
-    """Return the parallel layout that [megatron] specifies."""
-    megatron = settings.megatron
-    return ParallelLayout(
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-        context=megatron.context_parallel_size,
-        expert=megatron.expert_model_parallel_size,
-        expert_tensor=megatron.expert_tensor_parallel_size,
     )
 
 

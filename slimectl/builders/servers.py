@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slimectl.builders.engines import engine
+from slimectl.builders.engines import EngineBackend, engine, engine_backend, keys
 from slimectl.builders.executors import executor as executor_of
-from slimectl.builders.models import device, version_of
-from slimectl.builders.weight_sync import keyed, keys, server_api, urls
+from slimectl.builders.models import device
+from slimectl.builders.weight_sync import keyed, urls
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -35,17 +35,15 @@ def check_engine(settings: Settings) -> None:
 
     Raises BackendError or SettingsError. On a Ray cluster the machines that start them say so.
     """
-    if settings.engine.url or not settings.uses_servers or settings.cluster.executor != "local":
+    if settings.engine.url:
         return
-    from slimectl.engines.sglang.args import SGLANG, router_interpreter
-    from slimectl.engines.vllm.args import VLLM
+    backend = engine_backend(settings)
+    if settings.uses_servers and type(backend).server is EngineBackend.server:
+        backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # refuses
+    backend.check(settings)
+    if settings.cluster.executor == "local" and settings.uses_servers and _router_policy(settings) is not None:
+        from slimectl.engines.sglang.args import router_interpreter
 
-    installed = {"sglang": SGLANG, "vllm": VLLM}.get(settings.engine.backend)
-    if installed is not None:
-        python = installed.interpreter(getattr(settings, installed.section).python)
-        for spec in _specs(settings, Path("model")):
-            installed.flags(spec.args, python)
-    if _router_policy(settings) is not None:
         router_interpreter(settings.sglang.python)
 
 
@@ -121,59 +119,12 @@ def auxiliary_servers(
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
-    from slimectl.engines.sglang.topology import groups_of
-
-    sglang, colocate = settings.engine.backend == "sglang", settings.cluster.colocate
-    # Only with it a server releases memory while the trainer runs.
-    memory = {"sglang": "enable_memory_saver", "vllm": "enable_sleep_mode"}.get(settings.engine.backend)
-    args = settings.sglang.args if sglang else settings.vllm.args
-    return groups_of(
-        model,
-        num_engines=settings.num_engines,
-        gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
-        prefill_num_servers=settings.sglang.prefill_num_servers if sglang else 0,
-        server_groups=settings.sglang.server_groups if sglang else (),
-        args=({memory: True} if colocate and memory else {}) | args,
-    )
+    return engine_backend(settings).specs(settings, model)
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    from slimectl.engines.http.request import NO_WEIGHTS
-    from slimectl.engines.server.launch import serve_server
-    from slimectl.engines.sglang.launch import sglang_server
-    from slimectl.engines.vllm.launch import vllm_server
-
-    options = settings.engine
-    shared: dict[str, Any] = {
-        "log": log.absolute(),
-        "dtype": options.dtype,
-        "device": device(options.device),
-        "max_context": settings.rollout.max_context_len,
-        "start_timeout_s": options.start_timeout_s,
-        "keys": keys(settings, ()),
-        "host": None if settings.cluster.executor == "ray" and settings.cluster.ray_address else "127.0.0.1",
-    }
-    if options.backend == "embedded":
-        return serve_server(
-            spec.model.absolute(),
-            max_running=options.max_running_requests,
-            wait_for_weights=waiting,
-            pause_timeout_s=settings.sync.timeout_s,
-            **shared,
-        )  # fmt: skip
-    shared["weight_version"] = NO_WEIGHTS if waiting else version_of(spec.model)
-    if options.backend == "vllm":
-        return vllm_server(
-            spec.model.absolute(),
-            python=settings.vllm.python,
-            tensor_parallel=spec.tensor_parallel,
-            args=spec.args,
-            name=spec.name,
-            keep_weights=settings.sync.check_weight_update_equal,
-            **shared,
-        )
-    return sglang_server(spec.model.absolute(), python=settings.sglang.python, **spec.options(), **shared)
+    return engine_backend(settings).server(settings, spec, log=log, waiting=waiting)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -184,10 +135,10 @@ def _router_key(settings: Settings) -> dict[str, Any]:
 
 def _router_policy(settings: Settings) -> str | None:
     """Return sglang-router's policy; None if the client balances requests itself."""
-    policy = settings.engine.router
+    policy: str = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        policy = "cache_aware" if settings.engine.backend == "sglang" and len(specs) > 1 else "none"
+        policy = engine_backend(settings).default_router if len(specs) > 1 else "none"
     return None if policy == "none" else policy
 
 
@@ -228,7 +179,7 @@ def client(
     config = config.get("text_config", config)
     http_engine = HttpEngine(
         addresses,
-        api=server_api(settings.engine.backend),
+        api=engine_backend(settings).api(),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],

@@ -5,32 +5,33 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimectl.errors import MissingExtraError
 from slimectl.redaction import redact
+from slimectl.registry import TRACKERS
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.protocols import Tracker
-    from slimectl.trackers.base import Identity
-
-EXTRAS = ("tensorboard", "wandb", "swanlab")
-"""Trackers that need a library of the same name, which the extra of that name installs."""
+    from slimectl.trackers.base import Identity, TrackedRun
 
 ID_LENGTH = 8
 SUFFIX_LENGTH = 6
 
 
 def check_trackers(settings: Settings) -> None:
-    """Check that the trackers' libraries are installed, without loading them. Raises MissingExtraError."""
+    """Check, without loading any library, that the trackers can start.
+
+    Raises MissingExtraError for a library that is not installed, BackendError for a package that is broken.
+    """
     for name in settings.track.with_:
-        if name in EXTRAS and find_spec(name) is None:
-            raise MissingExtraError(name, extra=name, wanted_by="track.with")
+        library = TRACKERS.fact(name, "library")
+        if library is not None and find_spec(library) is None:
+            raise MissingExtraError(library, extra=library, wanted_by="track.with")
 
 
 def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None, done: int = 0) -> list[Tracker]:
@@ -38,21 +39,24 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
 
     Raises MissingExtraError, SettingsError or BackendError if one cannot start; those that have started are closed.
     """
-    from slimectl.trackers.base import FaultTolerantTracker
+    from slimectl.trackers.base import FaultTolerantTracker, TrackedRun
 
-    one_axis = settings.track.always_use_train_step
-    makers: dict[str, Callable[[dict[str, Any]], Tracker]] = {
-        "stdout": partial(_stdout, settings.run.num_rollout, done),
-        "jsonl": partial(_jsonl, folder),
-        "tensorboard": partial(_tensorboard, folder, resumed_at, one_axis),
-        "wandb": partial(_wandb, settings, folder),
-        "swanlab": partial(_swanlab, settings, folder),
-    }
+    track = settings.track
+    run = TrackedRun(
+        folder,
+        partial(identity, settings, folder),
+        log_dir=Path(track.dir) if track.dir else None,
+        one_axis=track.always_use_train_step,
+        resumed_at=resumed_at,
+        rounds=settings.run.num_rollout,
+        rounds_done=done,
+    )
     started: list[Tracker] = []
     try:
-        for name in settings.track.with_:
-            tracker = makers[name](settings.track.kwargs.get(name, {}))
-            started.append(FaultTolerantTracker(name, tracker if name == "stdout" else _renamed(tracker, settings)))
+        for name in track.with_:
+            tracker = _start(name, run, settings)
+            renames = TRACKERS.fact(name, "renames", False)
+            started.append(FaultTolerantTracker(name, tracker if renames else _renamed(tracker, settings)))
     except BaseException:
         for tracker in started:
             tracker.close()
@@ -60,8 +64,20 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
     return started
 
 
+def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
+    """Call a tracker's class with the run, its track.kwargs and, if it brings settings, its own section."""
+    from slimectl.trackers.base import starting
+
+    make, arguments = TRACKERS.load(name), dict(settings.track.kwargs.get(name, {}))
+    if TRACKERS.is_third_party(name) and (cls := getattr(make, "settings_class", None)):
+        arguments["settings"] = settings.part_section(name, cls)
+    with starting(name, way_out=f"repair {TRACKERS.package(name)}, or drop {name} from track.with"):
+        tracker: Tracker = make(run, **arguments)
+    return tracker
+
+
 def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
-    """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has other words, and is not wrapped."""
+    """Wrap a tracker to rename metrics as [track] says; the terminal's tracker has words of its own."""
     from slimectl.trackers.roll_names import Renamed
 
     if settings.track.naming == "slime":
@@ -69,48 +85,6 @@ def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
     return Renamed(
         tracker, keep_slime_names=settings.track.naming == "both", prompts_per_round=settings.run.rollout_batch_size
     )
-
-
-def _stdout(total: int | None, done: int, kwargs: dict[str, Any]) -> Tracker:
-    """Build a live progress bar on a terminal, a plain line per step elsewhere."""
-    import sys
-
-    if sys.stderr.isatty():
-        from slimectl.trackers.stdout import ProgressTracker
-
-        return ProgressTracker(total=total, done=done)
-    from slimectl.trackers.stdout import StdoutTracker
-
-    return StdoutTracker(**kwargs)
-
-
-def _jsonl(folder: Path, kwargs: dict[str, Any]) -> Tracker:
-    """Build the JSONL tracker: metrics and times in a line; metrics.jsonl has only values that the seed determines."""
-    from slimectl.trackers.jsonl import JsonlTracker
-
-    return JsonlTracker(Path(kwargs.get("path", folder / "tracked.jsonl")))
-
-
-def _tensorboard(folder: Path, resumed_at: int | None, one_axis: bool, kwargs: dict[str, Any]) -> Tracker:
-    from slimectl.trackers.tensorboard import TensorboardTracker
-
-    return TensorboardTracker(folder / "tensorboard", one_axis=one_axis, purge_step=resumed_at, **kwargs)
-
-
-def _wandb(settings: Settings, folder: Path, kwargs: dict[str, Any]) -> Tracker:
-    from slimectl.trackers.wandb import WandbTracker
-
-    track = settings.track
-    log_dir = Path(track.dir) if track.dir else folder  # wandb makes a folder `wandb` in it
-    return WandbTracker(log_dir, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
-
-
-def _swanlab(settings: Settings, folder: Path, kwargs: dict[str, Any]) -> Tracker:
-    from slimectl.trackers.swanlab import SwanlabTracker
-
-    track = settings.track
-    log_dir = Path(track.dir) if track.dir else folder / "swanlab"
-    return SwanlabTracker(log_dir, identity(settings, folder), one_axis=track.always_use_train_step, **kwargs)
 
 
 def identity(settings: Settings, folder: Path) -> Identity:

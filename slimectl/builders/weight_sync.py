@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from slimectl.builders.engines import engine_backend
 from slimectl.builders.models import device
 from slimectl.hooks import FlatSettings, hook
 from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
@@ -15,26 +16,10 @@ from slimectl.settings import Settings
 from slimectl.settings.secret import reveal, revealed_score
 
 if TYPE_CHECKING:
-    from slimectl.engines.api_keys import Keys
-    from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.weight_sync.base import WatchedServers, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
-    """Return the keys of the servers: of [engine], of [sglang.args], or one stored by a server of this machine."""
-    from slimectl.engines.api_keys import Keys
-
-    engine, args = settings.engine, reveal(settings.sglang.args, setting="sglang.args")
-    if engine.backend != "sglang":  # vLLM's own key is engine.api_key
-        args = {}
-    given_keys = Keys(
-        api_key=reveal(engine.api_key, setting="engine.api_key") or args.get("api_key"),
-        admin_api_key=reveal(engine.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
-    )
-    return given_keys.with_local(addresses) if engine.url else given_keys
 
 
 def urls(settings: Settings) -> list[str]:
@@ -54,13 +39,14 @@ def keyed(settings: Settings) -> Settings:
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
     vllm_args = reveal(settings.vllm.args, setting="vllm.args")
+    server_args = engine_backend(settings).server_args(settings)
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
         key = reveal(getattr(engine, name), setting=f"engine.{name}")
         keys[name] = None if key is None else SecretStr(key)
     starts = settings.uses_servers and not engine.url
-    if starts and keys["admin_api_key"] is None and not args.get("admin_api_key"):
+    if starts and keys["admin_api_key"] is None and not server_args.get("admin_api_key"):
         keys["admin_api_key"] = SecretStr(new_key())
     return settings.model_copy(
         update={
@@ -72,26 +58,9 @@ def keyed(settings: Settings) -> Settings:
     )
 
 
-def server_api(backend: str) -> ServerApi:
-    """Return the dialect of servers of this backend; embedded engines behind HTTP speak SGLang's."""
-    if backend == "vllm":
-        from slimectl.engines.vllm.api import VllmApi
-
-        return VllmApi()
-    from slimectl.engines.sglang.api import SglangApi
-
-    return SglangApi()
-
-
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
-    if settings.engine.backend == "vllm":
-        from slimectl.engines.vllm.weight_client import VllmWorkers
-
-        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
-    from slimectl.engines.sglang.weight_client import SglangWorkers
-
-    return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+    return engine_backend(settings).workers(settings, urls)
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:

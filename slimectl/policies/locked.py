@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.protocols import Loss, NamedTensors, Policy
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import NamedTensors, Policy
+from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor

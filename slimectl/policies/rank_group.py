@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Executor, Loss, NamedTensors, Policy
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import Executor, NamedTensors, Policy
+from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor

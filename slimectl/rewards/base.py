@@ -62,6 +62,9 @@ class Verifier(ABC):
     ALIASES: ClassVar[dict[str, str]] = {}
     """Older names of options."""
 
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = None
+    """Options with which it reads the last box itself; None if the prefix `boxed_` cuts the box out for it."""
+
     @property
     def bounds(self) -> tuple[float, float]:
         """Lowest and highest possible reward; for a dict, of the number under "score"."""
@@ -77,6 +80,11 @@ class Verifier(ABC):
 
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
         return self.explain(sample).reward
+
+    @property
+    def slow(self) -> bool:
+        """Whether an adversarial answer can cost seconds; then samples are graded in worker processes by default."""
+        return False
 
     @property
     def waits(self) -> bool:

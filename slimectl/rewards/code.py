@@ -59,6 +59,10 @@ class Code(Verifier):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"score.rm_options.{name}: {getattr(self, name)} is not above 0")
 
+    @property
+    def slow(self) -> bool:
+        return True
+
     def explain(self, sample: Sample) -> Grade:
         tests = _parse_tests(sample)
         fence = find_program(sample.response)

@@ -1,29 +1,18 @@
-"""Weighted sum of several verifiers."""
+"""Makes verifiers by type: with options, in a box, or several in a weighted sum."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from slimectl.errors import HookError, SettingsError
-from slimectl.rewards.base import Grade, Verifier, is_number, no_answer
-from slimectl.rewards.code import Code
+from slimectl.errors import BackendError, HookError, SettingsError
+from slimectl.registry import VERIFIERS
+from slimectl.rewards.base import Grade, Remote, Verifier, is_number, no_answer
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, missing
-from slimectl.rewards.gpqa import Gpqa
-from slimectl.rewards.instruction_following.ifbench import IfBench
-from slimectl.rewards.instruction_following.ifeval import IfEval
-from slimectl.rewards.judge import Judge
-from slimectl.rewards.math.dapo import Dapo
-from slimectl.rewards.math.verifier import Deepscaler, Math
-from slimectl.rewards.reasoning_gym import ReasoningGym
-from slimectl.rewards.remote import RemoteRm
-from slimectl.rewards.reward_model import RewardModel
-from slimectl.rewards.shaping import LengthPenalty, Overlong, Random, Repetition
-from slimectl.rewards.text import F1, Contains, Exact, Numeric, Regex
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -59,6 +48,10 @@ class WeightedSum(Verifier):
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
     @property
+    def slow(self) -> bool:
+        return any(part.verifier.slow for part in self.parts)
+
+    @property
     def waits(self) -> bool:
         return any(part.verifier.waits for part in self.parts)
 
@@ -89,8 +82,6 @@ class WeightedSum(Verifier):
 
 
 BOXED = "boxed_"
-READ_BOXES = ("math", "deepscaler", "dapo")
-"""Types that extract the box themselves."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +94,10 @@ class Boxed(Verifier):
     def bounds(self) -> tuple[float, float]:
         low, high = self.inner.bounds
         return min(0.0, low), max(0.0, high)
+
+    @property
+    def slow(self) -> bool:
+        return self.inner.slow
 
     @property
     def waits(self) -> bool:
@@ -138,33 +133,9 @@ class Boxed(Verifier):
         return None if boxed is None else self.inner.extract(replace(sample, response=boxed))
 
 
-TYPES: dict[str, type[Verifier]] = {
-    "code": Code,
-    "contains": Contains,
-    "dapo": Dapo,
-    "deepscaler": Deepscaler,
-    "exact": Exact,
-    "f1": F1,
-    "gpqa": Gpqa,
-    "ifbench": IfBench,
-    "ifeval": IfEval,
-    "judge": Judge,
-    "length_penalty": LengthPenalty,
-    "math": Math,
-    "numeric": Numeric,
-    "overlong": Overlong,
-    "random": Random,
-    "reasoning_gym": ReasoningGym,
-    "regex": Regex,
-    "remote_rm": RemoteRm,
-    "repetition": Repetition,
-    "reward_model": RewardModel,
-}
-
-
 def known_types() -> list[str]:
     """Every `rm_type`, sorted; each also works with the prefix `boxed_`."""
-    return sorted(TYPES)
+    return VERIFIERS.names()
 
 
 def weighted(parts: list[dict[str, Any]]) -> Verifier:
@@ -205,23 +176,36 @@ def verifier(rm_type: str, **options: Any) -> Verifier:
     `boxed_math` and `boxed_deepscaler` equal the types without the prefix, which read only a box already;
     `boxed_dapo` reads a box instead of the Answer: line. Raises SettingsError for an unknown type or option.
     """
-    name = rm_type.removeprefix(BOXED)
-    if name not in TYPES:
-        hint = _hint(name, known_types())
-        available = ", ".join(known_types())
-        raise SettingsError(
-            f"score.rm_type: no verifier {rm_type!r}{hint} (known: {available}; each also with {BOXED})"
+    boxed, name = rm_type.startswith(BOXED), rm_type.removeprefix(BOXED)
+    cls = _verifier_class(name, rm_type)
+    if boxed and cls.BOXED_OPTIONS is not None:
+        return cls(**_validate_options(name, cls, {**cls.BOXED_OPTIONS, **options}))
+    instance = cls(**_validate_options(name, cls, options))
+    return Boxed(instance) if boxed else instance
+
+
+def _verifier_class(name: str, rm_type: str) -> type[Verifier]:
+    """The class of a type without prefix. Raises SettingsError for an unknown one, BackendError for a broken one."""
+    if name not in VERIFIERS:
+        raise SettingsError(f"score.rm_type: {VERIFIERS.unknown(name, spelling=rm_type)}; each also with {BOXED}")
+    cls: type[Verifier] = VERIFIERS.load(name)
+    if not (isinstance(cls, type) and issubclass(cls, Verifier) and is_dataclass(cls)):
+        raise BackendError(
+            f"{VERIFIERS.package(name)}: its verifier {name} is no dataclass that derives from "
+            f"slimectl.rewards.Verifier; repair or uninstall that package"
         )
-    boxed = rm_type.startswith(BOXED)
-    instance = TYPES[name](
-        **_validate_options(name, {"source": "boxed", **options} if boxed and name == "dapo" else options)
-    )
-    return Boxed(instance) if boxed and name not in READ_BOXES else instance
+    return cls
 
 
-def _validate_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def takes_url(rm_type: str) -> bool:
+    """Whether a type asks a server at its option `url`; an unknown type does not."""
+    name = rm_type.removeprefix(BOXED)
+    cls: Any = _verifier_class(name, rm_type) if name in VERIFIERS else Verifier
+    return issubclass(cls, Remote) and "url" in {field.name for field in fields(cls)}
+
+
+def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options with current names, validated against the verifier's fields. Raises SettingsError."""
-    verifier_type: Any = TYPES[name]
     options = _with_current_names(verifier_type, options)
     kinds = {field.name: get_type_hints(verifier_type)[field.name] for field in fields(verifier_type)}
     for option, value in options.items():

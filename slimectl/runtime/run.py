@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
@@ -24,7 +24,8 @@ from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient, Sft
+from slimectl.settings.algorithm import Sft
+from slimectl.settings.needs import Need
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
@@ -34,6 +35,9 @@ from slimectl.types import Metrics, Prompt, Sample, StepReport
 
 if TYPE_CHECKING:
     from slimectl.weight_sync.base import WeightSynchronizer
+
+Reports = Generator[StepReport, None, bool]
+"""The reports of a run, and whether it reached its end."""
 
 WARMUP_CHECK = 128
 """Number of prompts on which the warm-up measures accuracy."""
@@ -59,7 +63,22 @@ class TrainingRun:
     def execute(
         self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
     ) -> bool:
-        """Run to the end; return False if interrupted. `lock` is the folder's lock, if the caller holds it.
+        """Run to the end; return False if interrupted. See `reports`."""
+        reports = self.reports(settings_toml, resume=resume, force=force, lock=lock)
+        while True:
+            try:
+                next(reports)
+            except StopIteration as end:
+                finished: bool = end.value
+                return finished
+
+    def reports(
+        self, settings_toml: str, *, resume: bool = False, force: bool = False, lock: Lock | None = None
+    ) -> Reports:
+        """Yield the report of every step once it is recorded; the value at the end is False if interrupted.
+
+        `lock` is the folder's lock, if the caller holds it. Steps after the last checkpoint are reported again if a
+        trainer's rank died.
 
         Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
         """
@@ -75,28 +94,28 @@ class TrainingRun:
                 self.folder.start(settings_toml, force=force, manifest=manifest.facts, warn=logger.warning)
             self.executor = builders.executor(self.settings, logs=self.folder.path / "logs")
             with closing(self.executor):
-                finished = self._run_with_advice(self._prepare_model())
+                finished = yield from self._run_with_advice(self._prepare_model())
             if finished:
                 manifest.write(self.folder.path, counts={"rounds": self.state.rollout_id, "steps": self.state.step})
             return finished
 
-    def _run_with_advice(self, model: Path) -> bool:
+    def _run_with_advice(self, model: Path) -> Reports:
         """Run; if training diverged, add to the error the last checkpoint and how to resume from it."""
         try:
-            return self._run_with_restarts(model)
+            return (yield from self._run_with_restarts(model))
         except DivergedError as error:
             rounds = self.folder.checkpoints()
             advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
             command = f"slimectl run --resume {self.folder.path} -s train.lr=LOWER"
             raise DivergedError(f"{error}; {advice}; go on with: {command}") from error
 
-    def _run_with_restarts(self, model: Path) -> bool:
+    def _run_with_restarts(self, model: Path) -> Reports:
         """Run; restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
         for restarts_left in range(self.settings.run.max_restarts, -1, -1):
             try:
                 side = RolloutService(self.settings, model, executor=self.executor, folder=self.folder.path)
                 with closing(side):
-                    return self._loop(self._run_sft_warmup(model, side), side)
+                    return (yield from self._loop(self._run_sft_warmup(model, side), side))
             except DiedError as error:
                 if not restarts_left:
                     raise
@@ -190,7 +209,7 @@ class TrainingRun:
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
-    def _loop(self, model: Path, side: RolloutService) -> bool:
+    def _loop(self, model: Path, side: RolloutService) -> Reports:
         settings, total = self.settings, self.settings.run.num_rollout
         with ExitStack() as ending:
             policy = builders.policy(
@@ -236,7 +255,7 @@ class TrainingRun:
                 hooks=self.hooks,
             )
             ending.callback(reports.close)  # type: ignore[attr-defined] # a generator
-            return self._consume_reports(reports, policy, side, sync, moving)
+            return (yield from self._consume_reports(reports, policy, side, sync, moving))
 
     def _consume_reports(
         self,
@@ -245,8 +264,8 @@ class TrainingRun:
         side: RolloutService,
         sync: WeightSynchronizer,
         moving: builders.PeriodicReference,
-    ) -> bool:
-        """Record every report; evaluate and save at their intervals. The last round is always evaluated and saved."""
+    ) -> Reports:
+        """Record and yield every report; evaluate and save at their intervals, and after the last round."""
         settings = self.settings
         samples: list[Sample] = []
         for report in reports:
@@ -258,6 +277,7 @@ class TrainingRun:
             if report.last_step_of_round:
                 moving.follow(number, policy, self.folder.checkpoints())
             if not report.last_step_of_round or last:
+                yield report
                 continue
             if settings.eval.interval and number % settings.eval.interval == 0:
                 self._evaluate(side, sync, report.weight_version)
@@ -266,11 +286,13 @@ class TrainingRun:
                 logger.warning(
                     f"interrupted after round {number}; go on with: slimectl run --resume {self.folder.path}"
                 )
+                yield report
                 return False
             if settings.run.save_interval and number % settings.run.save_interval == 0:
                 self.journal.save(policy, self.state, samples)
             elif settings.run.keep_samples:
                 self.journal.keep_samples(self.folder.step(number) / "samples.jsonl", samples)
+            yield report
         self._evaluate(side, sync, policy.weight_version)
         self.journal.save(policy, self.state, samples)
         return True
@@ -316,13 +338,12 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if not settings.rollout.data and settings.rollout.data_source_path is None:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
-    if not isinstance(settings.algorithm, PolicyGradient):
-        kind = "demonstrations" if isinstance(settings.algorithm, Sft) else "preferences or scored samples"
+    if settings.algorithm.trains_on != "rollouts":
+        kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(
             f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
         )
-    compares = isinstance(settings.algorithm, PolicyGradient) and settings.algorithm.baseline != "none"
-    if compares and settings.rollout.n_samples_per_prompt == 1:
+    if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
             f"prompt with one another; sample at least 2"

@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slimectl.registry import EXECUTORS
 from slimectl.settings.base import PositiveInt, Section
+from slimectl.settings.parts import registered_in
 
 
 class ClusterSettings(Section):
     """Executor of the work, and its number of GPUs (on a CPU: processes)."""
 
-    executor: Literal["local", "ray"] = "local"
+    executor: Annotated[str, *registered_in(EXECUTORS)] = "local"
     """local: threads and processes of this machine; ray: a Ray cluster."""
 
     ray_address: str | None = None

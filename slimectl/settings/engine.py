@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from slimectl.registry import ENGINES
 from slimectl.settings.base import PositiveInt, Section, Texts
+from slimectl.settings.parts import registered_in
 from slimectl.settings.secret import Key
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -17,7 +19,7 @@ class EngineSettings(Section):
 
     section_name: ClassVar[str] = "engine"
 
-    backend: Literal["embedded", "sglang", "vllm"] = "embedded"
+    backend: Annotated[str, *registered_in(ENGINES)] = "embedded"
     """Which engine; embedded runs on a CPU or one GPU, in this process where there is one of it."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

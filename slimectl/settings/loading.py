@@ -15,8 +15,11 @@ from pydantic import BaseModel, ValidationError
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, is_secret_name, redact
 from slimectl.settings import aliases
-from slimectl.settings.algorithm import ALGORITHMS, Grpo
-from slimectl.settings.root import Settings, conflicts
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.checks import conflicts
+from slimectl.settings.parts import UNKNOWN_PART, section_class, section_names, selected_parts
+from slimectl.settings.rollout_algorithms import Grpo
+from slimectl.settings.root import Settings
 
 PREFIX = "SLIMECTL_"
 Values = dict[str, dict[str, Any]]
@@ -62,15 +65,20 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
     >>> from_environment({"SLIMECTL_SFT_WARMUP_MAX_STEPS": "5"}).values
     {'sft_warmup': {'max_steps': 5}}
     """
-    longest_first = sorted([*Settings.model_fields, *aliases.SECTIONS], key=len, reverse=True)
+    known_sections = [*Settings.model_fields, *aliases.SECTIONS]
     values: Values = {}
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
             words = name[len(PREFIX) :].lower()
-            section = next((known for known in longest_first if words.startswith(f"{known}_")), words.partition("_")[0])
+            section = _longest(known_sections, words) or _longest(section_names(), words) or words.partition("_")[0]
             if key := words[len(section) + 1 :]:
                 values.setdefault(section, {})[key] = parse_value(text)
     return Layer("environment", values)
+
+
+def _longest(sections: Iterable[str], words: str) -> str | None:
+    """The longest section that the words of a variable begin with."""
+    return max((section for section in sections if words.startswith(f"{section}_")), key=len, default=None)
 
 
 def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
@@ -87,6 +95,26 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
             table = table.setdefault(part, {})
         table[parts[-1]] = parse_value(text)
     return Layer(origin, values)
+
+
+def nested(values: Mapping[str, Any]) -> Values:
+    """Sections from dotted keys; a third part addresses a table.
+
+    >>> nested({"run.num_rollout": 2, "eval.data.aime": "aime.jsonl"})
+    {'run': {'num_rollout': 2}, 'eval': {'data': {'aime': 'aime.jsonl'}}}
+
+    Raises SettingsError for a key without a section.
+    """
+    sections: Values = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        if len(parts) < 2 or not all(parts):
+            raise SettingsError(f"{name}: write a setting as section.key, e.g. train.lr")
+        table: dict[str, Any] = sections.setdefault(parts[0], {})
+        for part in parts[1:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = value
+    return sections
 
 
 def parse_value(text: str) -> Any:
@@ -111,13 +139,25 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     if "algorithm" in merged:
         merged["algorithm"].setdefault("name", Grpo.model_fields["name"].default)
     try:
-        settings = Settings.model_validate(merged)
+        settings = Settings.model_validate(merged | _part_sections(merged, origins))
     except ValidationError as error:
         raise SettingsError("\n".join(_error_lines(error, origins))) from None
     wrong = list(conflicts(settings))
     if wrong:
         raise SettingsError("\n".join(wrong))
     return Resolved(settings, {name: origins.get(name, "default") for name, _ in flat(settings)})
+
+
+def _part_sections(merged: Values, origins: dict[str, str]) -> dict[str, BaseModel]:
+    """The validated sections that parts of other packages bring, if they are selected or have values."""
+    sections: dict[str, BaseModel] = {}
+    for name in {*(merged.keys() - Settings.model_fields.keys()), *selected_parts(merged)}:
+        if cls := section_class(name):
+            try:
+                sections[name] = cls.model_validate(merged.get(name, {}))
+            except ValidationError as error:
+                raise SettingsError("\n".join(_error_lines(error, origins, (name,)))) from None
+    return sections
 
 
 def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
@@ -131,9 +171,12 @@ def keys_of(section: str, algorithm: str | None = None) -> list[str]:
     """The keys of a section; for [algorithm], of one algorithm or of all."""
     if section == "algorithm":
         classes: list[type[BaseModel]] = [ALGORITHMS[algorithm]] if algorithm in ALGORITHMS else [*ALGORITHMS.values()]
-    else:
+    elif section in Settings.model_fields:
         annotation = Settings.model_fields[section].annotation
         classes = [annotation] if isinstance(annotation, type) else list(get_args(annotation))
+    else:
+        cls = section_class(section)
+        classes = [] if cls is None else [cls]
     names = [field.alias or name for cls in classes for name, field in cls.model_fields.items()]
     return list(dict.fromkeys(names))
 
@@ -175,7 +218,7 @@ def _known_key(section: str, key: str, layer: Layer, merged: Values) -> tuple[st
     The key may be an old one. Raises SettingsError for an unknown name.
     """
     current = aliases.current_section(section)
-    if current not in Settings.model_fields:
+    if current not in Settings.model_fields and section_class(current) is None:
         raise SettingsError(_unknown_key(f"{section}.{key}", sections(), layer))
     algorithm = merged.get("algorithm", {}).get("name") or layer.values.get("algorithm", {}).get("name")
     known_keys = keys_of(current, algorithm if isinstance(algorithm, str) else None)
@@ -201,9 +244,9 @@ def nearest_name(name: str, available: Sequence[str]) -> str | None:
     return aliases.current_name(near[0]) if near else None
 
 
-def _error_lines(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
+def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> Iterator[str]:
     for item in error.errors():
-        parts = [str(part) for part in item["loc"]]
+        parts = [str(part) for part in (*prefix, *item["loc"])]
         if parts[:1] == ["algorithm"] and len(parts) > 1 and parts[1] in ALGORITHMS:
             del parts[1]  # pydantic names the member of the union, which is no part of the key
         name = ".".join(parts[:2])
@@ -212,8 +255,8 @@ def _error_lines(error: ValidationError, origins: dict[str, str]) -> Iterator[st
             continue
         message = item["msg"][:1].lower() + item["msg"][1:]
         origin = origins.get(name, "default")
-        secret = isinstance(item["input"], dict) or any(map(is_secret_name, parts))
-        actual = "" if secret else f", not {redact(item['input'])!r}"
+        hidden = isinstance(item["input"], dict) or any(map(is_secret_name, parts)) or item["type"] == UNKNOWN_PART
+        actual = "" if hidden else f", not {redact(item['input'])!r}"
         yield f"{name}: {message}{actual} ({origin})"
 
 
@@ -294,12 +337,18 @@ def settings_toml(settings: Settings) -> str:
     """
     import tomli_w
 
-    defaults = type(settings)().model_dump(by_alias=True)
     sections: dict[str, dict[str, Any]] = {}
     for section, keys in redact(settings.model_dump(by_alias=True)).items():
         for key, value in keys.items():
             if value is not None:
                 sections.setdefault(section, {})[key] = value
-            elif defaults[section].get(key) is not None:
+            elif _default(getattr(settings, section), key) is not None:
                 sections.setdefault(section, {})[key] = "none"
     return tomli_w.dumps(sections)
+
+
+def _default(section: BaseModel, key: str) -> Any:
+    """The default of a key, by its name in files."""
+    fields = type(section).model_fields
+    field = fields.get(key) or next((field for field in fields.values() if field.alias == key), None)
+    return field.get_default(call_default_factory=True) if field else None

@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from slimectl.registry import TRACKERS
 from slimectl.settings.base import PositiveInt, Section, Texts
+from slimectl.settings.parts import registered_in
 
-TrackerName = Literal["stdout", "jsonl", "tensorboard", "wandb", "swanlab"]
+TrackerName = Annotated[str, *registered_in(TRACKERS)]
 SECRETS = ("key", "token", "password", "secret")
 """Last words of an argument's name that mark it as a secret."""
 
@@ -95,7 +97,7 @@ class TrackSettings(Section):
     """
 
     with_: Annotated[list[TrackerName], Field(alias="with")] = ["stdout"]
-    """Trackers: stdout, tensorboard, wandb, swanlab, jsonl."""
+    """Trackers: stdout, tensorboard, wandb, swanlab, jsonl, and those of installed packages."""
 
     kwargs: dict[str, dict[str, Any]] = {}
     """Arguments for a tracker's own constructor (wandb.init, swanlab.init, SummaryWriter), by its name."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from slimectl.settings.base import Section
-
-SLOW = ("math", "deepscaler", "code")
-"""Verifiers that run in worker processes by default: symbolic mathematics, whose cost on an adversarial answer only a
-time limit bounds, and execution of programs."""
 
 
 class ScoreSettings(Section):
@@ -66,12 +61,3 @@ class ScoreSettings(Section):
     """Worker processes; 0 grades in this process, without the time limit. Where not given: one for each core, at most
     4, if a verifier of these settings does symbolic mathematics or runs programs, else 0. Verifiers that only prompts
     name (metadata.rm_type) are not looked at: give a number where these are slow ones."""
-
-    @property
-    def processes(self) -> int:
-        """Effective number of worker processes."""
-        if self.workers is not None:
-            return self.workers
-        types = [self.rm_type, *(part.get("type") for part in self.rm)]
-        slow = any(str(name).removeprefix("boxed_") in SLOW for name in types) and not self.custom_rm_path
-        return min(4, os.cpu_count() or 1) if slow else 0

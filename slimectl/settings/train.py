@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from slimectl.registry import POLICIES
 from slimectl.settings.base import PositiveInt, Section, Texts
+from slimectl.settings.parts import registered_in
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -17,7 +19,7 @@ class TrainSettings(Section):
 
     section_name: ClassVar[str] = "train"
 
-    backend: Literal["fsdp", "megatron"] = "fsdp"
+    backend: Annotated[str, *registered_in(POLICIES)] = "fsdp"
     """Which trainer: fsdp is the Hugging Face module, in one process or sharded; megatron is Megatron-core (see
     [megatron])."""
 

@@ -13,7 +13,7 @@ from slimectl.errors import HookError
 from slimectl.protocols import Executor
 from slimectl.rewards import Grade
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import BatchedReward, as_batched
+from slimectl.stages.grader import BatchedReward, as_batched, worker_count
 from slimectl.stages.score import reward_number
 from slimectl.types import Sample
 
@@ -76,8 +76,8 @@ def check_reward(
 
     Samples are graded in at least one worker process, so that the time limit also stops functions that hang.
     """
-    workers, limit = max(1, settings.processes), settings.timeout_s
     grader = as_batched(reward)
+    workers, limit = max(1, worker_count(settings, grader)), settings.timeout_s
     calls = list(grader.calls(samples))
     results = executor.map(RunTwice(grader), calls, workers=workers, timeout_s=2 * (limit + grader.patience_s))
     pairs = [pair for call, result in zip(calls, results, strict=True) for pair in _pair_results(call, result)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -12,13 +13,12 @@ from typing import Any, Protocol
 from slimectl.data.records import refused_path
 from slimectl.data.streams import batched
 from slimectl.errors import RecordError, SettingsError
-from slimectl.rewards import Grade, Verifier, known_types, verifier, weighted
+from slimectl.rewards import Grade, Verifier, known_types, takes_url, verifier, weighted
 from slimectl.rewards.http import HttpClient, run_sync
 from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
 from slimectl.settings.secret import revealed_score
 from slimectl.types import Sample, Status
-
-ASKS_SERVERS = ("judge", "remote_rm")
 
 
 class BatchedReward(Protocol):
@@ -36,6 +36,11 @@ class BatchedReward(Protocol):
         ...
 
     async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
+
+    @property
+    def slow(self) -> bool:
+        """Whether samples are graded in worker processes by default."""
+        ...
 
     @property
     def patience_s(self) -> float:
@@ -75,6 +80,7 @@ LoadRewardFunction = Callable[[str, Settings], RewardFunction]
 class PerSampleReward:
     """Adapts any callable to Calls: one sample per call, never asynchronous."""
 
+    slow = False
     patience_s = 0.0
 
     def __init__(self, reward: Callable[[Sample], Any]) -> None:
@@ -102,6 +108,13 @@ def _zero_rewards(samples: Sequence[Sample]) -> list[Any]:
     return [0.0] * len(samples)
 
 
+def worker_count(settings: ScoreSettings, grader: BatchedReward) -> int:
+    """Return the number of worker processes that grade; 0 is this process."""
+    if settings.workers is not None:
+        return settings.workers
+    return min(4, os.cpu_count() or 1) if grader.slow else 0
+
+
 def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
     return reward if isinstance(reward, Grader) else PerSampleReward(reward)
 
@@ -123,11 +136,16 @@ class Grader:
         score = settings.score
         if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
-        self._sum = weighted([self._with_server_url(part, part.get("type")) for part in score.rm]) if score.rm else None
+        self._sum = (
+            weighted([self._with_server_url(part, str(part.get("type"))) for part in score.rm]) if score.rm else None
+        )
         if score.custom_rm_path:
             self._user_reward_at(score.custom_rm_path)
         elif score.rm_type:
             self._verifier(score.rm_type)
+        named = [self._sum] if self._sum else self._verifiers.values()
+        # Of the settings' verifiers only: those that prompts name are not known yet.
+        self.slow = not score.custom_rm_path and any(verifier.slow for verifier in named)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
         return _grader, (self._pickled,)
@@ -279,11 +297,10 @@ class Grader:
             self._verifiers[rm_type] = verifier(rm_type, **self._with_server_url(options, rm_type))
         return self._verifiers[rm_type]
 
-    def _with_server_url(self, options: dict[str, Any], rm_type: object) -> dict[str, Any]:
+    def _with_server_url(self, options: dict[str, Any], rm_type: str) -> dict[str, Any]:
         """Return the options, with score.rm_url added for verifiers that need a server address."""
         url = self.settings.score.rm_url
-        asks = str(rm_type).removeprefix("boxed_") in ASKS_SERVERS
-        return {"url": url, **options} if url and asks else options
+        return {"url": url, **options} if url and takes_url(rm_type) else options
 
 
 @lru_cache(maxsize=4)

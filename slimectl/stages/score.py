@@ -11,12 +11,12 @@ from typing import Any, Literal
 from slimectl.data.json_values import kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
-from slimectl.protocols import Executor, LogProbModel, Policy
+from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
 from slimectl.rewards.http import HttpClient
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import BatchedReward, Grader, as_batched
+from slimectl.stages.grader import BatchedReward, Grader, as_batched, worker_count
 from slimectl.types import Sample, Status, TrainingSample
 from slimectl.user_code import in_one_line
 
@@ -58,7 +58,7 @@ def score(
     settings: ScoreSettings,
     *,
     executor: Executor,
-    reference: Policy | None = None,
+    reference: LogProbModel | None = None,
     skip: Skip | None = None,
 ) -> Iterator[Sample]:
     """Grade every sample, in order; a `reference` also attaches its log-probabilities.
@@ -91,7 +91,7 @@ def _grade_samples(
             waiting.append(call)
             yield call
 
-    if workers := settings.processes:
+    if workers := worker_count(settings, grader):
         limit = settings.timeout_s + grader.patience_s
         results = executor.map(grader.many, submitted_calls(), workers=workers, timeout_s=limit)
     else:

@@ -1,10 +1,11 @@
-"""Run identity shared by hosted trackers (wandb, SwanLab)."""
+"""The run as its trackers know it, and containment of their failures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
@@ -28,6 +29,23 @@ class Identity:
     mode: str | None = None
     host: str | None = None
     config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as its trackers know it; every tracker's constructor takes it, then the arguments of track.kwargs.
+
+    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed_at` is the step after which a resumed
+    run goes on, `rounds` the number of rounds if known, `rounds_done` those behind it. `identity()` is drawn once.
+    """
+
+    folder: Path
+    identity: Callable[[], Identity]
+    log_dir: Path | None = None
+    one_axis: bool = False
+    resumed_at: int | None = None
+    rounds: int | None = None
+    rounds_done: int = 0
 
 
 class FaultTolerantTracker:

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.run_dir import storage_errors
+from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 
 
 class JsonlTracker:
-    """Appends {"step": …, "metrics": {…}} to a file, flushed at every step."""
+    """Appends {"step": …, "metrics": {…}} to `path`, by default tracked.jsonl of the run, flushed at every step.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with storage_errors(path):
-            self._file = path.open("a", encoding="utf-8")
+    It has times too; metrics.jsonl of the run has only values that the seed determines.
+    """
+
+    def __init__(self, run: TrackedRun, *, path: str | None = None) -> None:
+        self.path = Path(path) if path else run.folder / "tracked.jsonl"
+        with storage_errors(self.path):
+            self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._append({"step": step, "metrics": dict(metrics)})

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from slimectl.protocols import Tracker
 from slimectl.stdio import logger
+from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 
 KEPT = 0.9
 """Decay of the exponential moving average of the reward, per round."""
+
+
+def console_tracker(run: TrackedRun) -> Tracker:
+    """Make a live progress bar on a terminal, a plain line per step elsewhere."""
+    return ProgressTracker(total=run.rounds, done=run.rounds_done) if sys.stderr.isatty() else StdoutTracker()
 
 
 class ProgressTracker:

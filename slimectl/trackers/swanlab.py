@@ -7,30 +7,30 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.trackers.base import Identity, starting
+from slimectl.trackers.base import TrackedRun, starting
 from slimectl.types import TableRow
 
 WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
 
 
 class SwanlabTracker:
-    """One SwanLab experiment, in `folder`; each metric on its own axis, or all on the train step (`one_axis`).
+    """One SwanLab experiment, in a folder `swanlab`; each metric on its own axis, or with `one_axis` on the train step.
 
     `kwargs` overrides all other arguments of `swanlab.init`. Raises MissingExtraError without the library, BackendError
     if it cannot start.
     """
 
-    def __init__(self, folder: Path, identity: Identity, *, one_axis: bool = False, **kwargs: Any) -> None:
+    def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
         try:
             import swanlab
         except ImportError as error:
             raise MissingExtraError("swanlab", extra="swanlab", wanted_by="track.with") from error
-        self._one_axis = one_axis
+        identity = run.identity()
+        self._one_axis = run.one_axis
         self._defined: set[str] = set()
         arguments = {
             "project": identity.project,
@@ -39,7 +39,7 @@ class SwanlabTracker:
             "name": identity.name,
             "id": identity.run_id,
             "mode": identity.mode,
-            "log_dir": str(folder),
+            "log_dir": str(run.log_dir or run.folder / "swanlab"),
             "config": identity.config,
             "resume": "allow",
             "reinit": True,

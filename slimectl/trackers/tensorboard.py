@@ -5,33 +5,32 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.trackers.base import starting
+from slimectl.trackers.base import TrackedRun, starting
 from slimectl.types import TableRow
 
 
 class TensorboardTracker:
-    """Scalars under `log_dir` (TENSORBOARD_DIR in the environment overrides it).
+    """Scalars in the folder `tensorboard` of the run (TENSORBOARD_DIR in the environment overrides it).
 
     Each metric has its own axis: `rollout/*` and `perf/*` on `rollout/step`, `eval/*` on `eval/step`, the others on the
-    train step; `one_axis` puts all on the train step. Metrics without the value of their axis use its last value.
+    train step; `run.one_axis` puts all on the train step. Metrics without the value of their axis use its last value.
     """
 
-    def __init__(self, log_dir: Path, *, one_axis: bool = False, purge_step: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with") from error
-        folder = os.environ.get("TENSORBOARD_DIR") or str(log_dir)
-        self._one_axis = one_axis
+        folder = os.environ.get("TENSORBOARD_DIR") or str(run.folder / "tensorboard")
+        self._one_axis = run.one_axis
         self._axes: dict[str, float] = {}
         with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
             # purge_step hides steps that a resumed run writes again.
-            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge_step, **kwargs})
+            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": run.resumed_at, **kwargs})
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._axes |= {name: value for name, value in metrics.items() if name.endswith("/step")}

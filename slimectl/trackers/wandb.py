@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.trackers.base import Identity, starting
+from slimectl.trackers.base import TrackedRun, starting
 from slimectl.types import TableRow
 
 WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
 
 
 class WandbTracker:
-    """One wandb run, in `folder`; each metric on its own axis by define_metric, or all on `train/step` (`one_axis`).
+    """One wandb run, in a folder `wandb`; each metric on its own axis by define_metric, or with `one_axis` on the step.
 
     `kwargs` overrides all other arguments of `wandb.init`. Raises MissingExtraError without the library, BackendError
     if it cannot start.
     """
 
-    def __init__(self, folder: Path, identity: Identity, *, one_axis: bool = False, **kwargs: Any) -> None:
+    def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
         try:
             import wandb
         except ImportError as error:
             raise MissingExtraError("wandb", extra="wandb", wanted_by="track.with") from error
-        self._one_axis = one_axis
+        folder, identity = run.log_dir or run.folder, run.identity()
+        self._one_axis = run.one_axis
         self._defined: set[str] = set()
         # The console belongs to the user: wandb neither records it nor prints to it.
         defaults = {"console": "off", "silent": True, **({"base_url": identity.host} if identity.host else {})}

@@ -239,8 +239,8 @@ def test_an_answer_under_way_names_the_weights_of_all_its_tokens(
         sync.push()
         old, policy.weight_version = policy.weight_version, f"1{2 * attempt + 1}"
         answer = in_the_middle(url, model_dir(), sync.push)
-        if answer.weight_versions != [old] or answer.finish == "abort":
-            break  # else it was done before the push had begun: a busy machine
+        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish == "abort"):
+            break  # else it was done before the push had begun, or began after it: a busy machine
     if mode == "abort":
         assert answer.finish == "abort"
         assert answer.weight_versions == [old]

@@ -7,12 +7,13 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracked import Seen, swanlab_seen, wandb_rows
 
 from slimectl.protocols import Tracker
-from slimectl.trackers.base import Identity
+from slimectl.trackers.base import Identity, TrackedRun
 from slimectl.trackers.jsonl import JsonlTracker
 from slimectl.trackers.stdout import StdoutTracker
 from slimectl.trackers.swanlab import SwanlabTracker
@@ -32,12 +33,19 @@ EXPECTED: Seen = {
 }
 
 
+OFFLINE = Identity(run_id="run12345", name="a", mode="offline")
+
+
+def run_in(folder: Path, **facts: Any) -> TrackedRun:
+    return TrackedRun(folder, lambda: OFFLINE, **facts)
+
+
 class Jsonl:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tracked.jsonl"
 
     def open(self, resumed_at: int | None = None) -> Tracker:
-        return JsonlTracker(self.path)
+        return JsonlTracker(run_in(self.path.parent))
 
     def seen(self) -> Seen:
         found: Seen = {}
@@ -55,7 +63,7 @@ class Tensorboard:
         self.folder = folder / "tensorboard"
 
     def open(self, resumed_at: int | None = None) -> Tracker:
-        return TensorboardTracker(self.folder, purge_step=resumed_at)
+        return TensorboardTracker(run_in(self.folder.parent, resumed_at=resumed_at))
 
     def seen(self) -> Seen:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -102,15 +110,12 @@ class Stdout:
         return self.stream.getvalue()
 
 
-OFFLINE = Identity(run_id="run12345", name="a", mode="offline")
-
-
 class Wandb:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def open(self, resumed_at: int | None = None) -> Tracker:
-        return WandbTracker(self.folder, OFFLINE)
+        return WandbTracker(run_in(self.folder))
 
     def seen(self) -> Seen:
         found: Seen = {}
@@ -130,7 +135,7 @@ class Swanlab:
         self.folder = folder / "swanlab"
 
     def open(self, resumed_at: int | None = None) -> Tracker:
-        return SwanlabTracker(self.folder, OFFLINE)
+        return SwanlabTracker(run_in(self.folder.parent))
 
     def seen(self) -> Seen:
         return {name: points for name, points in swanlab_seen(self.folder).items() if name in EXPECTED}
@@ -201,7 +206,7 @@ def test_nothing_to_say_is_no_error(place: Jsonl):
 @pytest.mark.parametrize(("one_axis", "steps"), [(False, [1, 3]), (True, [4, 12])])
 def test_tensorboard_puts_each_metric_on_its_own_axis(tmp_path: Path, one_axis: bool, steps: list[int]):
     place = Tensorboard(tmp_path)
-    tracker = TensorboardTracker(place.folder, one_axis=one_axis)
+    tracker = TensorboardTracker(run_in(tmp_path, one_axis=one_axis))
     for step, rollout in ((4, 1), (12, 3)):  # four optimizer steps a round
         tracker.log({"train/lr": 1.0, "rollout/raw_reward": 0.5, "rollout/step": float(rollout)}, step=step)
     tracker.close()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import RecordError, SettingsError
+from slimectl.registry import VERIFIERS
 from slimectl.rewards import known_types, verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
 from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
-from slimectl.rewards.registry import TYPES
 from slimectl.types import Sample
 
 TABLE = [
@@ -108,9 +108,9 @@ def test_the_coin_is_fair_seeded_and_its_own_for_every_sample():
 @pytest.mark.parametrize(
     ("rm_type", "options", "message"),
     [
-        ("maths", {}, r"no verifier 'maths'; did you mean math\? \(known: code, contains, dapo, deepscaler,"),
+        ("maths", {}, r"no verifier 'maths'; did you mean math\? there are code, contains, dapo, deepscaler,"),
         ("boxed_exat", {}, r"no verifier 'boxed_exat'; did you mean exact\?"),
-        ("zzz", {}, r"no verifier 'zzz' \(known:"),
+        ("zzz", {}, r"no verifier 'zzz'; there are code, .*; each also with boxed_"),
         ("exact", {"sorce": "boxed"}, r"rm_options\.sorce: no option of exact; did you mean source\?"),
         ("math", {"x": 1}, r"no option of math \(it has: none\)"),
         ("exact", {"source": "box"}, r"rm_options\.source: 'box' is no source; did you mean boxed\?"),
@@ -165,7 +165,8 @@ def test_the_last_number_is_the_same_wherever_it_stands():
 
 def test_importing_the_verifiers_loads_nothing_heavy():
     heavy = "{'sympy', 'math_verify', 'reasoning_gym', 'torch'}"
-    code = f"import sys, slimectl.rewards; print(sorted({heavy} & set(sys.modules)))"
+    load_all = "from slimectl.registry import VERIFIERS; [VERIFIERS.load(name) for name in VERIFIERS.parts]"
+    code = f"import sys; {load_all}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
@@ -179,7 +180,7 @@ def test_the_manual_has_every_type_with_its_options():
     named = {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert sorted(named) == known_types()
     for name, row in named.items():
-        options = {field.name for field in fields(TYPES[name])}
+        options = {field.name for field in fields(VERIFIERS.load(name))}
         assert set(re.findall(r"`(\w+)`", row.split("|")[-2])) == options, name
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slimectl import builders
 from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.loading import (
@@ -19,6 +20,7 @@ from slimectl.settings.loading import (
     resolve,
     settings_toml,
 )
+from slimectl.stages.grader import worker_count
 
 
 def settle(*assignments: str):
@@ -173,9 +175,14 @@ def test_every_setting_has_words():
         (["score.rm_type=exact"], False),
         (["score.rm_type=math"], True),
         (["score.rm_type=math", "score.workers=0"], False),
-        (["score.custom_rm_path=a.py:f"], False),
+        (["score.custom_rm_path=length.py:reward", "score.rm_type=math"], False),
         ([], False),
     ],
 )
-def test_symbolic_verifiers_get_processes_that_a_time_limit_can_kill(assignments: list[str], workers: bool):
-    assert (settle(*assignments).settings.score.processes > 0) == workers
+def test_symbolic_verifiers_get_processes_that_a_time_limit_can_kill(
+    assignments: list[str], workers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "length.py").write_text("def reward(sample):\n    return len(sample.response)\n")
+    monkeypatch.chdir(tmp_path)
+    settings = settle(*assignments).settings
+    assert (worker_count(settings.score, builders.reward(settings)) > 0) == workers

@@ -18,6 +18,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
+from slimectl.stages.grader import Grader, worker_count
 from slimectl.stages.score import reward_number, score
 from slimectl.types import Sample, Status, TrainingSample
 
@@ -160,8 +161,9 @@ def test_a_weighted_sum_takes_the_place_of_a_type(executor: LocalExecutor):
     settings = Settings.model_validate({"score": {"rm": parts}})
     assert rewards(settings, answered("4", label="4")) == [{"score": 0.9375, "exact": 1.0, "length_penalty": 0.125}]
     assert rewards(settings, answered("4", label="4", metadata={"rm_type": "exact"})) == [1.0]
-    assert settings.score.processes == 0
-    assert ScoreSettings(rm=[{"type": "exact"}, {"type": "boxed_math"}]).processes > 0
+    assert worker_count(settings.score, Grader(settings)) == 0
+    slow = Settings.model_validate({"score": {"rm": [{"type": "exact"}, {"type": "boxed_math"}]}})
+    assert worker_count(slow.score, Grader(slow)) > 0
     with pytest.raises(SettingsError, match=r"score\.rm and score\.rm_type exclude each other"):
         builders.reward(Settings.model_validate({"score": {"rm": parts, "rm_type": "exact"}}))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import BackendError, SettingsError
-from slimectl.trackers.base import FaultTolerantTracker, starting
+from slimectl.trackers.base import FaultTolerantTracker, Identity, TrackedRun, starting
 from slimectl.trackers.jsonl import JsonlTracker
 
 
@@ -41,7 +41,7 @@ def test_the_first_failure_is_told_and_what_works_later_is_tracked():
 
 
 def test_a_file_that_was_closed_under_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    inner = JsonlTracker(tmp_path / "tracked.jsonl")
+    inner = JsonlTracker(TrackedRun(tmp_path, lambda: Identity(run_id="a")))
     tracker = FaultTolerantTracker("jsonl", inner)
     inner.close()
     tracker.log({"train/lr": 1.0}, step=7)

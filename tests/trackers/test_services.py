@@ -17,7 +17,7 @@ from workshop import Workshop
 from slimectl import builders
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.settings.loading import from_assignments, resolve
-from slimectl.trackers.base import Identity
+from slimectl.trackers.base import Identity, TrackedRun
 from slimectl.trackers.swanlab import SwanlabTracker
 from slimectl.trackers.wandb import WandbTracker
 
@@ -41,6 +41,10 @@ def track(folder: Path, *assignments: str, rounds: tuple[int, ...] = (1, 2)) -> 
         tracker.log({"train/lr": 0.5, "rollout/raw_reward": 0.25, "rollout/step": float(number)}, step=4 * number)
     tracker.log({"eval/small_accuracy": 0.75, "eval/step": float(rounds[-1])}, step=4 * rounds[-1])
     tracker.close()
+
+
+def run_in(folder: Path) -> TrackedRun:
+    return TrackedRun(folder, lambda: Identity(run_id="abcdefgh", mode="offline"))
 
 
 def everything_in(folder: Path) -> bytes:
@@ -100,7 +104,7 @@ def test_swanlab_leaves_ctrl_c_to_the_run_and_stdout_to_data(tmp_path: Path, cap
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
     hook = sys.excepthook
     try:
-        tracker = SwanlabTracker(tmp_path, Identity(run_id="abcdefgh", mode="offline"))
+        tracker = SwanlabTracker(run_in(tmp_path))
         os.kill(os.getpid(), signal.SIGINT)
         tracker.log({"train/lr": 0.5}, step=1)
         tracker.close()
@@ -108,7 +112,7 @@ def test_swanlab_leaves_ctrl_c_to_the_run_and_stdout_to_data(tmp_path: Path, cap
         signal.signal(signal.SIGINT, before)
     assert asked == [1]
     assert sys.excepthook is hook
-    assert swanlab_seen(tmp_path)["train/lr"] == [(1, 0.5)]
+    assert swanlab_seen(tmp_path / "swanlab")["train/lr"] == [(1, 0.5)]
     assert capfd.readouterr().out == ""
 
 
@@ -154,7 +158,7 @@ def test_a_missing_library_names_its_extra(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"pip install 'slimectl\[(wandb|swanlab)\]'"):
-        kind(tmp_path, Identity(run_id="abcdefgh", mode="offline"))
+        kind(run_in(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing, text_of, trimmed
@@ -39,6 +39,8 @@ class Dapo(Verifier):
     case-sensitively. Only the last 300 characters are read. `source="boxed"`, which is what `boxed_dapo` means, reads
     the last \boxed{} there instead of the line. Without an answer `pred` is "".
     """
+
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {"source": "boxed"}
 
     source: Literal["answer_line", "boxed"] = "answer_line"
 

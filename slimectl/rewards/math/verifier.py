@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing
@@ -27,6 +28,12 @@ class Math(Verifier):
 
     Equality is exact (1/3 is not 0.333333, \pi is not 3.14159), by `equal`. A label that is itself boxed is unpacked.
     """
+
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
+
+    @property
+    def slow(self) -> bool:
+        return True
 
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "math"), find_boxed(sample.response)
@@ -121,6 +128,12 @@ class Deepscaler(Verifier):
     Luo et al. 2025, "DeepScaleR: Surpassing O1-Preview with a 1.5B Model by Scaling RL", and its published reward: a
     response with neither marker has not finished thinking and earns nothing, whatever it has boxed.
     """
+
+    BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {}
+
+    @property
+    def slow(self) -> bool:
+        return True
 
     def explain(self, sample: Sample) -> Grade:
         label_text(sample, "deepscaler")

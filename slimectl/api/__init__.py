@@ -1,0 +1,1 @@
+"""The stages as Python functions, re-exported by `slimectl`; commands call the same ones."""

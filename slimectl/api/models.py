@@ -1,0 +1,178 @@
+"""Models that stay in memory between stages: a sampler, a trainer; and models on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from slimectl import builders
+from slimectl.data.atomic_replace import refuse_existing
+from slimectl.data.run_dir import write_folder
+from slimectl.errors import SettingsError
+from slimectl.hooks import check_hooks
+from slimectl.protocols import Critic, Engine, Policy, WeightReceiver
+from slimectl.runtime.recorder import load_state
+from slimectl.settings import Settings
+from slimectl.stages.rollout import demonstrations
+from slimectl.stages.score import attach_log_probs
+from slimectl.stages.train import TrainState
+from slimectl.stages.train import train as train_stage
+from slimectl.types import Prompt, Sample, StepReport
+
+LeftOut = Callable[[Prompt], Any]
+"""Called with every prompt that is too long."""
+
+
+class _Closing:
+    """A part that is closed at the end of its `with` block, or by `close`."""
+
+    def __init__(self) -> None:
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what was started; safe to call twice."""
+        self._closing.close()
+
+
+class Sampler(_Closing):
+    """The engine of [engine] with a model's weights; it stays up between calls of `rollout`.
+
+    `folder` is the model's directory, model.path where not given.
+    """
+
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
+        super().__init__()
+        check_hooks(settings, "rollout.")
+        self.settings = settings
+        self.folder = folder or builders.model_folder(settings.model.path, verify=settings.model.verify)
+        self.tokenizer: Any = builders.tokenizer(self.folder)
+        self.engine: Engine = self._closing.enter_context(builders.engines(settings, self.folder, self.tokenizer))
+
+    def rollout(
+        self, prompts: Iterable[Prompt], *, source: Any = None, left_out: LeftOut = lambda prompt: None
+    ) -> Iterator[Sample]:
+        """Sample rollout.n_samples_per_prompt answers to every prompt, lazily.
+
+        A `source` of the user's own (rollout.data_source_path) replaces the prompts. Prompts that leave no room for an
+        answer go to `left_out`.
+        """
+        return builders.rollout_samples(
+            self.settings, iter(prompts), self.engine, self.tokenizer, source=source, left_out=left_out
+        )
+
+
+class Trainer(_Closing):
+    """The policy of [train] and its optimizer, with the algorithm's other models; it stays between calls of `train`.
+
+    It starts from `folder`, model.path where not given. With `load`, a checkpoint of a run or of `save`, it goes on
+    with the optimizer and the step of that checkpoint.
+    """
+
+    def __init__(self, settings: Settings, folder: Path | None = None, *, load: Path | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+        path = settings.model.path if load is None else str(load)
+        self.folder = folder or builders.model_folder(path, verify=settings.model.verify)
+        with ExitStack() as opened:  # closed again if a model cannot be built
+            executor = opened.enter_context(closing(builders.executor(settings)))
+            self._models = opened.enter_context(
+                closing(builders.trainable_models(settings, self.folder, executor=executor))
+            )
+            self.policy: Policy = self._models.policy
+            self.critic: Critic | None = self._models.critic
+            self.state = TrainState() if load is None else self._resume(load)
+            self._closing = opened.pop_all()
+
+    def _resume(self, load: Path) -> TrainState:
+        self.policy.load(self.folder)
+        if self.critic is not None and self.critic is not self._models.policy:
+            self.critic.load(load / "critic")
+        return load_state(load, self.policy)
+
+    def train(
+        self, samples: Iterable[Sample] | Iterable[Prompt], *, left_out: LeftOut = lambda prompt: None
+    ) -> Iterator[StepReport]:
+        """Train on scored samples, lazily; yield a report for every optimizer step.
+
+        The algorithm sft also takes prompts with labels; those that are too long go to `left_out`.
+        """
+        stream = self._samples(samples, left_out)
+        for field, model in self._models.asked.items():
+            stream = attach_log_probs(stream, model, field)
+        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state)
+
+    def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
+        """Yield samples, and for prompts their demonstrations."""
+        items = iter(items)
+        first = next(items, None)
+        if first is None:
+            return
+        items = chain([first], items)
+        if not isinstance(first, Prompt):
+            yield from items
+        elif self.settings.algorithm.trains_on == "demonstrations":
+            tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
+            yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, left_out=left_out)
+        else:
+            name = self.settings.algorithm.name
+            raise SettingsError(
+                f"algorithm.name: {name} trains on scored samples, and these are prompts; sample them first"
+            )
+
+    def push(self, sampler: Sampler) -> None:
+        """Give the policy's weights to the engine of a sampler, if that lives in this process.
+
+        Raises SettingsError for servers: `run` pushes to those.
+        """
+        if self.settings.uses_servers:
+            raise SettingsError("engine.backend: servers get weights from `run`; push takes one engine in this process")
+        engine: WeightReceiver = sampler.engine  # type: ignore[assignment]
+        engine.load_weights(self.policy.weights(), version=self.policy.weight_version)
+
+    def save(self, path: Path | str, *, force: bool = False, manifest_fields: dict[str, Any] | None = None) -> None:
+        """Write weights, optimizer and a separate critic to a directory, which is also a Hugging Face checkpoint.
+
+        `force` replaces a checkpoint that slimectl wrote; anything else there is refused with SettingsError.
+        """
+        refuse_existing(Path(path), force=force)
+        write_folder(Path(path), self._models.save, manifest_fields=manifest_fields)
+
+
+def create_model(card: str, folder: Path | str, *, seed: int = 1234) -> Path:
+    """Make a model of random weights from a model card (`slimectl models` lists them) in a directory; return its path.
+
+    A model that slimectl made there is replaced; anything else is refused with SettingsError.
+    """
+    path = Path(folder)
+    write_folder(path, lambda staged: builders.create_model(card, staged, seed=seed))
+    return path
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Literal["hf", "torch_dist"] = "hf",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    quantize: Literal["fp8", "int4"] | None = None,
+    force: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Convert a model between layouts; return a summary of what was written and whether it was verified.
+
+    `source` is a directory, a step of a run, a .gguf file or package:NAME. `options` are block, group, config, card,
+    verify and logits, as the command has them.
+    """
+    return builders.convert(str(source), Path(target), to=to, dtype=dtype, quantize=quantize, force=force, **options)

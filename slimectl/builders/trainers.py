@@ -1,0 +1,139 @@
+"""Trainers by the name in train.backend: what makes the model of one rank."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel
+
+from slimectl.architectures import cards
+from slimectl.architectures.parallel import ParallelLayout, problems
+from slimectl.builders.backends import backend
+from slimectl.builders.models import is_gguf, model_folder
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.hooks import FlatSettings, hook
+from slimectl.registry import POLICIES
+from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.policies.megatron.hooks import UserFunctions
+
+Role = Literal["policy", "critic", "actor_critic"]
+"""What a model is: a policy, a critic of its own, or a policy that is its own critic."""
+
+
+class PolicyBackend:
+    """A trainer by its name in train.backend. Another package's derives from it and is made without arguments."""
+
+    settings_class: ClassVar[type[BaseModel] | None] = None
+    """Settings of the trainer's own, in a section of its name; None if it has none."""
+
+    def check(self, settings: Settings) -> None:
+        """Check, before anything is built, that it is installed and supports the model.
+
+        Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
+        """
+
+    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+        """Make the model of this rank, a Policy or a Critic, from a model directory.
+
+        `options` are those that every trainer takes: optimizer (OptimizerOptions), batching (BatchingOptions),
+        max_tokens_per_pack, dtype, device, seed, freeze and train_only (patterns of names), trains, lora (LoraOptions
+        or None), and for policies temperature. `store_prefix` names the model to the user's functions on its ranks.
+        """
+        raise NotImplementedError
+
+
+class FsdpBackend(PolicyBackend):
+    """The Hugging Face module, in one process or sharded by FSDP2."""
+
+    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+        from slimectl.checkpoints.hf import HFCheckpoint
+        from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
+        from slimectl.policies.fsdp.policy import FsdpPolicy
+
+        cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
+        return cls(
+            folder,
+            HFCheckpoint(),
+            gradient_checkpointing=settings.train.gradient_checkpointing,
+            share_prompts=settings.train.share_prompt_prefix,
+            **options,
+        )
+
+
+class MegatronBackend(PolicyBackend):
+    """Megatron-core, configured in [megatron]."""
+
+    def check(self, settings: Settings) -> None:
+        if find_spec("megatron") is None:
+            raise MissingExtraError("megatron-core", extra="megatron", wanted_by='train.backend = "megatron"')
+        path, card = settings.model.path, settings.model.card
+        if path is not None and is_gguf(path):
+            return
+        from slimectl.architectures.config import read_config, with_defaults
+        from slimectl.architectures.lora import chosen, linear_layers
+        from slimectl.architectures.registry import family_of
+
+        config = read_config(model_folder(path)) if path is not None else with_defaults(cards.load(str(card))["config"])
+        family = family_of(config)
+        for problem in problems(layout(settings), family.architecture(config).transformer, settings.cluster.ranks):
+            raise SettingsError(problem)
+        if settings.train.lora_rank is not None:
+            chosen(linear_layers(family.links(config)), settings.train.lora_targets)
+
+    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+        from slimectl.checkpoints.hf import HFCheckpoint
+        from slimectl.policies.megatron.config import Recompute
+        from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
+        from slimectl.policies.megatron.policy import MegatronPolicy
+
+        train, megatron = settings.train, settings.megatron
+        granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
+        cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]
+        return cls(
+            folder,
+            HFCheckpoint(),
+            layout=layout(settings),
+            recompute=Recompute(granularity, tuple(megatron.recompute_modules)),
+            distributed_optimizer=megatron.use_distributed_optimizer,
+            optimizer_cpu_offload=megatron.optimizer_cpu_offload,
+            routing_replay=megatron.use_routing_replay,
+            user_functions=_user_functions(settings, store_prefix),
+            args=megatron.args,
+            **options,
+        )
+
+
+def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
+    """Load the functions of [megatron] for one model."""
+    from slimectl.policies.megatron.hooks import UserFunctions
+
+    return UserFunctions(
+        args=FlatSettings(settings),
+        init=hook(settings, "megatron.custom_init_path"),
+        provider=hook(settings, "megatron.custom_model_provider_path"),
+        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
+        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
+        store_prefix=store_prefix,
+    )
+
+
+def policy_backend(settings: Settings) -> PolicyBackend:
+    """Return what train.backend names."""
+    return backend(POLICIES, settings.train.backend, PolicyBackend)
+
+
+def layout(settings: Settings) -> ParallelLayout:
+    """Return the parallel layout that [megatron] specifies."""
+    megatron = settings.megatron
+    return ParallelLayout(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size,
+    )

@@ -1,0 +1,70 @@
+"""Tables of engines, policies, trackers, verifiers and executors; other packages add to them by entry points."""
+
+from __future__ import annotations
+
+from slimectl.registry.registry import Part, Registry
+
+ENGINES = Registry(
+    "engine",
+    "slimectl.engines",
+    {
+        "embedded": Part("slimectl.builders.engines:EmbeddedBackend", in_process=True),
+        "sglang": Part("slimectl.builders.installed_engines:SglangBackend", in_process=False),
+        "vllm": Part("slimectl.builders.installed_engines:VllmBackend", in_process=False, takes_router=False),
+    },
+)
+POLICIES = Registry(
+    "policy",
+    "slimectl.policies",
+    {
+        "fsdp": Part("slimectl.builders.trainers:FsdpBackend"),
+        "megatron": Part("slimectl.builders.trainers:MegatronBackend"),
+    },
+)
+EXECUTORS = Registry(
+    "executor",
+    "slimectl.executors",
+    {
+        "local": Part("slimectl.builders.executors:LocalBackend"),
+        "ray": Part("slimectl.builders.executors:RayBackend"),
+    },
+)
+TRACKERS = Registry(
+    "tracker",
+    "slimectl.trackers",
+    {
+        "jsonl": Part("slimectl.trackers.jsonl:JsonlTracker"),
+        "stdout": Part("slimectl.trackers.stdout:console_tracker", renames=True),
+        "swanlab": Part("slimectl.trackers.swanlab:SwanlabTracker", library="swanlab"),
+        "tensorboard": Part("slimectl.trackers.tensorboard:TensorboardTracker", library="tensorboard"),
+        "wandb": Part("slimectl.trackers.wandb:WandbTracker", library="wandb"),
+    },
+)
+VERIFIERS = Registry(
+    "verifier",
+    "slimectl.verifiers",
+    {
+        "code": Part("slimectl.rewards.code:Code"),
+        "contains": Part("slimectl.rewards.text:Contains"),
+        "dapo": Part("slimectl.rewards.math.dapo:Dapo"),
+        "deepscaler": Part("slimectl.rewards.math.verifier:Deepscaler"),
+        "exact": Part("slimectl.rewards.text:Exact"),
+        "f1": Part("slimectl.rewards.text:F1"),
+        "gpqa": Part("slimectl.rewards.gpqa:Gpqa"),
+        "ifbench": Part("slimectl.rewards.instruction_following.ifbench:IfBench"),
+        "ifeval": Part("slimectl.rewards.instruction_following.ifeval:IfEval"),
+        "judge": Part("slimectl.rewards.judge:Judge"),
+        "length_penalty": Part("slimectl.rewards.shaping:LengthPenalty"),
+        "math": Part("slimectl.rewards.math.verifier:Math"),
+        "numeric": Part("slimectl.rewards.text:Numeric"),
+        "overlong": Part("slimectl.rewards.shaping:Overlong"),
+        "random": Part("slimectl.rewards.shaping:Random"),
+        "reasoning_gym": Part("slimectl.rewards.reasoning_gym:ReasoningGym"),
+        "regex": Part("slimectl.rewards.text:Regex"),
+        "remote_rm": Part("slimectl.rewards.remote:RemoteRm"),
+        "repetition": Part("slimectl.rewards.shaping:Repetition"),
+        "reward_model": Part("slimectl.rewards.reward_model:RewardModel"),
+    },
+)
+
+__all__ = ["ENGINES", "EXECUTORS", "POLICIES", "TRACKERS", "VERIFIERS", "Part", "Registry"]
