@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slimectl.builders.engines import server_api
 from slimectl.builders.models import model_folder, tokenizer
 from slimectl.builders.policies import critic, frozen, policy, total_steps
 from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
