@@ -58,7 +58,7 @@ def build_sft_batch(
     samples: Sequence[Sample], algorithm: Sft, reward_key: str | None, shaped: Sequence[float] | None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return a row for every demonstration."""
-    return TrainingBatch([_row(sample) for sample in samples], [sample.execution for sample in samples]), {}
+    return TrainingBatch([_row(sample) for sample in samples], [sample.trajectory_id for sample in samples]), {}
 
 
 def build_policy_batch(
@@ -82,7 +82,7 @@ def build_policy_batch(
             row.old_log_probs = row.rollout_log_probs
     batch = TrainingBatch(
         rows,
-        [sample.execution for sample in trained_samples],
+        [sample.trajectory_id for sample in trained_samples],
         samples=trained_samples,
         rewards=[graded.rewards[i] for i in trained],
         normalized_rewards=[graded.normalized[i] for i in trained],
@@ -151,7 +151,7 @@ def require_groups(samples: Sequence[Sample], name: str) -> None:
     """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then."""
     executions: dict[int, set[int]] = {}
     for sample in samples:
-        executions.setdefault(sample.group_index, set()).add(sample.execution)
+        executions.setdefault(sample.group_index, set()).add(sample.trajectory_id)
     if all(len(members) == 1 for members in executions.values()):
         raise RecordError(
             f"group {next(iter(executions))}: one answer only; {name} compares the answers to a prompt with "
