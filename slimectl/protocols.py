@@ -121,6 +121,10 @@ class Critic(Protocol):
     def close(self) -> None: ...
 
 
+INCOMPLETE = "-incomplete"
+"""Suffix of the version while only a part of the weights is loaded: a push that broke off must not pass for a whole."""
+
+
 class WeightUpdateClient(Protocol):
     """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
 
@@ -157,7 +161,10 @@ class WeightUpdateClient(Protocol):
         ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
-        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
+        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only.
+
+        The last message of an update has its version; those before have it with INCOMPLETE.
+        """
         ...
 
     def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:

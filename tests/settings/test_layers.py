@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slimectl import builders
 from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.loading import (
@@ -19,7 +20,7 @@ from slimectl.settings.loading import (
     resolve,
     settings_toml,
 )
-from slimectl.stages.grader import Grader, worker_count
+from slimectl.stages.grader import worker_count
 
 
 def settle(*assignments: str):
@@ -184,4 +185,4 @@ def test_symbolic_verifiers_get_processes_that_a_time_limit_can_kill(
     (tmp_path / "length.py").write_text("def reward(sample):\n    return len(sample.response)\n")
     monkeypatch.chdir(tmp_path)
     settings = settle(*assignments).settings
-    assert (worker_count(settings.score, Grader(settings)) > 0) == workers
+    assert (worker_count(settings.score, builders.reward(settings)) > 0) == workers
