@@ -38,6 +38,9 @@ class EngineBackend:
     default_router: ClassVar[str] = "none"
     """What engine.router = "auto" means for several servers: a policy of sglang-router, or none."""
 
+    takes_router: ClassVar[bool] = True
+    """Whether sglang-router forwards requests to its servers."""
+
     settings_class: ClassVar[type[BaseModel] | None] = None
     """Settings of the engine's own, in a section of its name; None if it has none."""
 
@@ -75,17 +78,17 @@ class EngineBackend:
             f"engine.num_engines: {settings.engine.backend} has no servers, and only one lives in a process; give 1"
         )
 
-    def api(self) -> ServerApi:
-        """Return the dialect of the servers: how requests are written and answers read."""
-        from slimectl.engines.sglang.api import SglangApi
-
-        return SglangApi()
-
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         """Make the client that pushes weights to servers at these addresses."""
         from slimectl.engines.sglang.weight_client import SglangWorkers
 
         return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+
+    def api(self) -> ServerApi:
+        """Return the dialect of the servers' HTTP API; embedded engines behind HTTP speak SGLang's."""
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi()
 
 
 class EmbeddedBackend(EngineBackend):
@@ -131,99 +134,19 @@ class EmbeddedBackend(EngineBackend):
         )
 
 
-class SglangBackend(EngineBackend):
-    """SGLang servers, configured in [sglang]."""
-
-    default_router = "cache_aware"
-
-    def check(self, settings: Settings) -> None:
-        if settings.cluster.executor != "local":
-            return  # the machines that start them say so
-        from slimectl.engines.sglang.args import SGLANG
-
-        python = SGLANG.interpreter(settings.sglang.python)
-        for spec in self.specs(settings, Path("model")):
-            SGLANG.flags(spec.args, python)
-
-    def specs(self, settings: Settings, model: Path) -> list[ServerSpec]:
-        from slimectl.engines.sglang.topology import groups_of
-
-        return groups_of(
-            model,
-            num_engines=settings.num_engines,
-            gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
-            prefill_num_servers=settings.sglang.prefill_num_servers,
-            server_groups=settings.sglang.server_groups,
-            # Only with it SGLang releases memory while the trainer runs.
-            args=({"enable_memory_saver": True} if settings.cluster.colocate else {}) | settings.sglang.args,
-        )
-
-    def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        return settings.sglang.args
-
-    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.http.request import NO_WEIGHTS
-        from slimectl.engines.sglang.launch import sglang_server
-
-        return sglang_server(
-            spec.model.absolute(),
-            python=settings.sglang.python,
-            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-            **spec.options(),
-            **server_options(settings, log),
-        )
+def engine_backend(settings: Settings) -> EngineBackend:
+    """Return what engine.backend names."""
+    return backend(ENGINES, settings.engine.backend, EngineBackend)
 
 
-class VllmBackend(EngineBackend):
-    """vLLM servers, configured in [vllm]."""
-
-    def check(self, settings: Settings) -> None:
-        if settings.cluster.executor != "local":
-            return  # the machines that start them say so
-        from slimectl.engines.vllm.args import VLLM
-
-        python = VLLM.interpreter(settings.vllm.python)
-        for spec in self.specs(settings, Path("model")):
-            VLLM.flags(spec.args, python)
-
-    def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        # Only with it vLLM releases memory while the trainer runs.
-        return ({"enable_sleep_mode": True} if settings.cluster.colocate else {}) | settings.vllm.args
-
-    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.http.request import NO_WEIGHTS
-        from slimectl.engines.vllm.launch import vllm_server
-
-        return vllm_server(
-            spec.model.absolute(),
-            python=settings.vllm.python,
-            tensor_parallel=spec.tensor_parallel,
-            args=spec.args,
-            name=spec.name,
-            keep_weights=settings.sync.check_weight_update_equal,
-            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-            **server_options(settings, log),
-        )
-
-    def api(self) -> ServerApi:
-        from slimectl.engines.vllm.api import VllmApi
-
-        return VllmApi()
-
-    def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
-        from slimectl.engines.vllm.weight_client import VllmWorkers
-
-        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
-
-
-def engine_backend(name: str) -> EngineBackend:
-    """Return the engine of that name in engine.backend."""
-    return backend(ENGINES, name, EngineBackend)
+def server_api(name: str) -> ServerApi:
+    """Return the dialect of the servers of an engine."""
+    return backend(ENGINES, name, EngineBackend).api()
 
 
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
     """Build the engine of this process for a model directory; without `load` the first push brings its weights."""
-    return engine_backend(settings.engine.backend).engine(settings, folder, text, load=load)
+    return engine_backend(settings).engine(settings, folder, text, load=load)
 
 
 def server_options(settings: Settings, log: Path) -> dict[str, Any]:
@@ -245,7 +168,7 @@ def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
     from slimectl.engines.api_keys import Keys
 
     options = settings.engine
-    args = reveal(engine_backend(settings.engine.backend).server_args(settings), setting=f"{options.backend}.args")
+    args = reveal(engine_backend(settings).server_args(settings), setting=f"{options.backend}.args")
     given_keys = Keys(
         api_key=reveal(options.api_key, setting="engine.api_key") or args.get("api_key"),
         admin_api_key=reveal(options.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slimectl.builders.engines import engine_backend
+from slimectl.builders.engines import server_api
 from slimectl.builders.models import model_folder, tokenizer
 from slimectl.builders.policies import critic, frozen, policy, total_steps
 from slimectl.data.ownership import CHECKPOINT_FILES, remove_made
@@ -44,7 +44,7 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
         limit = settings.engine.request_timeout_s
         urls = reveal(list(options.urls), setting="algorithm.opd_teacher_url")
-        api = engine_backend(options.api).api()
+        api = server_api(options.api)
         remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
         remote_model.check_vocabulary(tokenizer(start), of=start)
         return remote_model

@@ -37,7 +37,7 @@ def check_engine(settings: Settings) -> None:
     """
     if settings.engine.url:
         return
-    backend = engine_backend(settings.engine.backend)
+    backend = engine_backend(settings)
     if settings.uses_servers and type(backend).server is EngineBackend.server:
         backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # refuses
     backend.check(settings)
@@ -119,12 +119,12 @@ def auxiliary_servers(
 
 def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
     """Return the spec of every server that the settings ask for."""
-    return engine_backend(settings.engine.backend).specs(settings, model)
+    return engine_backend(settings).specs(settings, model)
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
     """Build one server, not yet started; called on the machine where it will run."""
-    return engine_backend(settings.engine.backend).server(settings, spec, log=log, waiting=waiting)
+    return engine_backend(settings).server(settings, spec, log=log, waiting=waiting)
 
 
 def _router_key(settings: Settings) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _router_policy(settings: Settings) -> str | None:
     policy: str = settings.engine.router
     if policy == "auto":
         specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        policy = engine_backend(settings.engine.backend).default_router if len(specs) > 1 else "none"
+        policy = engine_backend(settings).default_router if len(specs) > 1 else "none"
     return None if policy == "none" else policy
 
 
@@ -179,7 +179,7 @@ def client(
     config = config.get("text_config", config)
     http_engine = HttpEngine(
         addresses,
-        api=engine_backend(settings.engine.backend).api(),
+        api=engine_backend(settings).api(),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],

@@ -38,7 +38,8 @@ def keyed(settings: Settings) -> Settings:
 
     engine = settings.engine
     args = reveal(settings.sglang.args, setting="sglang.args")
-    server_args = engine_backend(settings.engine.backend).server_args(settings)
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
+    server_args = engine_backend(settings).server_args(settings)
     groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
     keys = {}
     for name in ("api_key", "admin_api_key"):
@@ -51,7 +52,7 @@ def keyed(settings: Settings) -> Settings:
         update={
             "engine": engine.model_copy(update=keys),
             "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
-            "vllm": settings.vllm.model_copy(update={"args": reveal(settings.vllm.args, setting="vllm.args")}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
             "score": revealed_score(settings.score),
         }
     )
@@ -59,12 +60,12 @@ def keyed(settings: Settings) -> Settings:
 
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
-    return engine_backend(settings.engine.backend).workers(settings, urls)
+    return engine_backend(settings).workers(settings, urls)
 
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
     """Build the transport to one engine in this process."""
-    from slimectl.weight_sync.in_process import InProcessSync
+    from slimectl.weight_sync.memory import InProcessSync
 
     return InProcessSync(policy, receiver)
 
@@ -79,7 +80,7 @@ def to_servers(
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
     from slimectl.weight_sync.distributed import DistributedSync
-    from slimectl.weight_sync.tensor import TensorSync
+    from slimectl.weight_sync.memory import TensorSync
     from slimectl.weight_sync.verify import VerifiedSync
 
     sync, dtype = settings.sync, getattr(torch, settings.engine.dtype)

@@ -9,8 +9,8 @@ ENGINES = Registry(
     "slimectl.engines",
     {
         "embedded": Part("slimectl.builders.engines:EmbeddedBackend", in_process=True),
-        "sglang": Part("slimectl.builders.engines:SglangBackend", in_process=False),
-        "vllm": Part("slimectl.builders.engines:VllmBackend", in_process=False),
+        "sglang": Part("slimectl.builders.installed_engines:SglangBackend", in_process=False),
+        "vllm": Part("slimectl.builders.installed_engines:VllmBackend", in_process=False, takes_router=False),
     },
 )
 POLICIES = Registry(

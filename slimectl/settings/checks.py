@@ -163,8 +163,11 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
         )
     if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
         yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
-    if engine.backend == "vllm" and engine.router not in ("auto", "none"):
-        yield f"engine.router: {engine.router}: sglang-router does not forward to vLLM; set engine.router = none"
+    if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
+        yield (
+            f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
+            f"none"
+        )
     if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
         yield (
             "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "

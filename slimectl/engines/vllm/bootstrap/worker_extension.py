@@ -135,7 +135,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     "tied parameters" is no limitation of vllm.model_executor.model_loader.reload any more.
     """
     finalize_layerwise_reload(model, model_config)
-    layers = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
+    layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
     owners = Counter(id(layer.weight) for layer in layers)
     for layer in layers:
         if owners[id(layer.weight)] > 1 and hasattr(layer, "quant_method"):

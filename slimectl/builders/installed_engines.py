@@ -1,0 +1,113 @@
+"""Engines that run in servers of their own, in the Python that they are installed in: SGLang and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slimectl.builders.engines import EngineBackend, keys, server_options
+from slimectl.builders.models import version_of
+from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.engines.http.api import ServerApi
+    from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.engines.sglang.topology import ServerSpec
+    from slimectl.engines.supervisor.installed import InstalledServer
+    from slimectl.engines.supervisor.server_process import ServerProcess
+
+
+class InstalledBackend(EngineBackend):
+    """An engine whose section has `python`, where it is installed, and `args`, its own options."""
+
+    memory_option: ClassVar[str]
+    """Option with which a server releases memory while the trainer runs."""
+
+    def installed(self) -> InstalledServer:
+        """Return the description of the installed library."""
+        raise NotImplementedError
+
+    def check(self, settings: Settings) -> None:
+        if settings.cluster.executor != "local":
+            return  # the machines that start them say so
+        library = self.installed()
+        python = library.interpreter(getattr(settings, library.section).python)
+        for spec in self.specs(settings, Path("model")):
+            library.flags(spec.args, python)
+
+    def server_args(self, settings: Settings) -> Mapping[str, Any]:
+        own: dict[str, Any] = getattr(settings, self.installed().section).args
+        return ({self.memory_option: True} if settings.cluster.colocate else {}) | own
+
+
+class SglangBackend(InstalledBackend):
+    """SGLang servers, configured in [sglang]."""
+
+    default_router = "cache_aware"
+    memory_option = "enable_memory_saver"
+
+    def installed(self) -> InstalledServer:
+        from slimectl.engines.sglang.args import SGLANG
+
+        return SGLANG
+
+    def specs(self, settings: Settings, model: Path) -> list[ServerSpec]:
+        from slimectl.engines.sglang.topology import groups_of
+
+        return groups_of(
+            model,
+            num_engines=settings.num_engines,
+            gpus_per_engine=settings.cluster.rollout_num_gpus_per_engine,
+            prefill_num_servers=settings.sglang.prefill_num_servers,
+            server_groups=settings.sglang.server_groups,
+            args=self.server_args(settings),
+        )
+
+    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
+        from slimectl.engines.http.request import NO_WEIGHTS
+        from slimectl.engines.sglang.launch import sglang_server
+
+        return sglang_server(
+            spec.model.absolute(),
+            python=settings.sglang.python,
+            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
+            **spec.options(),
+            **server_options(settings, log),
+        )
+
+
+class VllmBackend(InstalledBackend):
+    """vLLM servers, configured in [vllm]."""
+
+    memory_option = "enable_sleep_mode"
+
+    def installed(self) -> InstalledServer:
+        from slimectl.engines.vllm.args import VLLM
+
+        return VLLM
+
+    def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
+        from slimectl.engines.http.request import NO_WEIGHTS
+        from slimectl.engines.vllm.launch import vllm_server
+
+        return vllm_server(
+            spec.model.absolute(),
+            python=settings.vllm.python,
+            tensor_parallel=spec.tensor_parallel,
+            args=spec.args,
+            name=spec.name,
+            keep_weights=settings.sync.check_weight_update_equal,
+            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
+            **server_options(settings, log),
+        )
+
+    def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
+        from slimectl.engines.vllm.weight_client import VllmWorkers
+
+        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+
+    def api(self) -> ServerApi:
+        from slimectl.engines.vllm.api import VllmApi
+
+        return VllmApi()
