@@ -41,8 +41,8 @@ class LoadBalancer:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
-    async def take(self, key: int) -> str:
-        """Wait for a server with a free slot and take the slot; `give_back` returns it.
+    async def acquire(self, key: int) -> str:
+        """Wait for a server with a free slot and take the slot; `release` returns it.
 
         Raises the error that was passed to `fail`.
         """
@@ -56,7 +56,7 @@ class LoadBalancer:
             self._changed.clear()
             await self._changed.wait()
 
-    def give_back(self, url: str, *, failed: bool) -> None:
+    def release(self, url: str, *, failed: bool) -> None:
         self._in_flight[url] -= 1
         self._cooldown_until[url] = time.monotonic() + COOLDOWN_S if failed else 0.0
         self._changed.set()
@@ -180,7 +180,7 @@ class Dispatch:
         """
         tries, silent_s, started = 0, 0.0, time.monotonic()
         while True:
-            url = await self.balance.take(flight.key)
+            url = await self.balance.acquire(flight.key)
             try_started = time.monotonic()
             failure = await self._try_server(url, flight)
             if failure is None:
@@ -225,7 +225,7 @@ class Dispatch:
         finally:
             flight.asking = False
             del self._asking[id(flight)]
-            self.balance.give_back(url, failed=failure is not None)
+            self.balance.release(url, failed=failure is not None)
         return failure
 
 
