@@ -29,7 +29,7 @@ class UserReward:
         if settings.score.group_rm and not self.together:
             raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
-        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
     def called(self, samples: Sequence[Sample]) -> Any:
         """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""

@@ -87,8 +87,8 @@ class Verifier(ABC):
         return False
 
     @property
-    def waits(self) -> bool:
-        """Whether grading mostly waits for a server; then many samples are graded concurrently through `asked`."""
+    def is_async(self) -> bool:
+        """Whether grading mostly waits for a server; then many samples are graded at once by `grade_async`."""
         return False
 
     @property
@@ -106,7 +106,7 @@ class Verifier(ABC):
         """Maximum time in seconds to wait for one sample."""
         return 0.0
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         """Grade several samples asynchronously; by default, `explain` for each."""
         return [self.explain(sample) for sample in samples]
 
@@ -115,16 +115,16 @@ class Remote(Verifier):
     """Grades through a server. Raises BackendError if the request fails; model output never raises."""
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         return True
 
     @abstractmethod
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...
 
     def explain(self, sample: Sample) -> Grade:
         from slimectl.rewards.http import run_sync
 
-        return run_sync(lambda asker: self.asked([sample], asker))[0]
+        return run_sync(lambda asker: self.grade_async([sample], asker))[0]
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

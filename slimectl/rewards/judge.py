@@ -126,7 +126,7 @@ class Judge(Remote):
             return None
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return [await self._grade_sample(sample, asker) for sample in samples]
 
     def extract(self, sample: Sample) -> str | None:

@@ -52,8 +52,8 @@ class WeightedSum(Verifier):
         return any(part.verifier.slow for part in self.parts)
 
     @property
-    def waits(self) -> bool:
-        return any(part.verifier.waits for part in self.parts)
+    def is_async(self) -> bool:
+        return any(part.verifier.is_async for part in self.parts)
 
     @property
     def patience_s(self) -> float:
@@ -62,8 +62,8 @@ class WeightedSum(Verifier):
     def explain(self, sample: Sample) -> Grade:
         return self._combine([part.verifier.explain(sample) for part in self.parts])
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        by_part = await asyncio.gather(*(part.verifier.asked(samples, asker) for part in self.parts))
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+        by_part = await asyncio.gather(*(part.verifier.grade_async(samples, asker) for part in self.parts))
         return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     def _combine(self, verdicts: Sequence[Grade]) -> Grade:
@@ -100,8 +100,8 @@ class Boxed(Verifier):
         return self.inner.slow
 
     @property
-    def waits(self) -> bool:
-        return self.inner.waits
+    def is_async(self) -> bool:
+        return self.inner.is_async
 
     @property
     def patience_s(self) -> float:
@@ -113,19 +113,19 @@ class Boxed(Verifier):
             return self._grade_without_box(sample)
         return self.inner.explain(replace(sample, response=boxed.text)).moved(boxed.start, SOURCE_WORDS["boxed"])
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return [await self._grade_sample(sample, asker) for sample in samples]
 
     async def _grade_sample(self, sample: Sample, asker: HttpClient) -> Grade:
         boxed = find_boxed(sample.response)
         if boxed is None:
             return self._grade_without_box(sample)
-        (inner,) = await self.inner.asked([replace(sample, response=boxed.text)], asker)
+        (inner,) = await self.inner.grade_async([replace(sample, response=boxed.text)], asker)
         return inner.moved(boxed.start, SOURCE_WORDS["boxed"])
 
     def _grade_without_box(self, sample: Sample) -> Grade:
         """Grade of a response without a box: 0.0, or for a verifier that returns dicts, that of an empty response."""
-        empty = 0.0 if self.inner.waits else self.inner.explain(replace(sample, response="")).reward
+        empty = 0.0 if self.inner.is_async else self.inner.explain(replace(sample, response="")).reward
         return no_answer(SOURCE_WORDS["boxed"], missing("boxed"), empty if isinstance(empty, dict) else 0.0)
 
     def extract(self, sample: Sample) -> str | None:

@@ -54,7 +54,7 @@ class RemoteRm(Remote):
     def patience_s(self) -> float:
         return self.timeout_s
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         bodies = [{"prompt": s.prompt, "response": s.response, "label": s.label} for s in samples]
         listed = self.batch_size > 1 or len(samples) > 1
         answer = await asker.post(

@@ -64,7 +64,7 @@ class RewardModel(Verifier):
     def explain(self, sample: Sample) -> Grade:
         return self._verdicts([sample])[0]
 
-    async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
         return self._verdicts(samples)
 
     def extract(self, sample: Sample) -> str | None:

@@ -54,9 +54,9 @@ class RunTwice:
 
     def __call__(self, samples: list[Sample]) -> list[tuple[Any, Any, float]]:
         """Return (first reward, second reward, seconds per sample) for every sample of one call."""
-        first = self.reward.many(samples)
+        first = self.reward.grade(samples)
         started = time.perf_counter()
-        second = self.reward.many(samples)
+        second = self.reward.grade(samples)
         seconds = (time.perf_counter() - started) / len(samples)
         return [
             (_reward_of(first_result), _reward_of(second_result), seconds)

@@ -29,13 +29,13 @@ class BatchedReward(Protocol):
 
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]: ...
 
-    def many(self, samples: list[Sample]) -> list[Any]: ...
+    def grade(self, samples: list[Sample]) -> list[Any]: ...
 
-    def waits(self, samples: list[Sample]) -> bool:
-        """Whether the call mostly waits for I/O; then `asked` may run concurrently with others."""
+    def is_async(self, samples: list[Sample]) -> bool:
+        """Whether the call mostly waits for I/O; then `grade_async` may run concurrently with others."""
         ...
 
-    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
+    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]: ...
 
     @property
     def slow(self) -> bool:
@@ -60,7 +60,7 @@ class RewardFunction(Protocol):
         ...
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         """Whether it is async."""
         ...
 
@@ -89,14 +89,14 @@ class PerSampleReward:
     def calls(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         return ([sample] for sample in samples)
 
-    def many(self, samples: list[Sample]) -> list[Any]:
+    def grade(self, samples: list[Sample]) -> list[Any]:
         return _zero_rewards(samples) if failed(samples) else [self._reward(sample) for sample in samples]
 
-    def waits(self, samples: list[Sample]) -> bool:
+    def is_async(self, samples: list[Sample]) -> bool:
         return False
 
-    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
-        return self.many(samples)
+    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
+        return self.grade(samples)
 
 
 def failed(samples: Sequence[Sample]) -> bool:
@@ -156,7 +156,7 @@ class Grader:
         return pickle.dumps((self.settings, self._load_function))
 
     def __call__(self, sample: Sample) -> Any:
-        return self.many([sample])[0]
+        return self.grade([sample])[0]
 
     def explain(self, sample: Sample) -> Grade:
         """Return the reward with its explanation; for a user's function, only its return value."""
@@ -183,7 +183,7 @@ class Grader:
             ended.add((name, group))
             yield siblings
 
-    def many(self, samples: list[Sample]) -> list[Any]:
+    def grade(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of one call, or verdicts if score.explain is set."""
         if failed(samples):
             return _zero_rewards(samples)
@@ -191,28 +191,28 @@ class Grader:
         if user_reward:
             rewards = self._call_user_reward(user_reward, samples)
             return list(self._as_grades(user_reward, rewards)) if explains else rewards
-        grade = self.verifier_of(samples[0])
+        sample_verifier = self.verifier_of(samples[0])
         if len(samples) > 1:
-            verdicts = run_sync(lambda asker: grade.asked(samples, asker))
+            verdicts = run_sync(lambda asker: sample_verifier.grade_async(samples, asker))
             return verdicts if explains else [verdict.reward for verdict in verdicts]
-        return [grade.explain(samples[0]) if explains else grade(samples[0])]
+        return [sample_verifier.explain(samples[0]) if explains else sample_verifier(samples[0])]
 
-    def waits(self, samples: list[Sample]) -> bool:
+    def is_async(self, samples: list[Sample]) -> bool:
         if failed(samples):
             return False
         try:
             user_reward = self._user_reward_for(samples[0])
-            return user_reward.waits if user_reward else self.verifier_of(samples[0]).waits
-        except RecordError:  # `many` raises it again
+            return user_reward.is_async if user_reward else self.verifier_of(samples[0]).is_async
+        except RecordError:  # `grade` raises it again
             return False
 
-    async def asked(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
-        """Asynchronous form of `many`."""
+    async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
+        """Asynchronous form of `grade`."""
         explains = self.settings.score.explain
         if user_reward := self._user_reward_for(samples[0]):
             rewards = user_reward.rewards(await user_reward.called(samples), samples)
             return list(self._as_grades(user_reward, rewards)) if explains else rewards
-        verdicts = await self.verifier_of(samples[0]).asked(samples, asker)
+        verdicts = await self.verifier_of(samples[0]).grade_async(samples, asker)
         return verdicts if explains else [verdict.reward for verdict in verdicts]
 
     @property
@@ -258,8 +258,8 @@ class Grader:
                 takes_groups = self._user_reward_at(path).together
                 batch_size = self.settings.score.batch_size if takes_groups else 1
             else:
-                grade = self.verifier_of(sample)
-                takes_groups, batch_size = grade.takes_groups, grade.together
+                sample_verifier = self.verifier_of(sample)
+                takes_groups, batch_size = sample_verifier.takes_groups, sample_verifier.together
         except RecordError:  # raised again where it is graded, as the result of this sample alone
             return "", 1, None
         return name, batch_size, sample.group_index if takes_groups and self.settings.score.group_rm else None

@@ -44,7 +44,7 @@ def run(
                 sync.sleep()
             batch.timings = _rollout_timings(batch.duration_s, len(batch.samples), waited)
             if reference is not None:  # which may have moved since the batch was scored
-                batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", again=True))
+                batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", recompute=True))
             if teacher is not None:
                 batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
             yield batch

@@ -29,14 +29,14 @@ def attach_log_probs(
     model: LogProbModel,
     field: Literal["ref_log_probs", "teacher_log_probs"],
     *,
-    again: bool = False,
+    recompute: bool = False,
 ) -> Iterator[Sample]:
     """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
 
-    Existing values are kept, unless `again` recomputes them.
+    Existing values are kept, unless `recompute` is set.
     """
     for batch in batched(samples, BATCH):
-        lacking = [sample for sample in batch if again or getattr(sample, field) is None]
+        lacking = [sample for sample in batch if recompute or getattr(sample, field) is None]
         rows = [
             TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in lacking
         ]
@@ -73,7 +73,7 @@ def score(
     not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
-    yield from graded if reference is None else attach_log_probs(graded, reference, "ref_log_probs", again=True)
+    yield from graded if reference is None else attach_log_probs(graded, reference, "ref_log_probs", recompute=True)
 
 
 def _grade_samples(
@@ -93,7 +93,7 @@ def _grade_samples(
 
     if workers := worker_count(settings, grader):
         limit = settings.timeout_s + grader.patience_s
-        results = executor.map(grader.many, submitted_calls(), workers=workers, timeout_s=limit)
+        results = executor.map(grader.grade, submitted_calls(), workers=workers, timeout_s=limit)
     else:
         results = _grade_in_thread(grader, submitted_calls(), settings.concurrency)
     with ExitStack() as ending:
@@ -121,9 +121,9 @@ def _grade_in_thread(
     with ExitStack() as closing:
         asker: HttpClient | None = None
         for call in calls:
-            if grader.waits(call):
+            if grader.is_async(call):
                 asker = asker or closing.enter_context(HttpClient())
-                window.append(asker.submit(grader.asked(call, asker)))
+                window.append(asker.submit(grader.grade_async(call, asker)))
             else:
                 window.append(call)
             while window and (len(window) >= concurrency or isinstance(window[0], list) or window[0].done()):
@@ -134,7 +134,7 @@ def _grade_in_thread(
 
 def _call_result(grader: BatchedReward, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
     try:
-        return grader.many(call) if isinstance(call, list) else call.result()
+        return grader.grade(call) if isinstance(call, list) else call.result()
     except Exception as error:
         return error
 

@@ -173,7 +173,7 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
                 some = samples[: 1 if name == "judge" or number % 2 else 3]
                 started = time.process_time()
                 try:
-                    for verdict in run_sync(lambda asker, asks=asks, some=some: asks.asked(some, asker)):
+                    for verdict in run_sync(lambda asker, asks=asks, some=some: asks.grade_async(some, asker)):
                         assert isinstance(verdict.reward, dict) or math.isfinite(verdict.reward)
                         assert "\n" not in verdict.why
                 except BackendError:
