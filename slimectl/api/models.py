@@ -14,6 +14,7 @@ from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Critic, Engine, Policy, WeightReceiver
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
@@ -111,7 +112,8 @@ class Trainer(_Closing):
         stream = self._samples(samples, left_out)
         for field, model in self._models.asked.items():
             stream = attach_log_probs(stream, model, field)
-        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state)
+        hooks = UserHooks(self.settings)
+        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks)
 
     def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
         """Yield samples, and for prompts their demonstrations."""

@@ -13,6 +13,7 @@ from slimectl.api.models import Sampler, Trainer
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Agent, LogProbModel, RewardFn
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
@@ -134,6 +135,7 @@ class Evaluation:
                     executor=graders,
                     agent=agent,
                     left_out=too_long.append,
+                    hooks=UserHooks(settings),
                 )
                 answer = answer_extractor(reward)
                 yield from with_summary(name, graded, self.metrics, settings, answer=answer, too_long=too_long)

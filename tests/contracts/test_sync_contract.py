@@ -239,10 +239,10 @@ def test_an_answer_under_way_names_the_weights_of_all_its_tokens(
         sync.push()
         old, policy.weight_version = policy.weight_version, f"1{2 * attempt + 1}"
         answer = in_the_middle(url, model_dir(), sync.push)
-        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish == "abort"):
+        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish_reason == "abort"):
             break  # else it was done before the push had begun, or began after it: a busy machine
     if mode == "abort":
-        assert answer.finish == "abort"
+        assert answer.finish_reason == "abort"
         assert answer.weight_versions == [old]
         assert 0 < len(answer.tokens) < LONG.max_tokens
     else:
