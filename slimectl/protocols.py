@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slimectl.types import Completion, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
+from slimectl.types import Completion, Loss, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -38,45 +38,6 @@ class WeightReceiver(Protocol):
         ...
 
 
-class Loss(Protocol):
-    """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
-
-    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
-    name ends in _max or _min is an extreme instead.
-    """
-
-    @property
-    def needs_entropy(self) -> bool: ...
-
-    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-class TokenBatch(Protocol):
-    """The response tokens of one pack, flat: each tensor is [T], float32; absent ones are None.
-
-    `logprobs_T` (and `entropy_T`, if the loss needs it, `predicted_T`, the values of a policy that is its own critic,
-    and `logits_T` [T, vocabulary] for a loss whose `needs_logits` is true) carry gradients; `targets_T` are the tokens;
-    the other tensors are constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows,
-    `total_lengths` the number of tokens of each, its prompt included.
-    """
-
-    logprobs_T: Tensor
-    entropy_T: Tensor | None
-    weights_T: Tensor
-    advantages_T: Tensor | None
-    old_logprobs_T: Tensor | None
-    ref_logprobs_T: Tensor | None
-    rollout_logprobs_T: Tensor | None
-    values_T: Tensor | None
-    returns_T: Tensor | None
-    row_T: Tensor
-    rows: int
-    total_lengths: Sequence[int]
-    predicted_T: Tensor | None
-    logits_T: Tensor | None
-    targets_T: Tensor | None
-
-
 class Policy(Protocol):
     """Weights and their optimizer; one object for one process or 512."""
 
@@ -101,8 +62,11 @@ class Policy(Protocol):
         """Yield every tensor once, under its Hugging Face name, full (unsharded), in checkpoint order."""
         ...
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """Call `to(weights)` in the process that holds the weights (rank 0), without a copy. `to` must be picklable."""
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        """Call `consumer(weights)` in the process that holds the weights (rank 0), without a copy.
+
+        `consumer` must be picklable.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -157,6 +121,10 @@ class Critic(Protocol):
     def close(self) -> None: ...
 
 
+INCOMPLETE = "-incomplete"
+"""Suffix of the version while only a part of the weights is loaded: a push that broke off must not pass for a whole."""
+
+
 class WeightUpdateClient(Protocol):
     """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
 
@@ -193,7 +161,10 @@ class WeightUpdateClient(Protocol):
         ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
-        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only."""
+        """Load these tensors over shared memory (CPU) or CUDA IPC; workers on this machine only.
+
+        The last message of an update has its version; those before have it with INCOMPLETE.
+        """
         ...
 
     def join(self, *, host: str, port: int, world: int, name: str, backend: str) -> None:
@@ -223,7 +194,7 @@ class WeightUpdateClient(Protocol):
         """Return a checksum of every tensor, by worker."""
         ...
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         """Overwrite every tensor with noise, so a tensor that is not reloaded is detected."""
         ...
 

@@ -189,7 +189,7 @@ def mend() -> None:
 
 
 def say(text: str) -> None:
-    """Write a message of the command line to stderr, restoring it first if needed; the library uses `logger`."""
+    """Write a line of a command, or of another process, to stderr, restoring it first; the library uses `logger`."""
     mend()
     print(text, file=sys.stderr, flush=True)
 

@@ -11,7 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Chat = list[dict[str, Any]]
 Metrics = dict[str, float]
@@ -208,6 +211,50 @@ class TrainingSample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Response tokens of one pack, flat, as a loss reads them: each tensor is [T], float32; absent ones are None.
+
+    `logprobs_T`, `entropy_T` (if the loss needs it), `predicted_T` and `logits_T` carry gradients; the others are
+    constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows, `total_lengths` the
+    number of tokens of each, its prompt included. In a critic's pack `logprobs_T` has the values.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    row_T: Tensor
+    rows: int
+    weights_T: Tensor
+    advantages_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    total_lengths: Sequence[int] = ()
+    predicted_T: Tensor | None = None
+    """Current values, if policy and critic share a backbone."""
+
+    logits_T: Tensor | None = None
+    """[T, vocabulary], for a loss whose `needs_logits` is true."""
+
+    targets_T: Tensor | None = None
+    """Token ids of the response."""
+
+
+class Loss(Protocol):
+    """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.
+
+    Everything returned is a sum over tokens, weights applied: packs, micro-batches and ranks add up. A metric whose
+    name ends in _max or _min is an extreme instead.
+    """
+
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @dataclass

@@ -31,7 +31,7 @@ FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
     ("registry", "errors"),
-    ("rewards", "sandbox"),
+    ("rewards", "sandbox"), ("algorithms", "settings"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),
 }  # fmt: skip

@@ -9,12 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from slimectl.errors import RecordError
+from slimectl.settings.needs import Baseline
 
 VARIANCE_EPSILON = 1e-8
 
@@ -65,8 +65,6 @@ def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
 
 
 STD_EPSILON = 1e-6
-
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized"]
 
 
 def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Tensor:

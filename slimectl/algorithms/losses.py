@@ -10,9 +10,7 @@ metric whose name ends in _max or _min is an extreme, and is combined over packs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,34 +28,10 @@ from slimectl.algorithms.surrogates import (
     sapo_loss,
 )
 from slimectl.errors import SettingsError
+from slimectl.types import TokenBatch
 
 PARTS = ("pg_loss", "kl_loss", "entropy_loss")
 """Metrics that are terms of the loss, reduced like the loss."""
-
-
-class Pack(Protocol):
-    """The part of protocols.TokenBatch that a loss reads: response tokens, flat, each tensor [T]; absent ones None."""
-
-    @property
-    def logprobs_T(self) -> Tensor: ...
-    @property
-    def entropy_T(self) -> Tensor | None: ...
-    @property
-    def weights_T(self) -> Tensor: ...
-    @property
-    def advantages_T(self) -> Tensor | None: ...
-    @property
-    def old_logprobs_T(self) -> Tensor | None: ...
-    @property
-    def ref_logprobs_T(self) -> Tensor | None: ...
-    @property
-    def rollout_logprobs_T(self) -> Tensor | None: ...
-    @property
-    def row_T(self) -> Tensor: ...
-    @property
-    def total_lengths(self) -> Sequence[int]: ...
-    @property
-    def rows(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +85,7 @@ class PolicyLoss:
     def needs_entropy(self) -> bool:
         return self.entropy_coef != 0 or self.report_entropy
 
-    def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         weights_T = pack.weights_T
         loss_T, values_T = self._surrogate(pack)
         pg_T = values_T["pg_loss"] = loss_T
@@ -132,15 +106,15 @@ class PolicyLoss:
                 metrics["tis_max"] = values_T["tis"][weights_T != 0].max()
         return self._total(pack, pg_T, loss_T), metrics
 
-    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+    def _weighted_sum(self, pack: TokenBatch, name: str, values_T: Tensor) -> Tensor:
         """Return the weighted sum of `values_T` over the pack; the sums of packs add up."""
         return (pack.weights_T * values_T).sum()
 
-    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+    def _total(self, pack: TokenBatch, pg_T: Tensor, loss_T: Tensor) -> Tensor:
         """Return the loss to minimise, from the policy term `pg_T` and the total `loss_T` of each token."""
         return self._weighted_sum(pack, "loss", loss_T)
 
-    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def _surrogate(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the corrected surrogate of each token, and its metrics."""
         if pack.advantages_T is None:
             raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
@@ -167,7 +141,7 @@ class PolicyLoss:
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
 
-    def _correction(self, pack: Pack, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _correction(self, pack: TokenBatch, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factor of each token's loss (1 without TIS and rejection), and where TIS would change a weight."""
         inputs = (old_T, rollout_T, pack.weights_T != 0, pack.row_T, pack.rows)
         weights_T, changed_T = importance_weights(
@@ -197,7 +171,7 @@ class PolicyLoss:
         return {"low": -math.expm1(-bounds["low"]), "high": math.expm1(bounds["high"])}
 
     def _surrogate_loss(
-        self, pack: Pack, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
+        self, pack: TokenBatch, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the surrogate of each token before any correction, and where it was clipped."""
         mask_T, bounds = pack.weights_T != 0, self._bounds
@@ -213,7 +187,7 @@ class PolicyLoss:
         loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)
         return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **bounds)
 
-    def _divergence(self, pack: Pack) -> Tensor | None:
+    def _divergence(self, pack: TokenBatch) -> Tensor | None:
         """Return the KL estimate of each token if there is a reference; with gradients only if it is in the loss."""
         if pack.ref_logprobs_T is None:
             if self.kl_loss_coef:
@@ -226,7 +200,7 @@ class PolicyLoss:
                 )
             return kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, self.kl_loss_type)
 
-    def _entropy(self, pack: Pack) -> Tensor | None:
+    def _entropy(self, pack: TokenBatch) -> Tensor | None:
         if pack.entropy_T is None and self.needs_entropy:
             raise ValueError("the pack has no entropy_T although needs_entropy is true")
         return pack.entropy_T
@@ -243,11 +217,11 @@ class SftLoss:
     def needs_entropy(self) -> bool:
         return False
 
-    def __call__(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(pack.weights_T * pack.logprobs_T).sum()
         return loss, {"sft_loss": loss.detach()}
 
 
-def _old_logprobs(pack: Pack) -> Tensor:
+def _old_logprobs(pack: TokenBatch) -> Tensor:
     """Return log-probabilities of the policy that sampled, constant; of the current policy if none were recorded."""
     return (pack.logprobs_T if pack.old_logprobs_T is None else pack.old_logprobs_T).detach()

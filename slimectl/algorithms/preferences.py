@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimectl.errors import SettingsError
-
-
-class SlopePack(Protocol):
-    """The part of protocols.TokenBatch that `LinearizedLoss` reads."""
-
-    @property
-    def logprobs_T(self) -> Tensor: ...
-    @property
-    def weights_T(self) -> Tensor: ...
-    @property
-    def advantages_T(self) -> Tensor | None: ...
+from slimectl.types import TokenBatch
 
 
 def preference_pairs(
@@ -74,7 +64,7 @@ class LinearizedLoss:
     def needs_entropy(self) -> bool:
         return False
 
-    def __call__(self, pack: SlopePack) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.advantages_T is None:
             raise SettingsError("a preference loss needs its slopes; train with algorithm.name dpo or reward_model")
         return -(pack.weights_T * pack.advantages_T * pack.logprobs_T).sum(), {}

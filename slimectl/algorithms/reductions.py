@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal
 
-Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
+from slimectl.settings.needs import Reduction
 
 
 def token_weights(

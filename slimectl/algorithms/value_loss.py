@@ -7,25 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slimectl.errors import SettingsError
-
-
-class ValuePack(Protocol):
-    """The part of protocols.TokenBatch that the value loss reads; `logprobs_T` holds the critic's values."""
-
-    @property
-    def logprobs_T(self) -> Tensor: ...
-    @property
-    def weights_T(self) -> Tensor: ...
-    @property
-    def values_T(self) -> Tensor | None: ...
-    @property
-    def returns_T(self) -> Tensor | None: ...
+from slimectl.types import Loss, TokenBatch
 
 
 def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambd: float) -> Tensor:
@@ -81,10 +68,10 @@ class ValueLoss:
     def needs_entropy(self) -> bool:
         return False
 
-    def __call__(self, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.of(pack.logprobs_T, pack)
 
-    def of(self, values_T: Tensor, pack: ValuePack) -> tuple[Tensor, dict[str, Tensor]]:
+    def of(self, values_T: Tensor, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of the values [T], which carry the gradient."""
         if pack.values_T is None or pack.returns_T is None:
             raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
@@ -102,13 +89,6 @@ class ValueLoss:
         }
 
 
-class SharedPack(ValuePack, Protocol):
-    """ValuePack of a policy with a value head: `predicted_T` has its current values."""
-
-    @property
-    def predicted_T(self) -> Tensor | None: ...
-
-
 @dataclass(frozen=True)
 class PolicyAndValueLoss:
     """Policy loss plus `coef` times the value loss of the critic on the policy's backbone; its metrics are critic-….
@@ -117,15 +97,15 @@ class PolicyAndValueLoss:
     the pack has no current values.
     """
 
-    policy: Any
+    policy: Loss
     value: ValueLoss
     coef: float
 
     @property
     def needs_entropy(self) -> bool:
-        return bool(self.policy.needs_entropy)
+        return self.policy.needs_entropy
 
-    def __call__(self, pack: SharedPack) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.predicted_T is None:
             raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "separate"')
         loss, metrics = self.policy(pack)

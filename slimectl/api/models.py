@@ -14,10 +14,10 @@ from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import check_hooks
+from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Critic, Engine, Policy, WeightReceiver
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Sft
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
@@ -112,7 +112,9 @@ class Trainer(_Closing):
         stream = self._samples(samples, left_out)
         for field, model in self._models.asked.items():
             stream = attach_log_probs(stream, model, field)
-        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state)
+        return train_stage(
+            stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=UserHooks(self.settings)
+        )
 
     def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
         """Yield samples, and for prompts their demonstrations."""
@@ -123,7 +125,7 @@ class Trainer(_Closing):
         items = chain([first], items)
         if not isinstance(first, Prompt):
             yield from items
-        elif isinstance(self.settings.algorithm, Sft):
+        elif self.settings.algorithm.trains_on == "demonstrations":
             tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
             yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, left_out=left_out)
         else:

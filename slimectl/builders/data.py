@@ -11,7 +11,6 @@ from slimectl.builders.models import model_folder
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Pairwise, Sft
 from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
@@ -71,7 +70,7 @@ def training_samples(
     """
     from slimectl.data.jsonl import read_samples
 
-    if isinstance(settings.algorithm, Pairwise) and path != "-" and not _has_tokens(path):
+    if settings.algorithm.trains_on == "preferences" and path != "-" and not _has_tokens(path):
         from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
@@ -84,7 +83,7 @@ def training_samples(
             shuffle_seed=options.seed if options.shuffle else None,
         )
         return preferred(pairs, text, options, context=context, left_out=left_out)
-    if isinstance(settings.algorithm, Sft) and path != "-" and not _has_tokens(path):
+    if settings.algorithm.trains_on == "demonstrations" and path != "-" and not _has_tokens(path):
         from slimectl.stages.rollout import demonstrations
 
         return demonstrations(prompts(settings, [path]), text, settings.rollout, context=context, left_out=left_out)

@@ -14,7 +14,7 @@ from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Dpo, PolicyGradient, RewardModel
+from slimectl.settings.needs import Need
 from slimectl.settings.secret import reveal
 
 if TYPE_CHECKING:
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
     """Build the frozen reference: algorithm.ref_load, else the model at `start`; None if no divergence is measured."""
-    algorithm = settings.algorithm
-    measured = isinstance(algorithm, PolicyGradient) and bool(algorithm.kl_loss_coef or algorithm.kl_coef)
-    if not (isinstance(algorithm, Dpo) or (isinstance(algorithm, PolicyGradient) and measured)):
+    if Need.REFERENCE not in settings.algorithm.needs:
         return None
-    path = algorithm.ref_load
+    path = settings.algorithm.reference_load
     folder = model_folder(path, setting="algorithm.ref_load") if path else start
     return frozen(settings, folder, executor=executor)
 
@@ -38,19 +36,19 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
     Raises SettingsError if there is distillation without a teacher, or one of another vocabulary; BackendError if a
     server that should have it does not answer.
     """
-    algorithm = settings.algorithm
-    if not isinstance(algorithm, PolicyGradient) or not algorithm.opd_kl_coef:
+    options = settings.algorithm.teacher_options
+    if options is None:
         return None
-    if algorithm.opd_teacher_url:
+    if options.urls:
         from slimectl.engines.http.log_prob_client import RemoteLogProbModel
 
         limit = settings.engine.request_timeout_s
-        urls = reveal(algorithm.opd_teacher_url, setting="algorithm.opd_teacher_url")
-        api = server_api(algorithm.opd_teacher_api)
+        urls = reveal(list(options.urls), setting="algorithm.opd_teacher_url")
+        api = server_api(options.api)
         remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
         remote_model.check_vocabulary(tokenizer(start), of=start)
         return remote_model
-    folder = model_folder(algorithm.opd_teacher_load, setting="algorithm.opd_teacher_load")
+    folder = model_folder(options.load, setting="algorithm.opd_teacher_load")
     if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
         raise SettingsError(
             f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}; give a teacher that shares it"
@@ -65,8 +63,7 @@ class PeriodicReference:
     """
 
     def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
-        interval = getattr(settings.algorithm, "ref_update_interval", None)
-        self._interval: int | None = interval if reference is not None else None
+        self._interval = settings.algorithm.reference_interval if reference is not None else None
         self._reference, self._folder = reference, run / "reference"
 
     def resume(self, rollout_id: int) -> None:
@@ -126,13 +123,13 @@ def trainable_models(settings: Settings, folder: Path, *, executor: Executor) ->
     check_hooks(settings, *TRAINING_HOOKS)
     steps, algorithm = total_steps(settings), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
-    if isinstance(algorithm, RewardModel):
+    if algorithm.trained_output == "values":
         return TrainableModels(values, values)
     models = TrainableModels(policy(settings, folder, total_steps=steps, executor=executor), values)
     # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
-    if isinstance(algorithm, Dpo) and (ref_model := reference(settings, folder, executor=executor)):
+    if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
         models.asked["ref_log_probs"] = ref_model
-    distilled = isinstance(algorithm, PolicyGradient) and (algorithm.opd_teacher_load or algorithm.opd_teacher_url)
-    if distilled and (teacher_model := teacher(settings, folder, executor=executor)):
+    options = algorithm.teacher_options
+    if options and (options.load or options.urls) and (teacher_model := teacher(settings, folder, executor=executor)):
         models.asked["teacher_log_probs"] = teacher_model
     return models

@@ -11,7 +11,6 @@ from slimectl.builders.models import device, model_folder
 from slimectl.builders.trainers import Role, policy_backend
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo, RewardModel, critic_is_shared
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
@@ -53,13 +52,13 @@ def critic(
     It is initialized from the model at `start`, or from algorithm.critic_load. None for an algorithm without one, and
     if the policy is its own critic.
     """
-    algorithm, lr = settings.algorithm, None
-    if critic_is_shared(algorithm):
-        return None
-    if isinstance(algorithm, Ppo):
-        lr = algorithm.critic_lr
-        start = model_folder(algorithm.critic_load, setting="algorithm.critic_load") if algorithm.critic_load else start
-    elif not isinstance(algorithm, RewardModel):
+    options, lr = settings.algorithm.critic_options, None
+    if options is not None:
+        if options.shared:
+            return None
+        lr = options.lr
+        start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
+    elif settings.algorithm.trained_output != "values":
         return None
     trainer: Critic = _build_over_ranks(
         settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
@@ -124,9 +123,11 @@ def _build(
         "device": device(train.device),
         "seed": settings.run.seed,
     }
+    options = settings.algorithm.critic_options
+    shares_critic = trains and options is not None and options.shared
     if not values:
         shared["temperature"] = settings.rollout.temperature
-    role: Role = "critic" if values else "actor_critic" if trains and critic_is_shared(settings.algorithm) else "policy"
+    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
     return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared)
 
 

@@ -18,7 +18,7 @@ from slimectl.data.manifest import manifest_path
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files, read_json
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Pairwise, Sft
+from slimectl.settings.algorithm import Sft
 from slimectl.types import Sample
 
 
@@ -112,7 +112,7 @@ def _recorded_model(path: Path) -> str:
 
 
 def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]:
-    if not isinstance(settings.algorithm, Sft | Pairwise):
+    if settings.algorithm.trains_on == "rollouts":
         settings = settings.model_copy(update={"algorithm": Sft()})
     return builders.training_samples(settings, str(path), tokenizer, on_error="stop", report=lambda error: None)
 

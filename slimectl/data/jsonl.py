@@ -6,9 +6,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from slimectl.data.io import AtomicWriter, byte_lines
 from slimectl.data.records import refused_path, sample_from_json, sample_to_json
@@ -29,7 +32,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     """Parse the JSON object of a line. Raises RecordError, also for NaN, Infinity and numbers too large for a float."""
     try:
-        obj = decode_json(line.rstrip(b"\r\n").decode())
+        obj = _decode_line(line)
     except UnicodeDecodeError as error:
         raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -39,6 +42,18 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     if type(obj) is not dict:
         raise RecordError(f"{location}: expected one JSON object a line, got {type(obj).__name__}")
     return obj
+
+
+def _decode_line(line: bytes) -> Any:
+    """Parse a line by pydantic's parser, ten times as fast as json's, and by `decode_json` what that does not take.
+
+    This is a line that is not JSON, and `decode_json` says why; but also half of a surrogate pair and lists 200 deep,
+    which are. An exponent of three digits may be too large for a float, which pydantic's parser would read as infinity.
+    """
+    if _LARGE_EXPONENT_BYTES.search(line) is None:
+        with suppress(ValueError):
+            return from_json(line, allow_inf_nan=False)
+    return decode_json(line.rstrip(b"\r\n").decode())
 
 
 def _refuse_constant(token: str) -> float:
@@ -56,6 +71,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 # A callback per number costs two thirds of the speed: only lines that may hold such a number pay for it.
 _decode_checked = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float).decode
 _LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
+_LARGE_EXPONENT_BYTES = re.compile(rb"[eE]\+?\d\d\d")
 
 
 def decode_json(text: str) -> Any:

@@ -39,6 +39,8 @@ def _table(source: str, replay: bool) -> Table:
     if sliced and not Path(source).exists():
         a, b = (int(text) if text not in ("", "-") else None for text in sliced.group("a", "b"))
         return Sliced(source, _table(sliced["path"], replay), a, b)
+    if "://" in source and not Path(source).exists():
+        raise SettingsError(f"{source}: an address, and data is read from files only; fetch it, and give the file")
     call = CALL.fullmatch(source)
     if call and not Path(source).exists():
         return generated(source, call["module"], call["name"], call["query"] or "")

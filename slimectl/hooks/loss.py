@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.losses import Pack, PolicyLoss
+from slimectl.algorithms.losses import PolicyLoss
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import hook, required_hook
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
-from slimectl.protocols import TokenBatch
 from slimectl.settings import Settings
-from slimectl.types import TrainingSample
+from slimectl.types import TokenBatch, TrainingSample
 
 
 @dataclass(frozen=True)
 class CustomLoss:
     """The user's loss of one pack: (loss, metrics), each a sum over the pack's tokens.
 
-    The function gets `batch` (protocols.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
+    The function gets `batch` (types.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
     algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
     `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
     to the value of the step.
@@ -77,7 +76,7 @@ class UserPolicyLoss(PolicyLoss):
     rollouts: int = 1
     tokens: int = 1
 
-    def _surrogate(self, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def _surrogate(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss_T, values_T = super()._surrogate(pack)
         function = hook(self.settings, TIS)
         if function is None:
@@ -108,7 +107,7 @@ class UserPolicyLoss(PolicyLoss):
             name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
         }
 
-    def _weighted_sum(self, pack: Pack, name: str, values_T: Tensor) -> Tensor:
+    def _weighted_sum(self, pack: TokenBatch, name: str, values_T: Tensor) -> Tensor:
         function = hook(self.settings, REDUCER) if name == "pg_loss" else None
         if function is None:
             return super()._weighted_sum(pack, name, values_T)
@@ -124,12 +123,12 @@ class UserPolicyLoss(PolicyLoss):
             )
         return reduced / (self.tokens if by_token else self.rollouts)
 
-    def _total(self, pack: Pack, pg_T: Tensor, loss_T: Tensor) -> Tensor:
+    def _total(self, pack: TokenBatch, pg_T: Tensor, loss_T: Tensor) -> Tensor:
         if self.settings.train.custom_pg_loss_reducer_function_path is None:
             return super()._total(pack, pg_T, loss_T)
         return self._weighted_sum(pack, "pg_loss", pg_T) + self._weighted_sum(pack, "loss", loss_T - pg_T)
 
-    def _offered(self, pack: Pack, masks: list[Tensor]) -> dict[str, Any]:
+    def _offered(self, pack: TokenBatch, masks: list[Tensor]) -> dict[str, Any]:
         args = FlatSettings(self.settings)
         return {
             "args": args,
@@ -157,7 +156,7 @@ def user_policy_loss(
     return UserPolicyLoss(**arguments, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
 
 
-def _split_by_row(values_T: Tensor, pack: Pack) -> list[Tensor]:
+def _split_by_row(values_T: Tensor, pack: TokenBatch) -> list[Tensor]:
     """Split a tensor [T] into a tensor [R] for every row of the pack."""
     counts = torch.bincount(pack.row_T, minlength=pack.rows)
     return list(torch.split(values_T, counts.tolist()))

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimectl.types import Completion, Metrics, Sample, SamplingParams
+from slimectl.types import Completion, Metrics, Sample, SamplingParams, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slimectl.hooks.args import FlatSettings
-    from slimectl.protocols import TokenBatch, WeightUpdateClient
+    from slimectl.protocols import WeightUpdateClient
 
 Group = list[Sample]
 """The samples of one prompt."""

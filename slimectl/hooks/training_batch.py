@@ -16,7 +16,7 @@ from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import required_hook
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import Ppo
+from slimectl.settings.needs import Need
 from slimectl.types import Sample, Status, TrainingSample
 from slimectl.user_code import Hook
 
@@ -191,7 +191,7 @@ def custom_advantages(
     location = f"{ADVANTAGE}: {function.path}"
     if "advantages" not in data:
         raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
-    if isinstance(settings.algorithm, Ppo) and "returns" not in data:
+    if Need.CRITIC in settings.algorithm.needs and "returns" not in data:
         raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
     for name in ("advantages", "returns"):
         if name not in data:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.protocols import Loss, NamedTensors, Policy
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import NamedTensors, Policy
+from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +52,9 @@ class LockedPolicy:
         with self._lock:
             yield from self._policy.weights()
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         with self._lock:
-            return self._policy.hand_weights(to)
+            return self._policy.consume_weights(consumer)
 
     def save(self, path: Path) -> None:
         with self._lock:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Executor, Loss, NamedTensors, Policy
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import Executor, NamedTensors, Policy
+from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,9 +92,9 @@ class DistributedPolicy:
             self._reader_thread = None
             self._lock.release()
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        """Call `to(weights)` on rank 0 and return its result; `to` and the result must be picklable."""
-        return self._call("hand_weights", to)
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        """Call `consumer(weights)` on rank 0 and return its result; `consumer` and the result must be picklable."""
+        return self._call("consume_weights", consumer)
 
     def save(self, path: Path) -> None:
         self._call("save", path)
@@ -145,8 +145,8 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
     import torch
 
     method, *arguments = pickle.loads(request)
-    if method == "hand_weights":
-        return _hand_weights(policy, arguments[0], rank)
+    if method == "consume_weights":
+        return _consume_weights(policy, arguments[0], rank)
     if method != "weights":
         return getattr(policy, method)(*arguments)
     for name, tensor in policy.weights():
@@ -157,11 +157,11 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
     return None
 
 
-def _hand_weights(policy: Policy, to: Callable[[NamedTensors], Any], rank: int) -> Any:
-    """Call `to` on rank 0; every rank iterates over all weights, because gathering a tensor is collective."""
+def _consume_weights(policy: Policy, consumer: Callable[[NamedTensors], Any], rank: int) -> Any:
+    """Call `consumer` on rank 0; every rank iterates over all weights, because gathering a tensor is collective."""
     weights = policy.weights()
     try:
-        return to(weights) if rank == 0 else None
+        return consumer(weights) if rank == 0 else None
     finally:
         for _ in weights:
             pass

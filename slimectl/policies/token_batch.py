@@ -1,46 +1,21 @@
-"""Response tokens of one pack: the columns that a loss reads."""
+"""Builds the token batch of a pack from its rows, and merges the metrics of packs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimectl.errors import RecordError
-from slimectl.types import TrainingSample
+from slimectl.types import TokenBatch, TrainingSample
 
 CONSTANTS = {
     "weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
     "ref_log_probs": "ref_logprobs_T", "rollout_log_probs": "rollout_logprobs_T",
     "values": "values_T", "returns": "returns_T",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseBatch:
-    """protocols.TokenBatch: one pack of response tokens as tensors."""
-
-    logprobs_T: Tensor
-    entropy_T: Tensor | None
-    row_T: Tensor
-    rows: int
-    weights_T: Tensor
-    advantages_T: Tensor | None = None
-    old_logprobs_T: Tensor | None = None
-    ref_logprobs_T: Tensor | None = None
-    rollout_logprobs_T: Tensor | None = None
-    values_T: Tensor | None = None
-    returns_T: Tensor | None = None
-    total_lengths: Sequence[int] = ()
-    predicted_T: Tensor | None = None
-    """Current values, with their gradient, if policy and critic share a backbone."""
-    logits_T: Tensor | None = None
-    """[T, vocabulary], if the loss needs them."""
-    targets_T: Tensor | None = None
-    """Token ids of the response."""
 
 
 def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
@@ -66,7 +41,7 @@ def response_tokens(
     logprobs_R: Tensor,
     entropy_R: Tensor | None,
     predicted_R: Tensor | None = None,
-) -> ResponseBatch:
+) -> TokenBatch:
     """Build the pack of the rows `members` of `rows`, with the constant columns `names`.
 
     `row_R` is the position in `members` that each token belongs to.
@@ -78,7 +53,7 @@ def response_tokens(
         for name in names
     }
     lengths = [len(rows[i].tokens) for i in members]
-    return ResponseBatch(
+    return TokenBatch(
         logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R
     )
 

@@ -24,7 +24,8 @@ from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import PolicyGradient, Sft
+from slimectl.settings.algorithm import Sft
+from slimectl.settings.needs import Need
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.run import run
@@ -337,13 +338,12 @@ def check_runnable(settings: Settings) -> None:
         raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
     if not settings.rollout.data and settings.rollout.data_source_path is None:
         raise SettingsError("rollout.data: no prompts are given; add --data FILE")
-    if not isinstance(settings.algorithm, PolicyGradient):
-        kind = "demonstrations" if isinstance(settings.algorithm, Sft) else "preferences or scored samples"
+    if settings.algorithm.trains_on != "rollouts":
+        kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(
             f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
         )
-    compares = isinstance(settings.algorithm, PolicyGradient) and settings.algorithm.baseline != "none"
-    if compares and settings.rollout.n_samples_per_prompt == 1:
+    if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
         raise SettingsError(
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
             f"prompt with one another; sample at least 2"

@@ -1,38 +1,34 @@
-"""Algorithms that learn from demonstrations or preferences."""
+"""Algorithms that learn from demonstrations or preferences, and the union of all algorithms."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from slimectl.settings.base import Section
-from slimectl.settings.policy_gradient import (
-    Baseline,
+from slimectl.settings.needs import AlgorithmSection, Need, Reduction
+from slimectl.settings.rollout_algorithms import (
     Cispo,
     Dapo,
     DrGrpo,
     Gmpo,
-    GroupNormalized,
     Grpo,
     Gspo,
     MaxRl,
     Opd,
     Opo,
-    PolicyGradient,
     Ppo,
-    ReinforceFamily,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     Rloo,
     Sapo,
-    Surrogate,
-    critic_is_shared,
 )
 
 
-class Sft(Section):
+class Sft(AlgorithmSection):
     """Supervised fine-tuning: mean negative log-probability over the loss mask."""
+
+    trains_on = "demonstrations"
 
     name: Literal["sft"] = "sft"
     """Which algorithm."""
@@ -40,14 +36,29 @@ class Sft(Section):
     calculate_per_token_loss: bool = True
     """Mean over all tokens of the step rather than over samples of each one's mean."""
 
+    @property
+    def reduction(self) -> tuple[Reduction, int | None]:
+        return "per_token" if self.calculate_per_token_loss else "rollout_mean", None
 
-class Pairwise(Section):
+
+class Pairwise(AlgorithmSection):
     """Settings of algorithms that learn from preference pairs."""
+
+    trains_on = "preferences"
 
     pairs: Literal["best_worst", "all"] = "best_worst"
     """Pairs of a group of scored answers: its best with its worst, or all whose rewards differ."""
 
     calculate_per_token_loss: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.REWARDS, Need.PAIRS})
+
+    @property
+    def reduction(self) -> tuple[Reduction, int | None]:
+        # The loss of a pair is a function of sums over its tokens: each token weighs one over the number of pairs.
+        return "fixed_length", 1
 
 
 class Dpo(Pairwise):
@@ -65,33 +76,28 @@ class Dpo(Pairwise):
     ref_load: str | None = None
     """The reference; the model that training starts from where not given."""
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {Need.REFERENCE}
+
+    @property
+    def reference_load(self) -> str | None:
+        return self.ref_load
+
 
 class RewardModel(Pairwise):
     """Bradley-Terry reward model (Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
 
+    trained_output = "values"
+
     name: Literal["reward_model"] = "reward_model"
     """Which algorithm."""
 
+    beta: ClassVar[float] = 1.0
+    """The reward of an answer is its value itself."""
 
-__all__ = [
-    "ALGORITHMS",
-    "AlgorithmSettings",
-    "Baseline",
-    "Dpo",
-    "GroupNormalized",
-    "Grpo",
-    "Opd",
-    "Pairwise",
-    "PolicyGradient",
-    "Ppo",
-    "ReinforceFamily",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "RewardModel",
-    "Sft",
-    "Surrogate",
-    "critic_is_shared",
-]
+    label_smoothing: ClassVar[float] = 0.0
+
 
 AlgorithmSettings = Annotated[
     Grpo
@@ -113,25 +119,7 @@ AlgorithmSettings = Annotated[
     | RewardModel,
     Field(discriminator="name"),
 ]
-ALGORITHMS: dict[str, type[Section]] = {
-    cls.model_fields["name"].default: cls
-    for cls in (
-        Grpo,
-        DrGrpo,
-        Dapo,
-        Gspo,
-        Cispo,
-        Sapo,
-        Gmpo,
-        Rloo,
-        Opo,
-        MaxRl,
-        ReinforcePlusPlus,
-        ReinforcePlusPlusBaseline,
-        Ppo,
-        Opd,
-        Sft,
-        Dpo,
-        RewardModel,
-    )
+ALGORITHMS: dict[str, type[AlgorithmSection]] = {
+    cls.model_fields["name"].default: cls for cls in get_args(get_args(AlgorithmSettings)[0])
 }
+"""The settings class of every algorithm; algorithms/registry.py joins it with advantages and loss."""

@@ -1,105 +1,15 @@
-"""Conflicts between keys of an algorithm: keys that exclude each other, or have no effect without another."""
+"""Conflicts between sections of the settings, each as a line that names both keys and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimectl.redaction import REFERENCES
-from slimectl.settings.algorithm import AlgorithmSettings
-from slimectl.settings.cluster import SyncSettings
-from slimectl.settings.policy_gradient import Opd, PolicyGradient, Ppo, ReinforceFamily
+from slimectl.registry import ENGINES
+from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.settings.root import Settings
 from slimectl.settings.run import RunSettings
-from slimectl.settings.score import ScoreSettings
-from slimectl.settings.train import TrainSettings
-
-REQUIRES_SWITCH = {
-    "use_tis": ("tis_batch_normalize",),
-    "use_rs": ("rs_level", "rs_clip", "rs_clip_low"),
-    "use_opsm": ("opsm_delta",),
-}
-"""Keys without effect while their switch is off. TIS bounds are not among them: their would-be effect is reported."""
-
-
-def algorithm_conflicts(algorithm: PolicyGradient, *, temperature: float) -> Iterator[str]:
-    """Conflicts within [algorithm], each as a line that names the keys and the remedy.
-
-    `temperature` is that of the rollout.
-    """
-    if algorithm.kl_coef and algorithm.kl_loss_coef:
-        yield (
-            "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward or "
-            "into the loss; set one to 0"
-        )
-    if isinstance(algorithm, ReinforceFamily) and not algorithm.normalize_advantages:
-        yield f"algorithm.normalize_advantages: algorithm.name {algorithm.name} needs it; drop the key"
-    if algorithm.calculate_per_token_loss and algorithm.fixed_length:
-        yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
-    yield from _teacher_contradictions(algorithm, temperature)
-    yield from _correction_contradictions(algorithm)
-    yield from _ineffective_keys(algorithm)
-    if isinstance(algorithm, Ppo):
-        yield from _critic_contradictions(algorithm)
-
-
-def _teacher_contradictions(algorithm: PolicyGradient, temperature: float) -> Iterator[str]:
-    urls = algorithm.opd_teacher_url
-    if urls and algorithm.opd_teacher_load:
-        yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
-    if urls and temperature != 1.0:
-        yield (
-            f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} exclude each other: servers tell the "
-            f"probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
-        )
-    for url in urls:
-        if not url.startswith(("http://", "https://", *REFERENCES)):
-            yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
-
-
-def _correction_contradictions(algorithm: PolicyGradient) -> Iterator[str]:
-    for key in ("use_tis", "use_rs"):
-        if algorithm.use_rollout_logprobs and getattr(algorithm, key):
-            yield (
-                f"algorithm.use_rollout_logprobs and algorithm.{key} exclude each other: with the engine's own "
-                f"log-probabilities there is nothing to correct; drop one"
-            )
-    for kind in ("tis", "rs"):
-        low, high = getattr(algorithm, f"{kind}_clip_low"), getattr(algorithm, f"{kind}_clip")
-        if low > high:
-            yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}; swap them"
-    if algorithm.tis_mode == "truncate" and algorithm.tis_clip_low:
-        yield (
-            f"algorithm.tis_clip_low: {algorithm.tis_clip_low:g} has no effect with algorithm.tis_mode = "
-            f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
-        )
-
-
-def _critic_contradictions(algorithm: Ppo) -> Iterator[str]:
-    separate_only, shared_only = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
-    for key in separate_only if algorithm.critic == "shared" else shared_only:
-        if getattr(algorithm, key) != Ppo.model_fields[key].default:
-            yield f"algorithm.{key} has no effect with algorithm.critic = {algorithm.critic}; drop one of them"
-
-
-def _ineffective_keys(algorithm: PolicyGradient) -> Iterator[str]:
-    if algorithm.ref_update_interval and not (algorithm.kl_coef or algorithm.kl_loss_coef):
-        yield (
-            "algorithm.ref_update_interval has no effect without a divergence from the reference; set "
-            "algorithm.kl_coef or algorithm.kl_loss_coef, or drop it"
-        )
-    if isinstance(algorithm, Opd) and algorithm.kl_coef:
-        yield (
-            "algorithm.kl_coef has no effect with algorithm.name opd, which learns from no reward; use "
-            "algorithm.kl_loss_coef"
-        )
-    for key in ("opd_teacher_load", "opd_teacher_url"):
-        if getattr(algorithm, key) and not algorithm.opd_kl_coef:
-            yield f"algorithm.{key} has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
-    for switch, keys in REQUIRES_SWITCH.items():
-        for key in keys:
-            if not getattr(algorithm, switch) and getattr(algorithm, key) != type(algorithm).model_fields[key].default:
-                yield f"algorithm.{key} has no effect without algorithm.{switch} = true; set that or drop it"
-
+from slimectl.settings.train import TrainSettings, megatron_conflicts
 
 OF_ROUNDS = ("dynamic_sampling_filter_path", "buffer_filter_path", "over_sampling_batch_size", "partial_rollout")
 """Keys of [rollout] that control how a round is filled, which rollout.function_path replaces."""
@@ -116,16 +26,161 @@ OF_POLICY_GRADIENTS = (
 """Hooks that supervised and pairwise losses never call."""
 
 
-def hook_conflicts(
-    *,
-    algorithm: AlgorithmSettings,
-    rollout: RolloutSettings,
-    score: ScoreSettings,
-    train: TrainSettings,
-    sync: SyncSettings,
-    run: RunSettings,
-) -> Iterator[str]:
+def conflicts(settings: Settings) -> Iterator[str]:
+    """Conflicts between sections, each as a line that names both keys and the remedy."""
+    run, train, rollout, algorithm = settings.run, settings.train, settings.rollout, settings.algorithm
+    steps = train.num_steps_per_rollout
+    if steps and settings.rollouts_per_round % steps:
+        yield (
+            f"train.num_steps_per_rollout: {steps} does not divide the {settings.rollouts_per_round} rollouts of a "
+            f"round (run.rollout_batch_size x rollout.n_samples_per_prompt); change one of the three"
+        )
+    elif steps and train.global_batch_size and train.global_batch_size * steps != settings.rollouts_per_round:
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} and train.num_steps_per_rollout: {steps} disagree "
+            f"about a round of {settings.rollouts_per_round} rollouts; give one of them"
+        )
+    if run.num_rollout and run.num_epoch:
+        yield "run.num_rollout and run.num_epoch exclude each other; give one of them"
+    if rollout.min_new_tokens > rollout.max_response_len:
+        yield (
+            f"rollout.min_new_tokens: {rollout.min_new_tokens} is above rollout.max_response_len: "
+            f"{rollout.max_response_len}; lower it or raise the latter"
+        )
+    if settings.eval.interval and not settings.eval.data:
+        yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
+    yield from _greedy_repeats(settings.eval, rollout)
+    if train.min_lr > train.lr:
+        yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
+    ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
+    if run.max_staleness is not None and not ages and run.max_staleness > 0:
+        yield "run.max_staleness has no effect with run.async_level = 0; raise run.async_level or drop it"
+    yield from _buffer_contradictions(run, rollout)
+    if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
+        lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
+        yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
+    if train.micro_batch_size > 1 and train.use_dynamic_batch_size:
+        yield (
+            f"train.micro_batch_size: {train.micro_batch_size} has no effect with train.use_dynamic_batch_size; set "
+            f"that to false, or drop train.micro_batch_size"
+        )
+    if train.freeze_params_name_list and train.only_train_params_name_list:
+        yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
+    yield from _adapter_contradictions(train)
+    yield from _placement_contradictions(settings)
+    yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
+    yield from _hook_conflicts(settings)
+    yield from algorithm.conflicts(temperature=rollout.temperature)
+
+
+def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
+    """Conflicts between LoRA and the selection of trained weights."""
+    for key in ("freeze_params_name_list", "only_train_params_name_list"):
+        if train.lora_rank is not None and getattr(train, key):
+            yield f"train.{key} has no effect with train.lora_rank: adapters alone are trained; drop one of the two"
+    for key in ("lora_alpha", "lora_load"):
+        if train.lora_rank is None and getattr(train, key):
+            yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
+
+
+def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
+    """Datasets that would draw the same greedy answer several times; an agent's may differ by its tools' results."""
+    for name, dataset in evaluation.datasets.items():
+        temperature = evaluation.temperature if dataset.temperature is None else dataset.temperature
+        n = dataset.n_samples_per_prompt or evaluation.n_samples_per_prompt
+        agent = dataset.custom_generate_function_path or rollout.custom_generate_function_path
+        if temperature == 0 and n > 1 and not agent:
+            yield (
+                f"eval.data.{name}: temperature 0 gives all {n} answers to a prompt alike; set n_samples_per_prompt = "
+                f"1, or a temperature above 0"
+            )
+
+
+def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:
+    """Conflicts between over-sampling, partial rollouts and asynchronous rounds."""
+    over, size = rollout.over_sampling_batch_size, run.rollout_batch_size
+    if over is not None and over < size:
+        yield (
+            f"rollout.over_sampling_batch_size: {over} is below run.rollout_batch_size: {size}; raise it, or drop it "
+            f"for no over-sampling"
+        )
+    if rollout.partial_rollout and run.async_level:
+        yield (
+            f"rollout.partial_rollout and run.async_level: {run.async_level} exclude each other: answers worked ahead "
+            f"go on by themselves; drop one"
+        )
+    if over is not None and over > size and run.async_level > 1:
+        yield (
+            f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} exclude each other: further "
+            f"rounds are under way already; drop one"
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
+        yield "rollout.mask_offpolicy_in_partial_rollout needs rollout.partial_rollout = true; set it or drop this"
+
+
+def _placement_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts between engines, weight transports and the cluster."""
+    engine, sync, cluster = settings.engine, settings.sync, settings.cluster
+    if cluster.ray_address and cluster.executor != "ray":
+        yield (
+            f'cluster.ray_address has no effect with cluster.executor = "{cluster.executor}"; set '
+            f'cluster.executor = "ray"'
+        )
+    if cluster.actor_num_nodes > 1 and cluster.executor == "local":
+        yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
+    gpus_per_engine = cluster.rollout_num_gpus_per_engine
+    if cluster.rollout_num_gpus and cluster.rollout_num_gpus % gpus_per_engine:
+        nearest = max(gpus_per_engine, cluster.rollout_num_gpus // gpus_per_engine * gpus_per_engine)
+        yield (
+            f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
+            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}; give {nearest}"
+        )
+    if ENGINES.fact(engine.backend, "in_process", False) and gpus_per_engine > 1:
+        yield (
+            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an {engine.backend} engine lives on one "
+            f'device; set engine.backend = "sglang" or "vllm", or give 1'
+        )
+    if engine.url and settings.num_engines > 1:
+        yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
+    if settings.uses_servers and sync.transport == "in_process":
+        yield "sync.transport: in_process reaches no server; give tensor, distributed, disk or delta"
+    if not settings.uses_servers and sync.transport not in ("auto", "in_process"):
+        yield (
+            f"sync.transport: {sync.transport} reaches servers, and one embedded engine lives in this process; "
+            f"set engine.num_engines or engine.backend, or drop it"
+        )
+    if cluster.colocate and settings.run.async_level:
+        yield (
+            f"cluster.colocate and run.async_level: {settings.run.async_level} exclude each other: the GPUs are shared "
+            f"in turns"
+        )
+    if cluster.colocate and sync.transport == "delta":
+        yield "cluster.colocate and sync.transport: delta exclude each other; use tensor on shared GPUs"
+    if settings.sglang.server_groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
+        yield (
+            "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
+            "itself"
+        )
+    if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
+        yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
+    if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
+        yield (
+            f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
+            f"none"
+        )
+    if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
+        yield (
+            "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "
+            "seed without min-p only; drop one"
+        )
+    if cluster.executor != "local" and "-" in settings.rollout.data:
+        yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"
+
+
+def _hook_conflicts(settings: Settings) -> Iterator[str]:
     """Conflicts of a hook with another setting, each as a line that names both keys and the remedy."""
+    algorithm, rollout, train = settings.algorithm, settings.rollout, settings.train
+    run, sync = settings.run, settings.sync
     for key in OF_ROUNDS:
         if rollout.function_path and getattr(rollout, key):
             yield f"rollout.function_path and rollout.{key} exclude each other: the function fills rounds; drop one"
@@ -144,8 +199,8 @@ def hook_conflicts(
             f'sync.custom_post_write_path has no effect with sync.transport = "{sync.transport}", which '
             f"writes no files; set disk or delta, or drop it"
         )
-    if not isinstance(algorithm, PolicyGradient):
-        sections = {"rollout": rollout, "score": score, "train": train}
+    if algorithm.trains_on != "rollouts":
+        sections = {"rollout": rollout, "score": settings.score, "train": train}
         for name in OF_POLICY_GRADIENTS:
             section, _, key = name.partition(".")
             if getattr(sections[section], key):

@@ -15,9 +15,11 @@ from pydantic import BaseModel, ValidationError
 from slimectl.errors import SettingsError
 from slimectl.redaction import MASK, is_secret_name, redact
 from slimectl.settings import aliases
-from slimectl.settings.algorithm import ALGORITHMS, Grpo
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.checks import conflicts
 from slimectl.settings.parts import UNKNOWN_PART, section_class, section_names, selected_parts
-from slimectl.settings.root import Settings, conflicts
+from slimectl.settings.rollout_algorithms import Grpo
+from slimectl.settings.root import Settings
 
 PREFIX = "SLIMECTL_"
 Values = dict[str, dict[str, Any]]

@@ -1,18 +1,25 @@
-"""Settings shared by the policy-gradient algorithms."""
+"""Settings shared by the policy-gradient algorithms, and the conflicts between them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slimectl.settings.base import Section, Texts
+from slimectl.redaction import REFERENCES
+from slimectl.settings.base import Texts
+from slimectl.settings.needs import AlgorithmSection, Baseline, Need, Reduction, Surrogate, TeacherOptions
 
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "none"]
-Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
+REQUIRES_SWITCH = {
+    "use_tis": ("tis_batch_normalize",),
+    "use_rs": ("rs_level", "rs_clip", "rs_clip_low"),
+    "use_opsm": ("opsm_delta",),
+}
+"""Keys without effect while their switch is off. TIS bounds are not among them: their would-be effect is reported."""
 
 
-class PolicyGradient(Section):
+class PolicyGradient(AlgorithmSection):
     """Settings of every policy-gradient algorithm."""
 
     baseline: ClassVar[Baseline] = "group_mean"
@@ -20,6 +27,9 @@ class PolicyGradient(Section):
 
     surrogate: ClassVar[Surrogate] = "ppo_clip"
     """What is minimised with the advantages."""
+
+    learns_from_rewards: ClassVar[bool] = True
+    """Off if rewards are reported and nothing else."""
 
     name: str
     """Which algorithm."""
@@ -116,6 +126,117 @@ class PolicyGradient(Section):
     opsm_delta: Annotated[float, Field(ge=0)] = 1e-4
     """How far, as mean(old - present log-probability), before it does."""
 
+    @property
+    def needs_by_setting(self) -> dict[str, Need]:
+        """Log-probabilities that switched-on settings need, by setting."""
+        switches = {
+            "kl_coef": (self.kl_coef, Need.REFERENCE),
+            "kl_loss_coef": (self.kl_loss_coef, Need.REFERENCE),
+            "opd_kl_coef": (self.opd_kl_coef, Need.TEACHER),
+            "use_tis": (self.use_tis, Need.ROLLOUT_LOG_PROBS),
+            "use_rs": (self.use_rs, Need.ROLLOUT_LOG_PROBS),
+            "use_rollout_logprobs": (self.use_rollout_logprobs, Need.ROLLOUT_LOG_PROBS),
+        }
+        return {f"algorithm.{key}": need for key, (switch, need) in switches.items() if switch}
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        needs = set(self.needs_by_setting.values())
+        if self.learns_from_rewards:
+            needs.add(Need.REWARDS)
+        if self.baseline != "none":
+            needs.add(Need.GROUPS)
+        if self.kl_coef or self.opd_kl_coef or self.tis_batch_normalize:
+            needs.add(Need.OLD_LOG_PROBS)
+        return frozenset(needs)
+
+    @property
+    def reduction(self) -> tuple[Reduction, int | None]:
+        if self.calculate_per_token_loss:
+            return "per_token", None
+        return ("fixed_length", self.fixed_length) if self.fixed_length else ("rollout_mean", None)
+
+    @property
+    def whitens_advantages(self) -> bool:
+        return self.normalize_advantages
+
+    @property
+    def std_normalization(self) -> bool:
+        """Whether rewards are divided by the standard deviation of their group."""
+        return False
+
+    @property
+    def reference_load(self) -> str | None:
+        return self.ref_load
+
+    @property
+    def reference_interval(self) -> int | None:
+        return self.ref_update_interval
+
+    @property
+    def teacher_options(self) -> TeacherOptions | None:
+        if not self.opd_kl_coef:
+            return None
+        return TeacherOptions(
+            self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_teacher_api, self.opd_kl_coef
+        )
+
+    def conflicts(self, *, temperature: float) -> Iterator[str]:
+        if self.kl_coef and self.kl_loss_coef:
+            yield (
+                "algorithm.kl_coef and algorithm.kl_loss_coef exclude each other: the divergence goes into the reward "
+                "or into the loss; set one to 0"
+            )
+        if self.calculate_per_token_loss and self.fixed_length:
+            yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
+        yield from self._teacher_conflicts(temperature)
+        yield from self._correction_conflicts()
+        yield from self._ineffective_keys()
+
+    def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
+        urls = self.opd_teacher_url
+        if urls and self.opd_teacher_load:
+            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url are two teachers; give one of them"
+        if urls and temperature != 1.0:
+            yield (
+                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} exclude each other: servers tell "
+                f"the probabilities of temperature 1; set that, or give algorithm.opd_teacher_load"
+            )
+        for url in urls:
+            if not url.startswith(("http://", "https://", *REFERENCES)):
+                yield f"algorithm.opd_teacher_url: {url!r} is no address; write http://HOST:PORT"
+
+    def _correction_conflicts(self) -> Iterator[str]:
+        for key in ("use_tis", "use_rs"):
+            if self.use_rollout_logprobs and getattr(self, key):
+                yield (
+                    f"algorithm.use_rollout_logprobs and algorithm.{key} exclude each other: with the engine's own "
+                    f"log-probabilities there is nothing to correct; drop one"
+                )
+        for kind in ("tis", "rs"):
+            low, high = getattr(self, f"{kind}_clip_low"), getattr(self, f"{kind}_clip")
+            if low > high:
+                yield f"algorithm.{kind}_clip_low: {low:g} is above algorithm.{kind}_clip: {high:g}; swap them"
+        if self.tis_mode == "truncate" and self.tis_clip_low:
+            yield (
+                f"algorithm.tis_clip_low: {self.tis_clip_low:g} has no effect with algorithm.tis_mode = "
+                f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
+            )
+
+    def _ineffective_keys(self) -> Iterator[str]:
+        if self.ref_update_interval and Need.REFERENCE not in self.needs:
+            yield (
+                "algorithm.ref_update_interval has no effect without a divergence from the reference; set "
+                "algorithm.kl_coef or algorithm.kl_loss_coef, or drop it"
+            )
+        for key in ("opd_teacher_load", "opd_teacher_url"):
+            if getattr(self, key) and not self.opd_kl_coef:
+                yield f"algorithm.{key} has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
+        for switch, keys in REQUIRES_SWITCH.items():
+            for key in keys:
+                if not getattr(self, switch) and getattr(self, key) != type(self).model_fields[key].default:
+                    yield f"algorithm.{key} has no effect without algorithm.{switch} = true; set that or drop it"
+
 
 class RatioBounds(PolicyGradient):
     """Algorithms that bound the probability ratio around 1."""
@@ -140,232 +261,6 @@ class GroupNormalized(PolicyGradient):
     grpo_std_normalization: bool = True
     """Divide by the group's standard deviation; off is Dr. GRPO (arXiv:2503.20783)."""
 
-
-class Grpo(GroupNormalized, ClippedRatio):
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
-
-    name: Literal["grpo"] = "grpo"
-    """Which algorithm."""
-
-
-class DrGrpo(GroupNormalized, ClippedRatio):
-    """GRPO done right: blind to lengths and to a group's spread (Liu et al. 2025, arXiv:2503.20783)."""
-
-    name: Literal["dr_grpo"] = "dr_grpo"
-    """Which algorithm."""
-
-    grpo_std_normalization: bool = False
-    """Divide by the group's standard deviation; off, or too easy and too hard prompts would weigh more."""
-
-    fixed_length: Annotated[int, Field(ge=1)] | None = 3000
-    """Divide each rollout's sum by this constant, not its own length; the paper's is its longest answer, in tokens."""
-
-
-class Dapo(GroupNormalized, ClippedRatio):
-    """GRPO with clip-higher, dynamic sampling and a mean over tokens (Yu et al. 2025, arXiv:2503.14476).
-
-    Its overlong penalty is a reward: score.rm_type "overlong".
-    """
-
-    name: Literal["dapo"] = "dapo"
-    """Which algorithm."""
-
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = 0.28
-    """How far it may rise above 1: wider than it may fall, so that rare tokens can grow."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step, so that a token of a long answer counts as much as one of a short answer."""
-
-
-class Gspo(GroupNormalized, ClippedRatio):
-    """Group sequence policy optimisation: one ratio per answer (Zheng et al. 2025, arXiv:2507.18071)."""
-
-    surrogate: ClassVar[Surrogate] = "gspo"
-
-    name: Literal["gspo"] = "gspo"
-    """Which algorithm."""
-
-    eps_clip: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    """How far the ratio of an answer, a mean over its tokens, may fall below 1 before its gradient stops."""
-
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = 4e-4
-    """How far it may rise above 1; eps_clip where not given."""
-
-
-class Cispo(GroupNormalized, RatioBounds):
-    """Clipped importance weights, so that every token keeps its gradient (MiniMax 2025, arXiv:2506.13585)."""
-
-    surrogate: ClassVar[Surrogate] = "cispo"
-
-    name: Literal["cispo"] = "cispo"
-    """Which algorithm."""
-
-    eps_clip: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How far a token's weight may fall below 1; at 1 there is no bound."""
-
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = 4.0
-    """How far it may rise above 1; eps_clip where not given."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step rather than over rollouts of each one's mean."""
-
-
-class Sapo(GroupNormalized):
-    """Soft adaptive policy optimisation: a gate instead of a clip (Qwen 2025, arXiv:2511.20347)."""
-
-    surrogate: ClassVar[Surrogate] = "sapo"
-
-    name: Literal["sapo"] = "sapo"
-    """Which algorithm."""
-
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0
-    """How fast the gate closes for good tokens, as their ratio leaves 1."""
-
-    tau_neg: Annotated[float, Field(gt=0)] = 1.05
-    """The same for bad ones: faster, as their gradient raises many other tokens."""
-
-
-class Gmpo(GroupNormalized, RatioBounds):
-    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673)."""
-
-    surrogate: ClassVar[Surrogate] = "gmpo"
-
-    name: Literal["gmpo"] = "gmpo"
-    """Which algorithm."""
-
-    eps_clip: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """How far a token's log-ratio may fall below 0 before its gradient stops."""
-
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """How far it may rise above 0; eps_clip where not given."""
-
-
-class Rloo(ClippedRatio):
-    """REINFORCE, leave-one-out: the others are the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
-
-    baseline: ClassVar[Baseline] = "leave_one_out"
-
-    name: Literal["rloo"] = "rloo"
-    """Which algorithm."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step: the gradient of whole answers, as in the paper, on the scale of a token."""
-
-
-class Opo(ClippedRatio):
-    """On-policy RL with the optimal, length-weighted baseline (Hao et al. 2025, arXiv:2505.23585)."""
-
-    baseline: ClassVar[Baseline] = "length_weighted"
-
-    name: Literal["opo"] = "opo"
-    """Which algorithm."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step: the gradient of whole answers, whose variance the baseline makes least."""
-
-
-class MaxRl(ClippedRatio):
-    """Maximum-likelihood RL: hard prompts weigh by the inverse of their success (Tajwar et al. 2026, arXiv:2602.02710).
-
-    For rewards from 0 on, 0 for a wrong answer.
-    """
-
-    baseline: ClassVar[Baseline] = "mean_normalized"
-
-    name: Literal["maxrl"] = "maxrl"
-    """Which algorithm."""
-
-
-class ReinforceFamily(ClippedRatio):
-    """The REINFORCE++ family: per-token advantages, whitened over the whole round."""
-
-    normalize_advantages: bool = True
-    """Whiten the advantages over all tokens of the round; this family needs it."""
-
-
-class ReinforcePlusPlus(ReinforceFamily):
-    """Returns of every token, whitened over the batch instead of a group (Hu et al. 2025, arXiv:2501.03262)."""
-
-    baseline: ClassVar[Baseline] = "none"
-
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count, as no group is compared within itself."""
-
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward for each token before it."""
-
-
-class ReinforcePlusPlusBaseline(ReinforceFamily):
-    """REINFORCE++ with a baseline: reward less the group's mean, whitened over the batch (arXiv:2501.03262)."""
-
-    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count in the scale of the batch."""
-
-
-class Ppo(ReinforceFamily):
-    """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347)."""
-
-    baseline: ClassVar[Baseline] = "none"
-
-    name: Literal["ppo"] = "ppo"
-    """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count, as answers are compared with the critic."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step, for policy and critic alike."""
-
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward for each token before it; an answer has an end."""
-
-    lambd: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """GAE's lambda (arXiv:1506.02438): 1 trusts returns alone, 0 the critic alone."""
-
-    value_clip: Annotated[float, Field(gt=0)] = 0.2
-    """How far a value may move from the one that the round began with before its gradient stops."""
-
-    critic: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own with its own optimizer; shared: a value head on the policy's backbone, learnt with
-    it, in half the memory."""
-
-    value_coef: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the value loss beside the policy's, where the critic is shared."""
-
-    critic_load: str | None = None
-    """Model or critic that the critic begins from; the one that the run starts from where not given."""
-
-    critic_lr: Annotated[float, Field(ge=0)] = 1e-5
-    """The critic's learning rate, constant; all else of its optimizer is [train]'s."""
-
-    num_critic_only_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps, in which the critic learns and the policy stays as it is."""
-
-
-def critic_is_shared(algorithm: Section) -> bool:
-    """Whether policy and critic share one model."""
-    return isinstance(algorithm, Ppo) and algorithm.critic == "shared"
-
-
-class Opd(ClippedRatio):
-    """On-policy distillation: reverse KL to a teacher, token by token (Agarwal et al. 2023, arXiv:2306.13649)."""
-
-    baseline: ClassVar[Baseline] = "none"
-
-    name: Literal["opd"] = "opd"
-    """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here rewards are reported and nothing else."""
-
-    calculate_per_token_loss: bool = True
-    """Mean over all tokens of the step."""
-
-    opd_kl_coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of log p(token) - log p_teacher(token), the advantage's negative."""
+    @property
+    def std_normalization(self) -> bool:
+        return self.grpo_std_normalization

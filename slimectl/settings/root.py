@@ -1,24 +1,23 @@
-"""The root of the settings: all sections, and the conflicts between them."""
+"""The root of the settings: all sections, and the numbers that follow from several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimectl.redaction import remember, secrets_in
 from slimectl.registry import ENGINES
-from slimectl.settings.algorithm import AlgorithmSettings, Grpo, PolicyGradient, Sft
+from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.base import Section
-from slimectl.settings.checks import algorithm_conflicts, hook_conflicts
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
 from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings, VllmSettings
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
-from slimectl.settings.train import MegatronSettings, TrainSettings, megatron_conflicts
+from slimectl.settings.train import MegatronSettings, TrainSettings
 
 SectionType = TypeVar("SectionType", bound=BaseModel)
 
@@ -85,7 +84,7 @@ class Settings(Section):
     @property
     def rollouts_per_round(self) -> int:
         """Number of attempts per round; demonstrations (sft) have one per prompt."""
-        if isinstance(self.algorithm, Sft):
+        if self.algorithm.trains_on == "demonstrations":
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
 
@@ -99,162 +98,3 @@ class Settings(Section):
     @property
     def steps_per_round(self) -> int:
         return -(-self.rollouts_per_round // self.rollouts_per_step)
-
-
-def conflicts(settings: Settings) -> Iterator[str]:
-    """Conflicts between sections, each as a line that names both keys and the remedy."""
-    run, train, rollout, algorithm = settings.run, settings.train, settings.rollout, settings.algorithm
-    steps = train.num_steps_per_rollout
-    if steps and settings.rollouts_per_round % steps:
-        yield (
-            f"train.num_steps_per_rollout: {steps} does not divide the {settings.rollouts_per_round} rollouts of a "
-            f"round (run.rollout_batch_size x rollout.n_samples_per_prompt); change one of the three"
-        )
-    elif steps and train.global_batch_size and train.global_batch_size * steps != settings.rollouts_per_round:
-        yield (
-            f"train.global_batch_size: {train.global_batch_size} and train.num_steps_per_rollout: {steps} disagree "
-            f"about a round of {settings.rollouts_per_round} rollouts; give one of them"
-        )
-    if run.num_rollout and run.num_epoch:
-        yield "run.num_rollout and run.num_epoch exclude each other; give one of them"
-    if rollout.min_new_tokens > rollout.max_response_len:
-        yield (
-            f"rollout.min_new_tokens: {rollout.min_new_tokens} is above rollout.max_response_len: "
-            f"{rollout.max_response_len}; lower it or raise the latter"
-        )
-    if settings.eval.interval and not settings.eval.data:
-        yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
-    yield from _greedy_repeats(settings.eval, rollout)
-    if train.min_lr > train.lr:
-        yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
-    ages = run.async_level or rollout.partial_rollout or rollout.over_sampling_batch_size
-    if run.max_staleness is not None and not ages and run.max_staleness > 0:
-        yield "run.max_staleness has no effect with run.async_level = 0; raise run.async_level or drop it"
-    yield from _buffer_contradictions(run, rollout)
-    if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
-        lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
-        yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
-    if train.micro_batch_size > 1 and train.use_dynamic_batch_size:
-        yield (
-            f"train.micro_batch_size: {train.micro_batch_size} has no effect with train.use_dynamic_batch_size; set "
-            f"that to false, or drop train.micro_batch_size"
-        )
-    if train.freeze_params_name_list and train.only_train_params_name_list:
-        yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
-    yield from _adapter_contradictions(train)
-    yield from _placement_contradictions(settings)
-    yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
-    yield from hook_conflicts(
-        algorithm=settings.algorithm,
-        rollout=settings.rollout,
-        score=settings.score,
-        train=settings.train,
-        sync=settings.sync,
-        run=settings.run,
-    )
-    if isinstance(algorithm, PolicyGradient):
-        yield from algorithm_conflicts(algorithm, temperature=rollout.temperature)
-
-
-def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
-    """Conflicts between LoRA and the selection of trained weights."""
-    for key in ("freeze_params_name_list", "only_train_params_name_list"):
-        if train.lora_rank is not None and getattr(train, key):
-            yield f"train.{key} has no effect with train.lora_rank: adapters alone are trained; drop one of the two"
-    for key in ("lora_alpha", "lora_load"):
-        if train.lora_rank is None and getattr(train, key):
-            yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
-
-
-def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
-    """Datasets that would draw the same greedy answer several times; an agent's may differ by its tools' results."""
-    for name, dataset in evaluation.datasets.items():
-        temperature = evaluation.temperature if dataset.temperature is None else dataset.temperature
-        n = dataset.n_samples_per_prompt or evaluation.n_samples_per_prompt
-        agent = dataset.custom_generate_function_path or rollout.custom_generate_function_path
-        if temperature == 0 and n > 1 and not agent:
-            yield (
-                f"eval.data.{name}: temperature 0 gives all {n} answers to a prompt alike; set n_samples_per_prompt = "
-                f"1, or a temperature above 0"
-            )
-
-
-def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterator[str]:
-    """Conflicts between over-sampling, partial rollouts and asynchronous rounds."""
-    over, size = rollout.over_sampling_batch_size, run.rollout_batch_size
-    if over is not None and over < size:
-        yield (
-            f"rollout.over_sampling_batch_size: {over} is below run.rollout_batch_size: {size}; raise it, or drop it "
-            f"for no over-sampling"
-        )
-    if rollout.partial_rollout and run.async_level:
-        yield (
-            f"rollout.partial_rollout and run.async_level: {run.async_level} exclude each other: answers worked ahead "
-            f"go on by themselves; drop one"
-        )
-    if over is not None and over > size and run.async_level > 1:
-        yield (
-            f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} exclude each other: further "
-            f"rounds are under way already; drop one"
-        )
-    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
-        yield "rollout.mask_offpolicy_in_partial_rollout needs rollout.partial_rollout = true; set it or drop this"
-
-
-def _placement_contradictions(settings: Settings) -> Iterator[str]:
-    """Conflicts between engines, weight transports and the cluster."""
-    engine, sync, cluster = settings.engine, settings.sync, settings.cluster
-    if cluster.ray_address and cluster.executor != "ray":
-        yield (
-            f'cluster.ray_address has no effect with cluster.executor = "{cluster.executor}"; set '
-            f'cluster.executor = "ray"'
-        )
-    if cluster.actor_num_nodes > 1 and cluster.executor == "local":
-        yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
-    gpus_per_engine = cluster.rollout_num_gpus_per_engine
-    if cluster.rollout_num_gpus and cluster.rollout_num_gpus % gpus_per_engine:
-        nearest = max(gpus_per_engine, cluster.rollout_num_gpus // gpus_per_engine * gpus_per_engine)
-        yield (
-            f"cluster.rollout_num_gpus: {cluster.rollout_num_gpus} is no multiple of "
-            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}; give {nearest}"
-        )
-    if ENGINES.fact(engine.backend, "in_process", False) and gpus_per_engine > 1:
-        yield (
-            f"cluster.rollout_num_gpus_per_engine: {gpus_per_engine}, but an {engine.backend} engine lives on one "
-            f'device; set engine.backend = "sglang" or "vllm", or give 1'
-        )
-    if engine.url and settings.num_engines > 1:
-        yield "engine.url and engine.num_engines exclude each other: those servers run already; give one of them"
-    if settings.uses_servers and sync.transport == "in_process":
-        yield "sync.transport: in_process reaches no server; give tensor, distributed, disk or delta"
-    if not settings.uses_servers and sync.transport not in ("auto", "in_process"):
-        yield (
-            f"sync.transport: {sync.transport} reaches servers, and one embedded engine lives in this process; "
-            f"set engine.num_engines or engine.backend, or drop it"
-        )
-    if cluster.colocate and settings.run.async_level:
-        yield (
-            f"cluster.colocate and run.async_level: {settings.run.async_level} exclude each other: the GPUs are shared "
-            f"in turns"
-        )
-    if cluster.colocate and sync.transport == "delta":
-        yield "cluster.colocate and sync.transport: delta exclude each other; use tensor on shared GPUs"
-    if settings.sglang.server_groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
-        yield (
-            "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
-            "itself"
-        )
-    if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
-        yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
-    if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
-        yield (
-            f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
-            f"none"
-        )
-    if settings.rollout.min_p and settings.sglang.args.get("enable_deterministic_inference"):
-        yield (
-            "rollout.min_p and sglang.args.enable_deterministic_inference exclude each other: SGLang 0.5.21 draws by "
-            "seed without min-p only; drop one"
-        )
-    if cluster.executor != "local" and "-" in settings.rollout.data:
-        yield "rollout.data: - is stdin, which no actor can read; write the prompts to a file"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slimectl.errors import DivergedError
-from slimectl.protocols import Critic, Loss, Policy
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import Critic, Policy
+from slimectl.types import Loss, Metrics, TrainingSample
 
 Trainable = Policy | Critic
 Outputs = Callable[[Sequence[TrainingSample]], Sequence[Sequence[float]]]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slimectl.protocols import Agent, BufferFilter, GroupFilter, Loss, Policy, SampleHook
+from slimectl.protocols import Agent, BufferFilter, GroupFilter, Policy, SampleHook
 from slimectl.stages.whole_rounds import GroupSource, RoundObserver, RoundSampler
-from slimectl.types import Metrics, Sample, StepReport, TrainingSample
+from slimectl.types import Loss, Metrics, Sample, StepReport, TrainingSample
 
 if TYPE_CHECKING:
     from slimectl.algorithms.losses import PolicyLoss

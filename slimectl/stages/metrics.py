@@ -1,4 +1,4 @@
-"""Metrics of a round's rows and samples, and the optional ones that [track] enables."""
+"""Last pass over a round: metrics of its samples and rows, and the optional ones that [track] enables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from slimectl.algorithms.advantages import group_advantages
-from slimectl.algorithms.metrics import pass_at_k, pass_k_values
+from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.algorithms.metrics import pass_at_k, pass_k_values, rollout_metrics
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import GroupNormalized, Pairwise, PolicyGradient, Sft
 from slimectl.settings.run import TrackSettings
+from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 LONG = 10_000
@@ -40,13 +40,6 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     return metrics
 
 
-def sample_counts(rows: Sequence[TrainingSample]) -> Metrics:
-    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
-    answered = sum(row.response_length > 0 for row in rows)
-    valid = sum(any(row.weights) for row in rows)
-    return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
-
-
 def _trained_values(rows: Sequence[TrainingSample], columns: Sequence[list[float] | None]) -> list[float]:
     """Return the values of all tokens with a loss weight; an empty list if a row lacks the column."""
     if not all(column and len(column) == row.response_length for row, column in zip(rows, columns, strict=True)):
@@ -63,7 +56,18 @@ def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
     return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
-def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings: Settings) -> Metrics:
+def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
+    """Return the metrics of a round and of its rows, before the first step."""
+    rewards = batch.reported_rewards
+    if rewards is None:
+        rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
+    metrics = rollout_metrics(samples, rewards) | round_metrics(samples, rewards, batch.round_rewards, settings)
+    return metrics | row_metrics(batch.rows)
+
+
+def round_metrics(
+    samples: Sequence[Sample], rewards: Sequence[float], normalized_rewards: Sequence[float], settings: Settings
+) -> Metrics:
     """Return lengths, truncation, repetition and normalized rewards of a round, and the metrics enabled by [track].
 
     `rewards` has one number per sample; if it has fewer, metrics of rewards are left out.
@@ -78,7 +82,7 @@ def round_metrics(samples: Sequence[Sample], rewards: Sequence[float], settings:
     if len(rewards) != len(samples):
         return metrics | optional_metrics("rollout/", samples, None, [], track)
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
-    metrics |= normalized_rewards(samples, rewards, settings.algorithm)
+    metrics |= _mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
     right = [reward >= settings.eval.success_threshold for reward in rewards]
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in samples], right)
@@ -97,31 +101,6 @@ def optional_metrics(
     if rewards is not None and track.log_correct_samples:
         metrics |= correct_only(prefix, samples, right)
     return metrics
-
-
-def normalized_rewards(
-    samples: Sequence[Sample], rewards: Sequence[float], algorithm: PolicyGradient | Pairwise | Sft
-) -> Metrics:
-    """Return mean, maximum and minimum of the rewards, normalized within groups if the algorithm does that."""
-    answered = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if s.status is not Status.FAILED]
-    if not isinstance(algorithm, PolicyGradient) or not answered:
-        return {}
-    numbers = [reward for _, reward in answered]
-    if algorithm.baseline != "none":
-        numbers = group_advantages(
-            numbers,
-            [sample.group_index for sample, _ in answered],
-            [sample.execution for sample, _ in answered],
-            baseline=algorithm.baseline,
-            std_normalization=isinstance(algorithm, GroupNormalized) and algorithm.grpo_std_normalization,
-            lengths=[sum(sample.loss_mask or [1] * sample.response_length) for sample, _ in answered],
-        )
-    return _mean_max_min("rollout/rewards", numbers)
-
-
-def reward_metrics(rewards: Sequence[float]) -> Metrics:
-    """Return the metrics of rewards that a user's function computed, in place of `normalized_rewards`."""
-    return _mean_max_min("rollout/rewards", rewards)
 
 
 def repeats(text: str) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
 from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
-from slimectl.protocols import Critic, Policy
-from slimectl.settings.algorithm import Dpo, Pairwise, RewardModel
+from slimectl.settings.algorithm import Pairwise
+from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.rollout import demonstration
@@ -57,9 +58,9 @@ def preferred(
 
 
 def build_preference_batch(
-    samples: Sequence[Sample], algorithm: Pairwise, *, reward_key: str | None
-) -> tuple[list[tuple[int, TrainingSample]], Metrics]:
-    """Return (pair, row) for both rows of every pair, and the number of groups without a pair.
+    samples: Sequence[Sample], algorithm: Pairwise, reward_key: str | None, shaped: Sequence[float] | None = None
+) -> tuple[TrainingBatch, Metrics]:
+    """Return both rows of every pair, with the pair's number for an execution, and the number of groups without a pair.
 
     Raises RecordError if a sample lacks a reward, or the reference's log-probabilities where they are needed.
     """
@@ -67,10 +68,10 @@ def build_preference_batch(
     for sample in samples:
         if sample.reward is None:
             raise RecordError(f"sample {sample.index}: no reward; run `slimectl score` on these samples first")
-        if isinstance(algorithm, Dpo) and sample.ref_log_probs is None:
+        if Need.REFERENCE in algorithm.needs and sample.ref_log_probs is None:
             raise RecordError(f"sample {sample.index}: no ref_log_probs; add --reference DIR to `slimectl score`")
         groups.setdefault(sample.group_index, []).append(sample)
-    rows: list[tuple[int, TrainingSample]] = []
+    batch = TrainingBatch([], [])
     metrics: Metrics = {}
     for group in groups.values():
         pairs = preference_pairs([reward_number(sample, reward_key) for sample in group], algorithm.pairs)
@@ -81,37 +82,33 @@ def build_preference_batch(
             better, worse = (group[i] for i in members)
             # Sample numbers of a run fit into 32 bits; the number of a pair holds both.
             pair = better.execution << PAIR_BITS | worse.execution
-            rows += [(pair, _row(sample, algorithm)) for sample in (better, worse)]
-    return rows, metrics
+            batch.rows += [_row(sample, algorithm) for sample in (better, worse)]
+            batch.executions += [pair, pair]
+    return batch, metrics
 
 
-def sample_ids(executions: Sequence[int], algorithm: object) -> list[int]:
+def sample_ids(executions: Sequence[int], algorithm: AlgorithmSection) -> list[int]:
     """Return the sample number of each row: its execution, or its half of the pair's number."""
-    if not isinstance(algorithm, Pairwise):
+    if Need.PAIRS not in algorithm.needs:
         return list(executions)
     low = (1 << PAIR_BITS) - 1
     return [pair & low if i % 2 else pair >> PAIR_BITS for i, pair in enumerate(executions)]
 
 
 def set_preference_gradients(
-    rows: Sequence[TrainingSample], algorithm: Pairwise, policy: Policy, critic: Critic | None
+    rows: Sequence[TrainingSample], algorithm: Any, outputs: Callable[[Sequence[TrainingSample]], list[list[float]]]
 ) -> Metrics:
-    """Write `TrainingSample.advantages`: the negative gradient of each pair's loss by the values of its tokens.
+    """Write `TrainingSample.advantages`: the negative gradient of each pair's loss by the outputs for its tokens.
 
-    Returns loss, pair_accuracy, reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
+    `outputs` are the policy's log-probabilities, or a reward model's values. Returns loss, pair_accuracy,
+    reward_margin, chosen_reward and rejected_reward: means over the pairs of the step.
     """
-    if isinstance(algorithm, Dpo):
-        rewards = _masked_sums(rows, policy.log_probs(rows))
-        reference = _masked_sums(rows, [row.ref_log_probs or [] for row in rows])
-        rewards, scale = dpo_rewards(rewards, reference, beta=algorithm.beta), algorithm.beta
-        smoothing = algorithm.label_smoothing
-    else:
-        assert critic is not None
-        rewards, scale, smoothing = _masked_sums(rows, critic.values(rows)), 1.0, 0.0
+    reference = _masked_sums(rows, [row.ref_log_probs or [0.0] * row.response_length for row in rows])
+    rewards = dpo_rewards(_masked_sums(rows, outputs(rows)), reference, beta=algorithm.beta)
     margins_P = rewards[::2] - rewards[1::2]
-    losses_P, slopes_P = preference_loss(margins_P, label_smoothing=smoothing)
+    losses_P, slopes_P = preference_loss(margins_P, label_smoothing=algorithm.label_smoothing)
     for i, row in enumerate(rows):
-        slope = scale * float(slopes_P[i // 2]) * (1 if i % 2 else -1)
+        slope = algorithm.beta * float(slopes_P[i // 2]) * (1 if i % 2 else -1)
         row.advantages = [slope] * row.response_length
     return {
         "train/loss": float(losses_P.mean()),
@@ -135,7 +132,7 @@ def _masked_sums(rows: Sequence[TrainingSample], values: Sequence[Sequence[float
 
 def _row(sample: Sample, algorithm: Pairwise) -> TrainingSample:
     """Return the row of a compared answer: all its tokens count, or for a reward model the value after the last one."""
-    if not isinstance(algorithm, RewardModel):
+    if algorithm.trained_output == "log_probs":
         weights = [float(bit) for bit in sample.mask()]
         return TrainingSample(
             sample.tokens, sample.response_length, weights, ref_log_probs=sample.ref_log_probs, group=sample.group_index

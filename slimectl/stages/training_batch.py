@@ -1,188 +1,171 @@
-"""Builds the rows of a round for an algorithm: sample filters, log-probabilities, loss and reduction weights."""
+"""First pass over a round: drops samples that carry no signal, and turns the others into rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
-import torch
-
+from slimectl.algorithms.estimators import TrainingBatch, normalize_rewards
 from slimectl.algorithms.filters import has_signal
-from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
-from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.metrics import zero_std_groups
-from slimectl.algorithms.preferences import LinearizedLoss
-from slimectl.algorithms.reductions import Reduction, token_weights
 from slimectl.errors import RecordError
-from slimectl.protocols import Critic, Loss
-from slimectl.settings.algorithm import Opd, Pairwise, PolicyGradient, Sft
-from slimectl.stages.advantages import set_advantages, set_values
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Sft
+from slimectl.settings.needs import Need
+from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.stages.hooks import Hooks
+from slimectl.stages.preferences import build_preference_batch
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Sample, TrainingSample
+from slimectl.types import Metrics, Sample, Status, TrainingSample
 
-Estimator = Callable[[Sequence[TrainingSample], Sequence[Sample], Sequence[float]], None]
-"""Called with (rows, samples, rewards); writes `TrainingSample.advantages`."""
-
-LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)}
-"""Arguments of PolicyLoss; the settings of an algorithm have the same names."""
-
-
-def loss_of(algorithm: PolicyGradient | Pairwise | Sft, rows: Sequence[TrainingSample]) -> Loss:
-    """Return the token loss of the algorithm for a step over `rows`."""
-    if isinstance(algorithm, Sft):
-        return SftLoss()
-    if isinstance(algorithm, Pairwise):
-        return LinearizedLoss()
-    total = math.fsum(weight for row in rows for weight in row.weights)
-    loss = PolicyLoss(
-        surrogate=algorithm.surrogate,
-        report_scale=1 / total if total else 1.0,
-        **algorithm.model_dump(include=LOSS_SETTINGS),
-    )
-    if algorithm.use_tis and algorithm.tis_batch_normalize:
-        return replace(loss, tis_scale=1 / _mean_weight(rows, algorithm))
-    return loss
+COLUMNS = {
+    Need.REFERENCE: ("ref_log_probs", "add --reference DIR to `slimectl score`"),
+    Need.TEACHER: ("teacher_log_probs", "set algorithm.opd_teacher_load or algorithm.opd_teacher_url"),
+    Need.ROLLOUT_LOG_PROBS: ("rollout_log_probs", "sample with `slimectl rollout`, which records them"),
+}
+"""Field of a sample, and the remedy where it is missing, by need."""
 
 
-def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> float:
-    """Return the mean importance weight of a step; its rows have old and rollout log-probabilities."""
-    old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
-    rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
-    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
-    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.weights], dtype=torch.long)
-    weights_T, _ = importance_weights(
-        old_T,
-        rollout_T,
-        mask_T,
-        row_T,
-        len(rows),
-        level=algorithm.tis_level,
-        mode=algorithm.tis_mode,
-        low=algorithm.tis_clip_low,
-        high=algorithm.tis_clip,
-        veto=algorithm.tis_veto,
-    )
-    return self_normalization(weights_T, mask_T, row_T, len(rows), level=algorithm.tis_level)
+def build_training_batch(
+    samples: list[Sample], settings: Settings, hooks: Hooks, *, version: int
+) -> tuple[TrainingBatch, Metrics]:
+    """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
-
-def set_loss_weights(
-    rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: PolicyGradient | Pairwise | Sft
-) -> None:
-    """Replace the masks in `TrainingSample.weights` by the loss weights of a step: its reduction, with denominators.
-
-    A pair's loss is a function of sums over its tokens: each token weighs one over the number of pairs.
+    Samples that failed, or are staler than run.max_staleness at weight version `version`, are dropped. Hooks change
+    the rounds of policy gradients only. Raises RecordError if a sample lacks what the algorithm needs.
     """
-    masks = [[int(weight != 0) for weight in row.weights] for row in rows]
-    if isinstance(algorithm, Pairwise):
-        weights = token_weights(masks, executions, kind="fixed_length", fixed_length=1)
-    elif algorithm.calculate_per_token_loss:
-        weights = token_weights(masks, executions, kind="per_token")
-    else:
-        fixed = algorithm.fixed_length if isinstance(algorithm, PolicyGradient) else None
-        kind: Reduction = "fixed_length" if fixed else "rollout_mean"
-        weights = token_weights(masks, executions, kind=kind, fixed_length=fixed)
-    for row, row_weights in zip(rows, weights, strict=True):
-        row.weights = row_weights
+    algorithm, rewards = settings.algorithm, None
+    count = len(samples)
+    if algorithm.trains_on == "rollouts":
+        hooks.filter_samples(samples)
+        samples = hooks.convert(samples)
+        rewards = hooks.post_process_rewards(samples)
+    fresh, metrics = _select_fresh(samples, version, settings.run.max_staleness)
+    if Need.GROUPS in algorithm.needs:
+        require_groups(samples, algorithm.name)
+    batch, drops = BUILDERS[algorithm.trains_on](
+        [samples[i] for i in fresh],
+        algorithm,
+        settings.score.reward_key,
+        None if rewards is None else [rewards[1][i] for i in fresh],
+    )
+    if rewards is not None and len(samples) == count:
+        batch.reported_rewards = rewards[0]
+    return batch, metrics | drops
 
 
-def require_groups(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
-    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then."""
-    executions: dict[int, set[int]] = {}
-    for sample in samples:
-        executions.setdefault(sample.group_index, set()).add(sample.execution)
-    if algorithm.baseline != "none" and all(len(members) == 1 for members in executions.values()):
-        raise RecordError(
-            f"group {next(iter(executions))}: one answer only; {algorithm.name} compares the answers to a prompt with "
-            f"one another: sample several (rollout.n_samples_per_prompt)"
-        )
-
-
-def build_sft_batch(samples: Sequence[Sample]) -> list[TrainingSample]:
-    return [_row(sample) for sample in samples]
-
-
-@dataclass
-class TrainingBatch:
-    """Rows of a round with the samples and rewards from which they came, in parallel."""
-
-    samples: list[Sample]
-    rows: list[TrainingSample]
-    rewards: list[float]
-    metrics: Metrics
-    """Counts of dropped groups, and of those without signal."""
+def build_sft_batch(
+    samples: Sequence[Sample], algorithm: Sft, reward_key: str | None, shaped: Sequence[float] | None
+) -> tuple[TrainingBatch, Metrics]:
+    """Return a row for every demonstration."""
+    return TrainingBatch([_row(sample) for sample in samples], [sample.execution for sample in samples]), {}
 
 
 def build_policy_batch(
-    samples: Sequence[Sample],
-    algorithm: PolicyGradient,
-    *,
-    reward_key: str | None,
-    log_probs: Callable[[Sequence[TrainingSample]], list[list[float]]],
-    critic: Critic | None = None,
-    custom: Estimator | None = None,
-    shaped: Sequence[float] | None = None,
-) -> TrainingBatch:
-    """Return the samples that carry signal, their rows with advantages, and counts of dropped groups.
-
-    `log_probs` is the policy's forward pass over rows, called only if an advantage depends on it; ppo needs a
-    `critic`. A `custom` estimator writes the advantages instead of the algorithm's. `shaped` has a reward for each
-    sample that becomes its advantage without a comparison with siblings. Raises RecordError if a sample lacks a
-    reward, or log-probabilities that a setting needs.
-    """
-    rewards = _rewards(samples, reward_key, needed=not isinstance(algorithm, Opd))
+    samples: Sequence[Sample], algorithm: PolicyGradient, reward_key: str | None, shaped: Sequence[float] | None = None
+) -> tuple[TrainingBatch, Metrics]:
+    """Return rows for the samples whose group carries signal, and counts of groups without it."""
+    graded = _grade(samples, algorithm, reward_key, shaped)
     groups: dict[int, list[float]] = {}
-    for sample, reward in zip(samples, rewards, strict=True):
+    for sample, reward in zip(samples, graded.raw, strict=True):
         groups.setdefault(sample.group_index, []).append(reward)
-    metrics: Metrics = {} if isinstance(algorithm, Opd) else zero_std_groups(list(groups.values()))
+    metrics = zero_std_groups(list(groups.values())) if Need.REWARDS in algorithm.needs else {}
     if algorithm.drop_zero_std_groups:
         groups, drops = _drop_without_signal(groups)
         metrics |= drops
     trained = [i for i, sample in enumerate(samples) if sample.group_index in groups]
-    numbers = [(rewards if shaped is None else shaped)[i] for i in trained]
     trained_samples = [samples[i] for i in trained]
+    _require_columns(trained_samples, algorithm)
     rows = [_row(sample) for sample in trained_samples]
-    _require_log_probs(trained_samples, algorithm)
     if algorithm.use_rollout_logprobs:
         for row in rows:
             row.old_log_probs = row.rollout_log_probs
-    elif (algorithm.kl_coef or algorithm.opd_kl_coef or custom) and rows:
-        for row, old in zip(rows, log_probs(rows), strict=True):
-            row.old_log_probs = old
-    if critic is not None:
-        set_values(rows, critic)
-    if custom is not None:
-        custom(rows, trained_samples, numbers)
-    else:
-        metrics |= set_advantages(rows, trained_samples, numbers, algorithm, compare=shaped is None)
-    return TrainingBatch(trained_samples, rows, numbers, metrics)
+    batch = TrainingBatch(
+        rows,
+        [sample.execution for sample in trained_samples],
+        samples=trained_samples,
+        rewards=[graded.rewards[i] for i in trained],
+        normalized_rewards=[graded.normalized[i] for i in trained],
+        compared=shaped is not None,
+        round_rewards=graded.normalized,
+    )
+    return batch, metrics
 
 
-def _rewards(samples: Sequence[Sample], reward_key: str | None, *, needed: bool) -> list[float]:
-    """Return the reward of each sample; missing ones are 0 if no reward is `needed`."""
+BUILDERS: dict[str, Callable[..., tuple[TrainingBatch, Metrics]]] = {
+    "rollouts": build_policy_batch,
+    "demonstrations": build_sft_batch,
+    "preferences": build_preference_batch,
+}
+"""Builders of a batch, by what an algorithm trains on."""
+
+
+@dataclass(frozen=True)
+class _Grades:
+    """The rewards of samples: as scored, as they are trained on, and compared within groups."""
+
+    raw: list[float]
+    rewards: list[float]
+    normalized: list[float]
+
+
+def _grade(
+    samples: Sequence[Sample], algorithm: PolicyGradient, reward_key: str | None, shaped: Sequence[float] | None
+) -> _Grades:
+    """Return the rewards of samples; missing ones are 0 for an algorithm that learns from none."""
     lacking = [sample for sample in samples if sample.reward is None]
-    if lacking and needed:
+    if lacking and Need.REWARDS in algorithm.needs:
         raise RecordError(f"sample {lacking[0].index}: no reward; run `slimectl score` on these samples first")
-    return [0.0 if sample.reward is None else reward_number(sample, reward_key) for sample in samples]
+    raw = [0.0 if sample.reward is None else reward_number(sample, reward_key) for sample in samples]
+    if shaped is not None:
+        return _Grades(raw, list(shaped), list(shaped))
+    return _Grades(raw, raw, normalize_rewards(samples, raw, algorithm))
 
 
-def _require_log_probs(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
+def _select_fresh(samples: Sequence[Sample], version: int, max_staleness: int | None) -> tuple[list[int], Metrics]:
+    """Return the positions of samples that are not failed and not staler than allowed, and metrics of staleness."""
+    ages = [_age(sample, version) for sample in samples]
+    metrics: Metrics = {}
+    if known_ages := [age for age in ages if age is not None]:
+        metrics["rollout/staleness/mean"] = sum(known_ages) / len(known_ages)
+        metrics["rollout/staleness/max"] = float(max(known_ages))
+    answered = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    if max_staleness is None:
+        return answered, metrics
+    fresh = [i for i in answered if (ages[i] or 0) <= max_staleness]
+    if len(fresh) < len(answered):
+        metrics["rollout/dynamic_filter/drop_stale"] = float(len(answered) - len(fresh))
+    return fresh, metrics
+
+
+def _age(sample: Sample, version: int) -> int | None:
+    """Return the weight versions between the oldest token of a sample and now; None for samples of other origin."""
+    versions = sample.weight_versions
+    if not versions or not all(text.isdecimal() for text in versions):
+        return None
+    # A policy that starts anew from a trained checkpoint counts from 0 again: the age of its samples is not negative.
+    return max(0, version - min(map(int, versions)))
+
+
+def require_groups(samples: Sequence[Sample], name: str) -> None:
+    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then."""
+    executions: dict[int, set[int]] = {}
+    for sample in samples:
+        executions.setdefault(sample.group_index, set()).add(sample.execution)
+    if all(len(members) == 1 for members in executions.values()):
+        raise RecordError(
+            f"group {next(iter(executions))}: one answer only; {name} compares the answers to a prompt with "
+            f"one another: sample several (rollout.n_samples_per_prompt)"
+        )
+
+
+def _require_columns(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
     """Raises RecordError if a sample lacks log-probabilities that a setting needs."""
-    sampled = "sample with `slimectl rollout`, which records them"
-    reference = "add --reference DIR to `slimectl score`"
-    teacher = "set algorithm.opd_teacher_load or algorithm.opd_teacher_url"
-    requirements = {
-        "algorithm.kl_coef": (algorithm.kl_coef > 0, "ref_log_probs", reference),
-        "algorithm.kl_loss_coef": (algorithm.kl_loss_coef > 0, "ref_log_probs", reference),
-        "algorithm.opd_kl_coef": (algorithm.opd_kl_coef > 0, "teacher_log_probs", teacher),
-        "algorithm.use_tis": (algorithm.use_tis, "rollout_log_probs", sampled),
-        "algorithm.use_rs": (algorithm.use_rs, "rollout_log_probs", sampled),
-        "algorithm.use_rollout_logprobs": (algorithm.use_rollout_logprobs, "rollout_log_probs", sampled),
-    }
-    for setting, (needed, name, way_out) in requirements.items():
-        lacking = [sample for sample in samples if needed and getattr(sample, name) is None]
+    for setting, need in algorithm.needs_by_setting.items():
+        name, remedy = COLUMNS[need]
+        lacking = [sample for sample in samples if getattr(sample, name) is None]
         if lacking:
-            raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {way_out}")
+            raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {remedy}")
 
 
 def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list[float]], Metrics]:
@@ -200,7 +183,7 @@ def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list
 
 
 def _row(sample: Sample) -> TrainingSample:
-    """Return a sample as a row; its weights are the mask until `set_loss_weights` applies the step's reduction."""
+    """Return a sample as a row; its weights are the mask until the step's reduction replaces them."""
     return TrainingSample(
         tokens=sample.tokens,
         response_length=sample.response_length,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import BackendError, SlimectlError
-from slimectl.protocols import NamedTensors, Policy, WeightSync, WeightUpdateClient
+from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightSync, WeightUpdateClient
 from slimectl.types import Metrics
 
 Message = list[tuple[str, Tensor]]
@@ -59,7 +59,7 @@ def drained(tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
 
 def in_progress_version(version: str, *, last: bool) -> str:
     """Return the version to load a message under: engines of an interrupted push must not pass for complete."""
-    return version if last else f"{version}-incomplete"
+    return version if last else version + INCOMPLETE
 
 
 LEAVE_S = 10.0

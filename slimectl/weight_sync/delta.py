@@ -87,7 +87,7 @@ class DeltaSync(WeightSyncBase):
             versions = Versions(start, version, self.encoding, self.checksum)
             write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
             try:
-                size = self.policy.hand_weights(write)
+                size = self.policy.consume_weights(write)
                 apply_delta(self._delta, folder=self.current)
                 for apply in self.appliers:
                     apply(self._delta)
@@ -99,7 +99,7 @@ class DeltaSync(WeightSyncBase):
                 self._version = version
                 return {"bytes": float(size), "full": 0.0}
         fill = partial(write_checkpoint, target=self.current, write=partial(_write_versioned, self.write, version))
-        size = self.policy.hand_weights(partial(fill, dtype=self.dtype))
+        size = self.policy.consume_weights(partial(fill, dtype=self.dtype))
         for apply in self.appliers:
             apply(self.current)
         self._version = version

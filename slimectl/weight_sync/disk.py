@@ -52,7 +52,7 @@ class DiskSync(WeightSyncBase):
         target = self.folder / f"weights_{version}"
         if previous is None or previous[0] != version:
             fill = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
-            bytes_written = self.policy.hand_weights(fill)
+            bytes_written = self.policy.consume_weights(fill)
             if self.wrote is not None:
                 self.wrote(target, workers)
         try:

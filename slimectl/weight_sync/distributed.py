@@ -234,12 +234,12 @@ class DistributedSync(WeightSyncBase):
             most_bytes=self.buffer_bytes, dtype=self.dtype, timeout_s=self.timeout_s,
         )  # fmt: skip
         with self.paused(workers) as watch:
-            sent = self.policy.hand_weights(send)
+            sent = self.policy.consume_weights(send)
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
     def close(self) -> None:
         """Destroy the group on both sides; a policy that has ended has destroyed it already."""
-        self.policy.hand_weights(partial(_leave, key=self._key))
+        self.policy.consume_weights(partial(_leave, key=self._key))
 
 
 def _send(

@@ -36,7 +36,7 @@ class TensorSync(WeightSyncBase):
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         send = partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes, dtype=self.dtype)
         with self.paused(workers) as watch:
-            sent = self.policy.hand_weights(send)
+            sent = self.policy.consume_weights(send)
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
 

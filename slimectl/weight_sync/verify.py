@@ -49,16 +49,16 @@ class VerifiedSync(WeightSyncBase):
     def check(self, workers: WeightUpdateClient) -> None:
         """Compare the workers' tensors with the policy's. Raises BackendError, which names the first that differ."""
         if workers.checksums_by_hf_name:
-            expected = [self.policy.hand_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
+            expected = [self.policy.consume_weights(partial(_checksums, dtype=self.dtype))] * len(workers.urls)
             _compare(workers, expected, workers.checksums())
             return
         version, target = self.policy.weight_version, self.folder / "check"
         write = partial(write_checkpoint, target=target, write=self.write, dtype=self.dtype)
-        self.policy.hand_weights(write)
+        self.policy.consume_weights(write)
         try:
             pushed = workers.checksums()
             with self.paused(workers):
-                workers.scramble()
+                workers.randomize_weights()
                 workers.load_disk(target, version=version)
             _compare(workers, workers.checksums(), pushed)
         finally:

@@ -25,7 +25,7 @@ from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import preference_loss
 from slimectl.algorithms.reductions import token_weights
 from slimectl.algorithms.value_loss import ValueLoss, explained_variance, generalized_advantages
-from slimectl.policies.token_batch import ResponseBatch
+from slimectl.types import TokenBatch
 
 SAME = {"rel": 1e-9, "abs": 1e-9}
 number = st.floats(-3, 3)
@@ -51,9 +51,9 @@ def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def pack(given_rows: list[plain.Row]) -> ResponseBatch:
+def pack(given_rows: list[plain.Row]) -> TokenBatch:
     flat = [token for row in given_rows for token in row]
-    return ResponseBatch(
+    return TokenBatch(
         logprobs_T=tensor([token.logp for token in flat]).requires_grad_(),
         entropy_T=tensor([token.entropy for token in flat]),
         row_T=torch.tensor([i for i, row in enumerate(given_rows) for _ in row]),

@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,45 +12,44 @@ from hypothesis import strategies as st
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.errors import SettingsError
 from slimectl.policies.token_batch import merge_metrics
+from slimectl.types import TokenBatch
 
 
 def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@dataclass
-class HandMadePack:
-    """Three tokens with ratios 1.5, 1 and 1/2 to the policy that sampled, every one weighing 1/4, 1/4 and 1/2."""
+COLUMNS = (
+    "logprobs_T",
+    "weights_T",
+    "advantages_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "rollout_logprobs_T",
+    "entropy_T",
+)
 
-    logprobs_T: torch.Tensor
-    weights_T: torch.Tensor
-    advantages_T: torch.Tensor | None = None
-    old_logprobs_T: torch.Tensor | None = None
-    ref_logprobs_T: torch.Tensor | None = None
-    rollout_logprobs_T: torch.Tensor | None = None
-    entropy_T: torch.Tensor | None = None
 
-    @property
-    def row_T(self):
-        return torch.arange(len(self.logprobs_T))
+def batch_of(**columns_T):
+    """A pack of rows of one token each."""
+    rows = len(columns_T["logprobs_T"])
+    return TokenBatch(**({"entropy_T": None, "row_T": torch.arange(rows), "rows": rows} | columns_T))
 
-    @property
-    def rows(self):
-        return len(self.logprobs_T)
 
-    def part(self, keep_T):
-        taken = {f.name: getattr(self, f.name) for f in fields(self)}
-        return HandMadePack(**{name: None if value is None else value[keep_T] for name, value in taken.items()})
+def part_of(batch, keep_T):
+    columns = {name: getattr(batch, name) for name in COLUMNS}
+    return batch_of(**{name: None if value is None else value[keep_T] for name, value in columns.items()})
 
 
 def pack(**given_T):
+    """Three tokens with ratios 1.5, 1 and 1/2 to the policy that sampled, every one weighing 1/4, 1/4 and 1/2."""
     defaults = {
         "logprobs_T": tensor(1.5, 1.0, 0.5).log().requires_grad_(),
         "weights_T": tensor(0.25, 0.25, 0.5),
         "advantages_T": tensor(1.0, 1.0, -1.0),
         "old_logprobs_T": tensor(0.0, 0.0, 0.0),
     }
-    return HandMadePack(**(defaults | given_T))
+    return batch_of(**(defaults | given_T))
 
 
 def numbers(metrics):
@@ -208,9 +207,8 @@ values = st.floats(-3, 3)
 @given(st.lists(st.tuples(*[values] * 6), min_size=2, max_size=8), st.data())
 def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens, data):
     logprobs_T, old_T, ref_T, rollout_T, advantages_T, weights_T = torch.tensor(tokens, dtype=torch.float64).unbind(1)
-    whole = HandMadePack(
-        logprobs_T.clone().requires_grad_(), weights_T, advantages_T, old_T, ref_T, rollout_T, entropy_T=old_T.abs()
-    )
+    inputs_T = (logprobs_T.clone().requires_grad_(), weights_T, advantages_T, old_T, ref_T, rollout_T, old_T.abs())
+    whole = batch_of(**dict(zip(COLUMNS, inputs_T, strict=True)))
     parted = replace(whole, logprobs_T=logprobs_T.clone().requires_grad_())
     loss = PolicyLoss(kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01, use_tis=True)
     first_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
@@ -218,7 +216,7 @@ def test_loss_metrics_and_gradient_do_not_depend_on_how_tokens_are_packed(tokens
     value.backward()
     total, parts = 0.0, []
     for keep_T in (first_T, ~first_T):
-        part, part_metrics = loss(parted.part(keep_T))
+        part, part_metrics = loss(part_of(parted, keep_T))
         part.backward()
         total += part.item()
         parts.append(numbers(part_metrics))

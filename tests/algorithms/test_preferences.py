@@ -7,7 +7,7 @@ import torch
 
 from slimectl.algorithms.preferences import LinearizedLoss, dpo_rewards, preference_loss, preference_pairs
 from slimectl.errors import SettingsError
-from slimectl.policies.token_batch import ResponseBatch
+from slimectl.types import TokenBatch
 
 
 def tensor(*values):
@@ -44,10 +44,10 @@ def test_the_loss_of_slopes_has_them_as_its_gradient():
     logprobs_T, places_T = tensor(-1.0, -2.0, -3.0).requires_grad_(), torch.tensor([0, 0, 1])
     given = {"logprobs_T": logprobs_T, "entropy_T": None, "row_T": places_T, "rows": 2}
     loss, metrics = LinearizedLoss()(
-        ResponseBatch(**given, weights_T=tensor(0.5, 0.5, 0.5), advantages_T=tensor(0.25, 0.25, -0.25))
+        TokenBatch(**given, weights_T=tensor(0.5, 0.5, 0.5), advantages_T=tensor(0.25, 0.25, -0.25))
     )
     loss.backward()
     assert (loss.item(), metrics) == (pytest.approx(-0.125 * (-1 - 2 + 3)), {})
     assert logprobs_T.grad.tolist() == [-0.125, -0.125, 0.125]
     with pytest.raises(SettingsError, match="needs its slopes"):
-        LinearizedLoss()(ResponseBatch(**given, weights_T=tensor(0.5, 0.5, 0.5)))
+        LinearizedLoss()(TokenBatch(**given, weights_T=tensor(0.5, 0.5, 0.5)))

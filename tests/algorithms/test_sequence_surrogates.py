@@ -7,7 +7,7 @@ import torch
 
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.surrogates import gmpo_loss, gspo_logprobs, opsm_mask, row_means, sapo_loss
-from slimectl.policies.token_batch import ResponseBatch
+from slimectl.types import TokenBatch
 
 LOG2 = math.log(2)
 
@@ -19,7 +19,7 @@ def tensor(*values):
 def pack(order=(0, 1, 2, 3, 4), rows=(0, 0, 0, 1, 1), count=2, log_ratios=(0.3, 0.1, 9.0, -0.5, 0.1)):
     """Log-ratios of mean 0.2 in the first row (A = 1) and -0.2 in the second (A = -2), against old ones of -1."""
     order_T = torch.tensor(order)
-    return ResponseBatch(
+    return TokenBatch(
         logprobs_T=(tensor(*log_ratios) - 1)[order_T].requires_grad_(),
         entropy_T=None,
         row_T=torch.tensor(rows)[order_T],

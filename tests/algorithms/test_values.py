@@ -1,7 +1,5 @@
 """Values in numbers worked out by hand."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from slimectl.algorithms.value_loss import (
     generalized_advantages,
 )
 from slimectl.errors import SettingsError
+from slimectl.types import TokenBatch
 
 
 def tensor(*values):
@@ -57,36 +56,30 @@ def test_explained_variance_is_of_the_tokens_that_count():
     assert explained_variance([tensor(1, 2)], [tensor(3, 3)], [tensor(1, 1)]) == 0.0
 
 
-@dataclass
-class Pack:
-    logprobs_T: torch.Tensor
-    weights_T: torch.Tensor
-    values_T: torch.Tensor | None = None
-    returns_T: torch.Tensor | None = None
+def pack(logprobs_T, weights_T, **columns_T):
+    return TokenBatch(logprobs_T, None, torch.arange(len(logprobs_T)), len(logprobs_T), weights_T, **columns_T)
 
 
 def test_the_value_loss_is_the_weighted_sum_and_stops_its_gradient_where_it_is_clipped():
-    pack = Pack(tensor(1.0, 0.1).requires_grad_(), tensor(0.25, 0.75), tensor(0.0, 0.0), tensor(2.0, 2.0))
-    loss, metrics = ValueLoss(value_clip=0.2)(pack)
+    batch = pack(
+        tensor(1.0, 0.1).requires_grad_(), tensor(0.25, 0.75), values_T=tensor(0.0, 0.0), returns_T=tensor(2.0, 2.0)
+    )
+    loss, metrics = ValueLoss(value_clip=0.2)(batch)
     loss.backward()
     assert loss.item() == pytest.approx(0.25 * 3.24 + 0.75 * 3.61)
     assert metrics["value_clipfrac"].item() == 0.25
     assert metrics["vpred"].item() == pytest.approx(0.25 * 1.0 + 0.75 * 0.1)
     assert (metrics["value"].item(), metrics["error"].item()) == pytest.approx((0.0, 0.25 * 1.0 + 0.75 * 1.9**2))
-    assert pack.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
+    assert batch.logprobs_T.grad.tolist() == pytest.approx([0.0, 0.75 * 2 * -1.9])
     with pytest.raises(SettingsError, match="needs values and returns"):
-        ValueLoss()(Pack(tensor(1.0), tensor(1.0)))
-
-
-@dataclass
-class Both(Pack):
-    predicted_T: torch.Tensor | None = None
+        ValueLoss()(pack(tensor(1.0), tensor(1.0)))
 
 
 def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     log_probs_T, predicted_T = tensor(-1.0, -2.0).requires_grad_(), tensor(0.1, 1.0).requires_grad_()
-    pack = Both(log_probs_T, tensor(0.25, 0.75), tensor(0.0, 0.0), tensor(2.0, 2.0), predicted_T)
-    loss, metrics = PolicyAndValueLoss(SftLoss(), ValueLoss(value_clip=0.2), 0.5)(pack)
+    columns_T = {"values_T": tensor(0.0, 0.0), "returns_T": tensor(2.0, 2.0), "predicted_T": predicted_T}
+    batch = pack(log_probs_T, tensor(0.25, 0.75), **columns_T)
+    loss, metrics = PolicyAndValueLoss(SftLoss(), ValueLoss(value_clip=0.2), 0.5)(batch)
     loss.backward()
     # policy: 0.25 * 1 + 0.75 * 2; values: 0.25 * 1.9² + 0.75 * 1.8², the second held at 0.2
     assert loss.item() == pytest.approx(1.75 + 0.5 * (0.9025 + 2.43))
@@ -94,4 +87,4 @@ def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     assert log_probs_T.grad.tolist() == [-0.25, -0.75]
     assert predicted_T.grad.tolist() == pytest.approx([0.5 * 0.25 * 2 * -1.9, 0.0])
     with pytest.raises(SettingsError, match=r'algorithm.critic: .* set it to "separate"'):
-        PolicyAndValueLoss(SftLoss(), ValueLoss(), 0.5)(Both(log_probs_T, tensor(0.25, 0.75)))
+        PolicyAndValueLoss(SftLoss(), ValueLoss(), 0.5)(pack(log_probs_T, tensor(0.25, 0.75)))

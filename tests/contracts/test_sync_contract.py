@@ -65,8 +65,8 @@ class Held:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors)
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
 
 @pytest.fixture(scope="module", params=["one process", "two ranks"])
@@ -240,8 +240,8 @@ def test_an_answer_under_way_names_the_weights_of_all_its_tokens(
         sync.push()
         old, policy.weight_version = policy.weight_version, f"1{2 * attempt + 1}"
         answer = in_the_middle(url, model_dir(), sync.push)
-        if answer.weight_versions != [old] or answer.finish == "abort":
-            break  # else it was done before the push had begun: a busy machine
+        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish == "abort"):
+            break  # else it was done before the push had begun, or began after it: a busy machine
     if mode == "abort":
         assert answer.finish == "abort"
         assert answer.weight_versions == [old]
@@ -335,7 +335,7 @@ def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy
     sync = TensorSync(policy, serving.workers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
     nobody = serving.workers(["http://127.0.0.1:9"], timeout_s=5)
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
-        policy.hand_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
+        policy.consume_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
     assert sync.push()["bytes"] > 0
 

@@ -91,6 +91,8 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
     (tmp_path / "empty.jsonl").touch()
     for source, message in [
         (str(tmp_path / "none.jsonl"), "no such prompt file"),
+        ("https://host/a.jsonl@[0:3]", "https://host/a.jsonl: an address, and data is read from files only"),
+        ("s3://bucket/a.parquet", "s3://bucket/a.parquet: an address"),
         (str(tmp_path), "a directory; give its files"),
         ("no_such_module:prompts", "importing no_such_module failed"),
         (f"{tmp_path}/none.py:prompts", "no such file"),

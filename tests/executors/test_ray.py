@@ -63,7 +63,7 @@ def test_a_policy_over_ranks_is_the_same_here_and_there(executor: RayExecutor, m
         policy = DistributedPolicy(where, build, ranks=2)
         rows = [TrainingSample([5, 6, 7, 8, 9, i], 3, [1.0] * 3, group=i) for i in range(4)]
         steps = [policy.forward_backward(rows, SftLoss()) | policy.optim_step() for _ in range(2)]
-        found.append((policy.log_probs(rows), steps, policy.hand_weights(sums)))
+        found.append((policy.log_probs(rows), steps, policy.consume_weights(sums)))
         policy.close()
     assert found[0] == found[1]
 

@@ -15,11 +15,11 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.protocols import Loss
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.stages.train import train
-from slimectl.types import Metrics, Sample, Status, TrainingSample
+from slimectl.types import Loss, Metrics, Sample, Status, TrainingSample
 
 STILL = OptimizerOptions(lr=0.0, weight_decay=0.0)
 """Steps that report everything and move nothing: one policy serves all cases."""

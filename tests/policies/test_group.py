@@ -89,14 +89,14 @@ def test_leaving_the_weights_early_leaves_the_ranks_usable(two: DistributedPolic
 
 def test_weights_are_handed_over_on_rank_0_and_what_is_made_of_them_comes_back(two: DistributedPolicy):
     names = [name for name, _ in two.weights()]
-    assert two.hand_weights(names_and_rank) == (names, 0)
-    assert two.hand_weights(first_name) == names[0]
+    assert two.consume_weights(names_and_rank) == (names, 0)
+    assert two.consume_weights(first_name) == names[0]
     assert len(two.log_probs(random_rows())) == 9
 
 
 def test_a_failure_to_take_the_weights_is_raised_here_and_the_ranks_go_on(two: DistributedPolicy):
     with pytest.raises(BackendError, match="cannot take"):
-        two.hand_weights(refuse_second)
+        two.consume_weights(refuse_second)
     assert len(two.log_probs(random_rows())) == 9
 
 

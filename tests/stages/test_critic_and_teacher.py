@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from stages.passes import training_batch
 
+from slimectl.algorithms.registry import policy_loss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
@@ -18,9 +20,9 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.stages.optimizer_step import set_loss_weights
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
-from slimectl.stages.training_batch import build_policy_batch, loss_of, set_loss_weights
 from slimectl.types import Sample, Status, TrainingSample
 
 ModelDir = Callable[..., Path]
@@ -70,9 +72,7 @@ def test_ppo_compares_returns_with_the_critic_and_whitens():
         for i, reward in enumerate((1.0, 0.0))
     ]
     critic: Any = Expecting()
-    rows = build_policy_batch(
-        samples, algorithm("ppo", lambd=0.5), reward_key=None, log_probs=lambda rows: [], critic=critic
-    ).rows
+    rows = training_batch(samples, algorithm("ppo", lambd=0.5), critic=critic)[0].rows
     # delta 0 and 0.5, or 0 and -0.5: advantages ±(0.25, 0.5), of mean 0 and variance 2 (1/16 + 1/4) / 3
     std = (0.625 / 3) ** 0.5
     assert [row.returns for row in rows] == [[0.75, 1.0], [0.25, 0.0]]
@@ -115,17 +115,12 @@ def test_distillation_takes_the_distance_from_the_teacher_off_any_advantage():
     for sample in samples:
         sample.teacher_log_probs = [-3.0] * sample.response_length
     batches = {
-        coefficient: build_policy_batch(
-            samples,
-            algorithm("grpo", opd_kl_coef=coefficient),
-            reward_key=None,
-            log_probs=lambda rows: [[-1.0] * row.response_length for row in rows],
-        )
+        coefficient: training_batch(samples, algorithm("grpo", opd_kl_coef=coefficient), old=-1.0)
         for coefficient in (0.0, 0.5)
     }
-    for plain, distilled in zip(batches[0.0].rows, batches[0.5].rows, strict=True):  # 0.5 (-1 + 3)
+    for plain, distilled in zip(batches[0.0][0].rows, batches[0.5][0].rows, strict=True):  # 0.5 (-1 + 3)
         assert distilled.advantages == pytest.approx([value - 1.0 for value in plain.advantages])
-    assert batches[0.5].metrics["train/opd_reverse_kl"] == pytest.approx(2.0)
+    assert batches[0.5][1]["train/opd_reverse_kl"] == pytest.approx(2.0)
 
 
 def test_distillation_moves_a_policy_towards_its_teacher_without_rewards(model_dir: ModelDir, tmp_path: Path):
@@ -214,5 +209,5 @@ def test_normalised_importance_weights_have_mean_one():
     ]
     chosen = algorithm("grpo", use_tis=True, tis_batch_normalize=True)
     set_loss_weights(rows, [0, 1], chosen)
-    loss: Any = loss_of(chosen, rows)
+    loss: Any = policy_loss(chosen, rows)
     assert loss.tis_scale == pytest.approx(1 / 1.5)  # weights 2, 1, 2, 1

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from stages.passes import training_batch
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import ALGORITHMS, PolicyGradient
-from slimectl.settings.root import conflicts
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.settings.checks import conflicts
+from slimectl.settings.needs import Need
+from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.stages.optimizer_step import set_loss_weights
 from slimectl.stages.train import train
-from slimectl.stages.training_batch import build_policy_batch, require_groups, set_loss_weights
+from slimectl.stages.training_batch import require_groups
 from slimectl.types import Sample, Status, TrainingSample
 
 LENGTHS = (2, 4, 4)
@@ -54,13 +58,8 @@ def objective(name: str, old: float = -1.0, ref: float | None = None, **changes:
     chosen, given = algorithm(name, **changes), attempts()
     for sample in given:
         sample.ref_log_probs = None if ref is None else [ref] * sample.response_length
-    batch = build_policy_batch(
-        given,
-        chosen,
-        reward_key=None,
-        log_probs=lambda rows: [[old] * row.response_length for row in rows],
-    )
-    set_loss_weights(batch.rows, [sample.execution for sample in batch.samples], chosen)
+    batch, _ = training_batch(given, chosen, old=old)
+    set_loss_weights(batch.rows, batch.executions, chosen)
     return batch.rows
 
 
@@ -126,11 +125,11 @@ U_STD = ((4 * 4 / 9 + 4 / 9 + 4 / 16 - 14 * (2 / 21) ** 2) / 13) ** 0.5
 )  # fmt: skip
 def test_groups_of_any_size_are_compared_by_attempts_not_by_samples(name: str, expected: list[float]):
     chosen = algorithm(name, drop_zero_std_groups=False, calculate_per_token_loss=False)
-    batch = build_policy_batch(uneven(), chosen, reward_key=None, log_probs=lambda rows: [])
+    batch, _ = training_batch(uneven(), chosen)
     rows = batch.rows
     for row, value in zip(rows, expected, strict=True):
         assert row.advantages == pytest.approx([value] * 2, rel=1e-5, abs=1e-9)
-    set_loss_weights(rows, [sample.execution for sample in batch.samples], chosen)
+    set_loss_weights(rows, batch.executions, chosen)
     # Six attempts: 4 tokens share the first one's sixth, 2 each of the others.
     assert [row.weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
 
@@ -158,9 +157,10 @@ def test_returns_of_reinforce_plus_plus_are_discounted():
 
 def test_without_a_baseline_a_prompt_needs_no_second_answer():
     alone = [sample for sample in attempts() if sample.index % 3 == 0]
-    require_groups(alone, algorithm("reinforce_plus_plus"))
+    assert Need.GROUPS not in algorithm("reinforce_plus_plus").needs
+    assert Need.GROUPS in algorithm("rloo").needs
     with pytest.raises(RecordError, match="rloo compares the answers to a prompt with one another"):
-        require_groups(alone, algorithm("rloo"))
+        require_groups(alone, "rloo")
 
 
 def test_a_divergence_without_a_reference_is_refused():

@@ -46,10 +46,10 @@ def test_a_round_without_rows_has_none_of_it():
 
 
 def test_what_every_round_tells():
-    settings = resolve([from_assignments(["algorithm.grpo_std_normalization=false"])]).settings
+    settings = resolve([]).settings
     samples = [sample(0, 1.0), sample(1, 0.0, length=4)]
     samples[1].status = Status.TRUNCATED
-    found = round_metrics(samples, [1.0, 0.0], settings)
+    found = round_metrics(samples, [1.0, 0.0], [0.5, -0.5], settings)
     assert found == {
         "rollout/avg_response_length": 3.0,
         "rollout/truncated_ratio": 0.5,
@@ -58,7 +58,7 @@ def test_what_every_round_tells():
         "rollout/prompt_len/max": 3.0,
         "rollout/prompt_len/min": 3.0,
         "rollout/avg_reward": 0.5,
-        "rollout/rewards": 0.0,  # the group's mean is taken off: 0.5 and -0.5
+        "rollout/rewards": 0.0,
         "rollout/rewards/max": 0.5,
         "rollout/rewards/min": -0.5,
     }
@@ -73,7 +73,7 @@ def test_what_track_asks_for_besides():
         sample(2, 0.0, group=1, metadata={"topic": "a/b"}),
         sample(3, 0.0, group=1),
     ]
-    found = round_metrics(samples, [1.0, 0.0, 0.0, 0.0], settings)
+    found = round_metrics(samples, [1.0, 0.0, 0.0, 0.0], [1.0, -1.0, 0.0, 0.0], settings)
     assert (found["passrate/pass@1"], found["passrate/pass@2"]) == (0.25, 0.5)
     assert found["multi_turn/round_number/max"] == 2.0
     assert found["multi_turn/round_number/mean"] == 1.25
@@ -89,7 +89,7 @@ def test_what_track_asks_for_besides():
 
 def test_rewards_that_some_samples_lack_are_left_out():
     settings = resolve([]).settings
-    found = round_metrics([sample(0, 1.0), sample(1, 0.0)], [1.0], settings)
+    found = round_metrics([sample(0, 1.0), sample(1, 0.0)], [1.0], [], settings)
     assert not [name for name in found if "reward" in name]
 
 

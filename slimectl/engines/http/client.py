@@ -15,7 +15,7 @@ from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.http.transport import NO_KEYS, Background, get
 from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError
-from slimectl.protocols import NamedTensors, WeightUpdateClient
+from slimectl.protocols import INCOMPLETE, NamedTensors, WeightUpdateClient
 from slimectl.types import Completion, SamplingParams
 
 BUCKET_BYTES = 512 * 2**20
@@ -145,8 +145,8 @@ class HttpEngine:
         self._lost_weights = True
         workers.begin(mode="in_place")
         try:
-            for bucket in buckets(tensors, self._forms(), bucket_bytes=BUCKET_BYTES):
-                workers.load_tensors(bucket, version=version)
+            for bucket, last in buckets(tensors, self._forms(), bucket_bytes=BUCKET_BYTES):
+                workers.load_tensors(bucket, version=version if last else version + INCOMPLETE)
         finally:
             workers.end()
         self._lost_weights = False

@@ -76,10 +76,12 @@ def _check_room(size: int) -> None:
 Forms = Mapping[str, "tuple[tuple[int, ...], dtype]"]
 
 
-def buckets(tensors: NamedTensors, forms: Forms, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield buckets of about `bucket_bytes`; `forms` has the names and shapes of the model.
+def buckets(
+    tensors: NamedTensors, forms: Forms, *, bucket_bytes: int
+) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Yield buckets of about `bucket_bytes`, and whether it is the last; `forms` has the names and shapes of the model.
 
-    Raises CheckpointError on an extra or misshapen tensor before it is yielded, and at the end on a missing one.
+    Raises CheckpointError on an extra, misshapen or missing tensor, before the last bucket is yielded.
     """
     missing = set(forms)
     bucket: list[tuple[str, Tensor]] = []
@@ -90,13 +92,13 @@ def buckets(tensors: NamedTensors, forms: Forms, *, bucket_bytes: int) -> Iterat
         shape = tuple(forms[name][0])
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if bucket_size >= bucket_bytes:
+            yield bucket, False
+            bucket, bucket_size = [], 0
         missing.discard(name)
         bucket.append((name, tensor))
         bucket_size += tensor.numel() * tensor.element_size()
-        if bucket_size >= bucket_bytes:
-            yield bucket
-            bucket, bucket_size = [], 0
     if missing:
         raise CheckpointError(f"weights: {min(missing)} is missing ({len(missing)} in all)")
     if bucket:
-        yield bucket
+        yield bucket, True

@@ -71,6 +71,7 @@ class PendingRequest:
     def add_versions(self, versions: Sequence[str]) -> None:
         """Note the weight versions of the answer so far. Raises Unavailable if they are none that was pushed."""
         if NO_WEIGHTS in versions:
+            self.restart()  # or its tokens would pass for progress
             raise Unavailable("it has no weights yet")
         if len(versions) > 1:
             self.versions = list(versions)

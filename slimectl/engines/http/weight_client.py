@@ -91,7 +91,7 @@ class HttpWorkers:
     def checksums(self) -> list[dict[str, str]]:
         raise NotImplementedError
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         raise NotImplementedError
 
     def sleep(self) -> None:

@@ -169,7 +169,7 @@ class SglangWorkers(HttpWorkers):
             )
         return by_worker
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         self._request_all("/weights_checker", {"action": "reset_tensors"})
 
 

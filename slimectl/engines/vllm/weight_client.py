@@ -14,14 +14,12 @@ from torch import Tensor, dtype
 from slimectl.engines.http.payloads import dtype_name
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers
 from slimectl.errors import BackendError
+from slimectl.protocols import INCOMPLETE
 
 PAUSE_MODES = {"in_place": "keep", "retract": "keep", "abort": "abort"}
-NO_UPDATE = "without a matching start_weight_update"
-"""Part of the error of /finish_weight_update when no update is under way, or when one has failed."""
 NOT_HASHED = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: the checksum of a weight that vLLM has packed for a CPU and removed."""
 RETRY_S = 0.1
-INCOMPLETE = "-incomplete"
 
 
 def in_progress(version: str) -> str:
@@ -32,11 +30,8 @@ def in_progress(version: str) -> str:
 class VllmWorkers(HttpWorkers):
     """engines.http.weight_client.HttpWorkers that are vLLM servers, as engines.vllm.launch starts them.
 
-    Disk pushes need nothing but vLLM's development mode; tensors and broadcasts need the transfer engine "slimectl".
+    Their workers have our extension and transfer engine (bootstrap/worker_extension.py).
     """
-
-    _loaded_version: str | None = None
-    """Version of the weights that have come whole in this update, until it ends."""
 
     @property
     def ranks(self) -> list[int]:
@@ -53,12 +48,8 @@ class VllmWorkers(HttpWorkers):
         self._request_all("/pause?" + urlencode({"mode": PAUSE_MODES[mode]}), {})
 
     async def _resume(self, session: aiohttp.ClientSession, url: str) -> None:
-        answers = []
-        if self._session_open:
-            # Under this version only now: an interrupted push must not pass for a whole one.
-            body = {} if self._loaded_version is None else {"weight_version": self._loaded_version}
-            finished = await self._ask(session, url, "/finish_weight_update", body)
-            answers += [] if NO_UPDATE in finished.words else [finished]
+        # An update may be under way still: its messages came from another process, which died or was interrupted.
+        answers = [await self._ask(session, url, "/collective_rpc", {"method": "end_update"})]
         flushed = await self._flush(session, url)
         # Even after a failure: an engine must not stay paused.
         answers += [flushed, await self._ask(session, url, "/resume", {})]
@@ -81,7 +72,6 @@ class VllmWorkers(HttpWorkers):
         return answer
 
     def _open_session(self) -> None:
-        self._loaded_version = None
         self._request_all("/start_weight_update", {})
 
     def sleep(self) -> None:
@@ -137,13 +127,15 @@ class VllmWorkers(HttpWorkers):
                 )
         return by_worker
 
-    def scramble(self) -> None:
+    def randomize_weights(self) -> None:
         self._request_all("/weight_checker", {"action": "reset"})
 
     def _load(self, message: dict[str, Any], version: str) -> None:
         self._name_weights(in_progress(version))
         self._request_all("/update_weights", {"update_info": message})
-        self._loaded_version = version if version != in_progress(version) else None
+        if version != in_progress(version):
+            self._request_all("/finish_weight_update", {"weight_version": version})
+            self._session_open = False
 
     def _name_weights(self, version: str) -> None:
         self._request_all("/update_weight_version", {"new_version": version})

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimectl import stdio
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.executors.logs import redirect
-from slimectl.stdio import logger
 
 try:
     import ray
@@ -106,7 +106,7 @@ def connect(address: str | None, *, cpus: int) -> str | None:
         _check_reachable(address)
         _check_is_ray_head(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _log_messages()
+    _print_on_stderr()
     options: dict[str, Any] = {"logging_level": "ERROR", "namespace": "slimectl"}
     if address is None:
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
@@ -125,8 +125,8 @@ def disconnect(session: str | None) -> None:
         shutil.rmtree(session, ignore_errors=True)
 
 
-def _log_messages() -> None:
-    """Log the messages of Ray and its workers, a line each.
+def _print_on_stderr() -> None:
+    """Print the output of Ray and its workers on stderr, a line each; no message of the library, so not logged.
 
     Ray 2.60 prints its own errors on the driver's stdout, where samples go. Delete when ray.init takes a stream.
     """
@@ -145,7 +145,7 @@ def _print_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
             line = f"ray: {line.strip().splitlines()[0].partition('. ')[0]}"
         elif not ignore_prefix:
             line = f"({data.get('actor_name') or data.get('task_name') or 'worker'} {pid}) {line}"
-        logger.info(line)
+        stdio.say(line)
 
 
 def _check_reachable(address: str) -> None:

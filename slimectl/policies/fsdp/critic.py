@@ -19,8 +19,7 @@ from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.fsdp.trainer import FsdpTrainer
-from slimectl.policies.token_batch import ResponseBatch
-from slimectl.types import TrainingSample
+from slimectl.types import TokenBatch, TrainingSample
 
 HEAD = "score"
 """Module name of the head in transformers' sequence classifiers, [outputs, H]."""
@@ -124,6 +123,6 @@ class FsdpActorCritic(FsdpPolicy):
         layout: PackedBatch,
         outputs_R2: Tensor,
         entropy_R: Tensor | None,
-    ) -> ResponseBatch:
+    ) -> TokenBatch:
         tokens = super()._token_batch(rows, names, layout, outputs_R2[:, 0], entropy_R)
         return dataclasses.replace(tokens, predicted_T=outputs_R2[:, 1])

@@ -33,9 +33,9 @@ from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
-from slimectl.policies.token_batch import ResponseBatch, available_columns, merge_metrics, response_tokens
-from slimectl.protocols import CheckpointFormat, Loss, NamedTensors
-from slimectl.types import Metrics, TrainingSample
+from slimectl.policies.token_batch import available_columns, merge_metrics, response_tokens
+from slimectl.protocols import CheckpointFormat, NamedTensors
+from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
 
 class FsdpTrainer:
@@ -118,7 +118,7 @@ class FsdpTrainer:
         layout: PackedBatch,
         values_R: Tensor,
         entropy_R: Tensor | None,
-    ) -> ResponseBatch:
+    ) -> TokenBatch:
         """Build the tensors that a loss reads, from the outputs of the root module."""
         return response_tokens(
             rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
@@ -148,7 +148,7 @@ class FsdpTrainer:
                 if logits_RV is not None:
                     _, entropy_R = of_logits(logits_RV, layout.targets_R, entropy=loss.needs_entropy)
                 tokens = self._token_batch(rows, names, layout, values_R, entropy_R)
-                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))  # type: ignore[arg-type]
+                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()
@@ -183,8 +183,8 @@ class FsdpTrainer:
                 full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
             yield name, full
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
     def save(self, path: Path) -> None:
         """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.

@@ -24,8 +24,8 @@ from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.token_batch import available_columns, response_tokens
-from slimectl.protocols import Loss, Weights
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import Weights
+from slimectl.types import Loss, Metrics, TrainingSample
 
 NAME = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers, [outputs, H]."""
@@ -91,7 +91,7 @@ class MegatronCritic(WithValueHead):
             tokens = response_tokens(
                 rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=values_R, entropy_R=None
             )
-            return loss(tokens)  # type: ignore[arg-type]
+            return loss(tokens)
 
         return self.summed(rows, evaluate)
 

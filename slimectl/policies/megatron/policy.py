@@ -17,8 +17,8 @@ from slimectl.policies.megatron.batch import Batch
 from slimectl.policies.megatron.head import response_log_probs, response_logits
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.token_batch import available_columns, response_tokens
-from slimectl.protocols import CheckpointFormat, Loss, NamedTensors
-from slimectl.types import Metrics, TrainingSample
+from slimectl.protocols import CheckpointFormat, NamedTensors
+from slimectl.types import Loss, Metrics, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
@@ -54,12 +54,12 @@ class MegatronPolicy(MegatronTrainer):
                 rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R,
                 predicted_R=predicted_R,
             )  # fmt: skip
-            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))  # type: ignore[arg-type]
+            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))
 
         return self.summed(rows, evaluate)
 
-    def hand_weights(self, to: Callable[[NamedTensors], Any]) -> Any:
-        return to(self.weights())
+    def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
+        return consumer(self.weights())
 
     def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Values [R] of the states before the response tokens, for a policy with a shared critic; else None."""

@@ -55,15 +55,14 @@ def small(
     [b"", b"POST /gen", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{", HEAD + b"Transfer-Encoding: chunked\r\n\r\n5"],
 )
 def test_silent_clients_keep_others_waiting_for_a_moment_only(
-    begin: bytes, small: Any, capfd: pytest.CaptureFixture[str]
+    begin: bytes, small: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as clients:
         for _ in range(12):
             clients.enter_context(connect(small)).sendall(begin)
         assert small.ask("/health")[0] == 200
         assert len(small.good("/generate", ASK)["output_ids"]) == 2
-    said = capfd.readouterr().err.splitlines()
-    assert said == [
+    assert [record.message for record in caplog.records if record.name == "slimectl"] == [
         "slimectl serve: 5 connections are open, as many as the limit of descriptors allows; others wait until one "
         "closes; raise it with ulimit -n, or ask with fewer"
     ]
@@ -136,7 +135,9 @@ def test_large_bodies_share_a_bounded_memory(
         assert answer.startswith(b"HTTP/1.1 400")
 
 
-def test_what_is_no_http_is_one_line_and_nothing_is_said_of_it(server: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_http_is_one_line_and_nothing_is_said_of_it(
+    server: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     for raw in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
@@ -151,7 +152,7 @@ def test_what_is_no_http_is_one_line_and_nothing_is_said_of_it(server: Any, capf
         message = json.loads(body)["error"]["message"]
         assert message.startswith("not HTTP as this server reads it: ")
         assert message.isprintable()
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == caplog.text == ""
 
 
 def test_the_same_trouble_is_told_once() -> None:

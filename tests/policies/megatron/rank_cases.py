@@ -16,8 +16,7 @@ from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
-from slimectl.protocols import Loss
-from slimectl.types import Metrics, TrainingSample
+from slimectl.types import Loss, Metrics, TrainingSample
 
 STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
 """Large steps, of which each gradient decides its own part: with Adam's usual eps the rounding of gradients near zero

@@ -11,6 +11,7 @@ import functools
 import mmap
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, inplace
 
 NAME = "slimectl"
 KEEP_WEIGHTS = "SLIMECTL_VLLM_KEEP_WEIGHTS"
@@ -31,7 +32,12 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Extension:
-    """Adds nothing to a worker: to be imported is enough."""
+    """Base class that vLLM adds to its worker, for /collective_rpc."""
+
+    def end_update(self: Any) -> None:
+        """End the weight update that is under way, if there is one: /finish_weight_update fails without."""
+        if self._weight_update_active:
+            self.finish_weight_update()
 
 
 @dataclass
@@ -82,7 +88,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        finish_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one message. The base class's would synchronize an accelerator, which a CPU does not have."""
@@ -120,6 +126,20 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
             (name, flat[start : start + _size(dtype, shape)].view(getattr(torch, dtype)).view(shape))
             for name, dtype, shape, start in message.tensors
         ]
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Finish a reload, and pack tied weights for every layer that has them.
+
+    vLLM 0.32.0 packs them for one of the layers: on a CPU a tied LM head would go on with its old copy. Delete when
+    "tied parameters" is no limitation of vllm.model_executor.model_loader.reload any more.
+    """
+    finalize_layerwise_reload(model, model_config)
+    layers: list[Any] = [layer for layer in model.modules() if layer._parameters.get("weight") is not None]
+    owners = Counter(id(layer.weight) for layer in layers)
+    for layer in layers:
+        if owners[id(layer.weight)] > 1 and hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _views(memory: mmap.mmap, rows: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,6 +213,7 @@ def _keep_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: dispatch(layer, remove_weight=False)
 
 
+inplace.finalize_layerwise_reload = finish_reload  # of reload_weights, which reads a folder
 WeightTransferEngineFactory.register_engine(NAME, SlimectlTransfer)
 _temper_log_probs()
 if os.environ.get(KEEP_WEIGHTS) == "1":

@@ -1,0 +1,132 @@
+"""The algorithms: each has a settings class, an estimator of advantages, and a loss.
+
+An algorithm is added by its settings class (settings/rollout_algorithms.py, and the union in settings/algorithm.py),
+one line here, and at most one function: an estimator (estimators.py) or a surrogate (surrogates.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.algorithms.estimators import (
+    TrainingBatch,
+    critic_relative,
+    group_relative,
+    group_relative_tokens,
+    reinforce,
+    without_rewards,
+)
+from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
+from slimectl.algorithms.losses import PolicyLoss, SftLoss
+from slimectl.algorithms.preferences import LinearizedLoss
+from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
+from slimectl.settings import algorithm as names
+from slimectl.settings import rollout_algorithms as rollouts
+from slimectl.settings.needs import AlgorithmSection
+from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.types import Loss, TrainingSample
+
+COMPUTED = {"surrogate", "report_scale", "tis_scale"}
+"""Fields of PolicyLoss that `policy_loss` computes; every other one is the setting of the same name."""
+
+LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
+
+
+def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
+    """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
+    total = math.fsum(weight for row in rows for weight in row.weights)
+    return PolicyLoss(
+        surrogate=algorithm.surrogate,
+        report_scale=1 / total if total else 1.0,
+        tis_scale=1 / _mean_weight(rows, algorithm) if algorithm.use_tis and algorithm.tis_batch_normalize else 1.0,
+        **algorithm.model_dump(include=LOSS_SETTINGS),
+    )
+
+
+def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> float:
+    """Return the mean importance weight of a step; its rows have old and rollout log-probabilities.
+
+    The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2).
+    """
+    old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
+    rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
+    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
+    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.weights], dtype=torch.long)
+    weights_T, _ = importance_weights(
+        old_T,
+        rollout_T,
+        mask_T,
+        row_T,
+        len(rows),
+        level=algorithm.tis_level,
+        mode=algorithm.tis_mode,
+        low=algorithm.tis_clip_low,
+        high=algorithm.tis_clip,
+        veto=algorithm.tis_veto,
+    )
+    return self_normalization(weights_T, mask_T, row_T, len(rows), level=algorithm.tis_level)
+
+
+def _critic_loss(algorithm: rollouts.Ppo) -> ValueLoss:
+    """Return the value loss of ppo's critic (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
+    return ValueLoss(algorithm.value_clip)
+
+
+def _joint_loss(algorithm: rollouts.Ppo, loss: Loss) -> Loss:
+    """Return the policy loss with the critic's beside it (Schulman et al. 2017, arXiv:1707.06347, eq. 9)."""
+    return PolicyAndValueLoss(loss, _critic_loss(algorithm), algorithm.value_coef)
+
+
+def _sft_loss(algorithm: names.Sft, rows: Sequence[TrainingSample]) -> Loss:
+    """Return the loss of supervised fine-tuning (Ouyang et al. 2022, arXiv:2203.02155, section 3.5)."""
+    return SftLoss()
+
+
+def _pair_loss(algorithm: names.Pairwise, rows: Sequence[TrainingSample]) -> Loss:
+    """Return the linearized loss of pairs, whose slopes the rows carry as advantages."""
+    return LinearizedLoss()
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm: its settings, whose `needs` say what else must be there, and the functions that define it."""
+
+    settings: type[AlgorithmSection]
+    loss: Callable[[Any, Sequence[TrainingSample]], Loss]
+    """Makes the token loss of a step, from the settings and its rows."""
+
+    advantages: Callable[[TrainingBatch, Any], list[Tensor]] | None = None
+    """Estimates the advantage of every token of a round; None for an algorithm without them."""
+
+    critic_loss: Callable[[Any], Loss] | None = None
+    """Makes the loss of a critic that is trained beside the policy."""
+
+    joint_loss: Callable[[Any, Loss], Loss] | None = None
+    """Adds the critic's loss to the policy's if the two are one model."""
+
+
+ALGORITHMS = {
+    "grpo": Algorithm(rollouts.Grpo, policy_loss, group_relative),
+    "dr_grpo": Algorithm(rollouts.DrGrpo, policy_loss, group_relative),
+    "dapo": Algorithm(rollouts.Dapo, policy_loss, group_relative),
+    "gspo": Algorithm(rollouts.Gspo, policy_loss, group_relative),
+    "cispo": Algorithm(rollouts.Cispo, policy_loss, group_relative),
+    "sapo": Algorithm(rollouts.Sapo, policy_loss, group_relative),
+    "gmpo": Algorithm(rollouts.Gmpo, policy_loss, group_relative),
+    "rloo": Algorithm(rollouts.Rloo, policy_loss, group_relative),
+    "opo": Algorithm(rollouts.Opo, policy_loss, group_relative),
+    "maxrl": Algorithm(rollouts.MaxRl, policy_loss, group_relative),
+    "reinforce_plus_plus": Algorithm(rollouts.ReinforcePlusPlus, policy_loss, reinforce),
+    "reinforce_plus_plus_baseline": Algorithm(rollouts.ReinforcePlusPlusBaseline, policy_loss, group_relative_tokens),
+    "ppo": Algorithm(rollouts.Ppo, policy_loss, critic_relative, _critic_loss, _joint_loss),
+    "opd": Algorithm(rollouts.Opd, policy_loss, without_rewards),
+    "sft": Algorithm(names.Sft, _sft_loss),
+    "dpo": Algorithm(names.Dpo, _pair_loss),
+    "reward_model": Algorithm(names.RewardModel, _pair_loss),
+}

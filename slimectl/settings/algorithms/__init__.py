@@ -1,1 +1,0 @@
-"""One settings class per algorithm; settings.algorithm names them all."""

@@ -1,0 +1,168 @@
+"""The table of algorithms: whole, in step with settings and documents, and coupled to the loss by names that exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimectl.algorithms.estimators import (
+    TrainingBatch,
+    critic_relative,
+    group_relative,
+    group_relative_tokens,
+    normalize_rewards,
+    reinforce,
+    without_rewards,
+)
+from slimectl.algorithms.losses import PolicyLoss
+from slimectl.algorithms.registry import ALGORITHMS, COMPUTED, LOSS_SETTINGS, Algorithm, policy_loss
+from slimectl.settings import algorithm as names
+from slimectl.settings.needs import Need
+from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.types import Sample, TrainingSample
+
+ROOT = Path(__file__).parents[2]
+TABLE = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/algorithms.md").read_text(), re.MULTILINE)
+ROLLOUTS = {name: entry for name, entry in ALGORITHMS.items() if entry.settings.trains_on == "rollouts"}
+READ_BY = {
+    "name": "slimectl/algorithms/registry.py",
+    "drop_zero_std_groups": "slimectl/stages/training_batch.py",
+    "calculate_per_token_loss": "slimectl/settings/policy_gradient.py",
+    "fixed_length": "slimectl/settings/policy_gradient.py",
+    "normalize_advantages": "slimectl/settings/policy_gradient.py",
+    "kl_coef": "slimectl/algorithms/estimators.py",
+    "ref_load": "slimectl/settings/policy_gradient.py",
+    "ref_update_interval": "slimectl/settings/policy_gradient.py",
+    "opd_kl_coef": "slimectl/settings/policy_gradient.py",
+    "opd_teacher_load": "slimectl/settings/policy_gradient.py",
+    "opd_teacher_url": "slimectl/settings/policy_gradient.py",
+    "opd_teacher_api": "slimectl/settings/policy_gradient.py",
+    "use_rollout_logprobs": "slimectl/stages/training_batch.py",
+    "tis_batch_normalize": "slimectl/algorithms/registry.py",
+    "grpo_std_normalization": "slimectl/settings/policy_gradient.py",
+    "gamma": "slimectl/algorithms/estimators.py",
+    "lambd": "slimectl/algorithms/estimators.py",
+    "value_clip": "slimectl/algorithms/registry.py",
+    "value_coef": "slimectl/algorithms/registry.py",
+    "critic": "slimectl/settings/rollout_algorithms.py",
+    "critic_load": "slimectl/settings/rollout_algorithms.py",
+    "critic_lr": "slimectl/settings/rollout_algorithms.py",
+    "num_critic_only_steps": "slimectl/settings/rollout_algorithms.py",
+}
+"""Settings of policy gradients that are no field of PolicyLoss, and the file that reads each."""
+
+
+def test_registry_settings_and_documents_name_the_same_algorithms():
+    assert list(ALGORITHMS) == list(names.ALGORITHMS) == TABLE
+    assert {name: entry.settings for name, entry in ALGORITHMS.items()} == names.ALGORITHMS
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_entry_has_the_functions_that_its_needs_call_for(name: str):
+    entry: Algorithm = ALGORITHMS[name]
+    needs = entry.settings().needs
+    assert (entry.advantages is not None) == (entry.settings.trains_on == "rollouts")
+    assert (entry.critic_loss is not None) == (entry.joint_loss is not None) == (Need.CRITIC in needs)
+    assert (Need.PAIRS in needs) == (entry.settings.trains_on == "preferences")
+
+
+def test_every_field_of_the_loss_is_a_setting_of_the_same_type_or_computed():
+    settings = {key: field for entry in ROLLOUTS.values() for key, field in entry.settings.model_fields.items()}
+    assert {field.name for field in fields(PolicyLoss)} == LOSS_SETTINGS | COMPUTED
+    assert settings.keys() >= LOSS_SETTINGS
+    numbers = {field.name: field for field in fields(PolicyLoss) if field.name in LOSS_SETTINGS}
+    for key, field in numbers.items():
+        assert (field.type in ("bool", "str")) == isinstance(settings[key].default, bool | str), key
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_no_setting_is_ignored(name: str):
+    for key in ROLLOUTS[name].settings.model_fields:
+        if key not in LOSS_SETTINGS:
+            assert key == "name" or re.search(rf"\.{key}\b", (ROOT / READ_BY[key]).read_text()), key
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_the_loss_has_the_values_of_the_settings(name: str):
+    settings = ROLLOUTS[name].settings()
+    assert isinstance(settings, PolicyGradient)
+    rows = [TrainingSample([1, 2, 3], 2, [0.25, 0.25])]
+    loss = policy_loss(settings, rows)
+    assert loss.surrogate == settings.surrogate
+    assert loss.report_scale == 2.0  # 1 / (0.25 + 0.25)
+    for key in LOSS_SETTINGS & type(settings).model_fields.keys():
+        assert getattr(loss, key) == getattr(settings, key), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, set()),
+        ({"kl_coef": 0.1}, {Need.REFERENCE, Need.OLD_LOG_PROBS}),
+        ({"kl_loss_coef": 0.1}, {Need.REFERENCE}),
+        ({"opd_kl_coef": 0.1}, {Need.TEACHER, Need.OLD_LOG_PROBS}),
+        ({"use_tis": True}, {Need.ROLLOUT_LOG_PROBS}),
+        ({"use_tis": True, "tis_batch_normalize": True}, {Need.ROLLOUT_LOG_PROBS, Need.OLD_LOG_PROBS}),
+    ],
+    ids=["defaults", "kl in the reward", "kl in the loss", "teacher", "tis", "normalized tis"],
+)
+def test_needs_follow_from_the_settings(changes: dict[str, float], needs: set[Need]):
+    grpo = names.ALGORITHMS["grpo"].model_validate({"name": "grpo", **changes})
+    assert grpo.needs == needs | {Need.REWARDS, Need.GROUPS}
+
+
+def batch(*, rewards: tuple[float, float] = (1.0, 0.0), **columns: list[float]) -> TrainingBatch:
+    """Two answers of two tokens to one prompt."""
+    rows = [TrainingSample([9, 1, 2], 2, [1.0, 1.0], **columns) for _ in rewards]
+    samples = [Sample(index=i, tokens=[9, 1, 2], response_length=2) for i in range(2)]
+    return TrainingBatch(rows, [0, 1], samples, list(rewards), [0.5, -0.5])
+
+
+def settings_of(name: str, **changes: float) -> PolicyGradient:
+    settings = names.ALGORITHMS[name].model_validate({"name": name, **changes})
+    assert isinstance(settings, PolicyGradient)
+    return settings
+
+
+def lists(advantages: list[torch.Tensor]) -> list[list[float]]:
+    return [advantage_T.tolist() for advantage_T in advantages]
+
+
+def test_rewards_are_compared_by_the_baseline_of_the_algorithm():
+    samples = batch().samples
+    assert normalize_rewards(samples, [1.0, 0.0], settings_of("rloo")) == [1.0, -1.0]
+    assert normalize_rewards(samples, [1.0, 0.0], settings_of("dr_grpo")) == [0.5, -0.5]
+    assert normalize_rewards(samples, [1.0, 0.0], settings_of("ppo")) == [1.0, 0.0]
+
+
+def test_the_divergence_is_charged_before_the_comparison_or_by_token():
+    # Each token is 0.5 likelier than by the reference: an answer costs 0.1 * (0.5 + 0.5), a token 0.1 * 0.5.
+    columns = {"old_log_probs": [-1.0, -1.0], "ref_log_probs": [-1.5, -1.5]}
+    assert lists(group_relative(batch(), settings_of("grpo"))) == [[0.5, 0.5], [-0.5, -0.5]]
+    charged = group_relative(batch(**columns), settings_of("rloo", kl_coef=0.1))
+    assert lists(charged) == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0, -1.0])]  # both cost the same
+    by_token = group_relative_tokens(batch(**columns), settings_of("reinforce_plus_plus_baseline", kl_coef=0.1))
+    assert lists(by_token) == [pytest.approx([0.45, 0.45]), pytest.approx([-0.55, -0.55])]
+
+
+def test_rewards_that_a_user_compared_are_not_compared_again():
+    shaped = batch(old_log_probs=[-1.0, -1.0], ref_log_probs=[-1.5, -1.5])
+    shaped.compared = True
+    charged = group_relative(shaped, settings_of("rloo", kl_coef=0.1))
+    assert lists(charged) == [pytest.approx([0.9, 0.9]), pytest.approx([-0.1, -0.1])]
+
+
+def test_returns_are_discounted_and_a_teacher_needs_no_reward():
+    returns = reinforce(batch(), settings_of("reinforce_plus_plus", gamma=0.5))  # type: ignore[arg-type]
+    assert lists(returns) == [[0.5, 1.0], [0.0, 0.0]]
+    assert lists(without_rewards(batch(), settings_of("opd"))) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_critic_is_the_baseline_of_every_token():
+    # delta = (0 + 0.5 - 0.5, 1 - 0.5) = (0, 0.5); the first token adds 0.5 times the second's
+    advantages = critic_relative(batch(values=[0.5, 0.5]), settings_of("ppo", lambd=0.5))  # type: ignore[arg-type]
+    assert lists(advantages) == [[0.25, 0.5], [-0.25, -0.5]]

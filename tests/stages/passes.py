@@ -1,0 +1,33 @@
+"""The first three passes over a round, with a policy that finds every token as likely as given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.stages.advantages import Models, attach_model_outputs, estimate_advantages
+from slimectl.stages.hooks import NO_HOOKS
+from slimectl.stages.training_batch import build_policy_batch
+from slimectl.types import Metrics, Sample, TrainingSample
+
+
+@dataclass
+class Even:
+    """A policy for which every token has the same log-probability."""
+
+    log_prob: float
+
+    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
+        return [[self.log_prob] * row.response_length for row in rows]
+
+
+def training_batch(
+    samples: Sequence[Sample], algorithm: Any, *, old: float = -1.0, critic: Any = None
+) -> tuple[TrainingBatch, Metrics]:
+    """The rows of a round with old log-probabilities and advantages, and the metrics of these passes."""
+    batch, metrics = build_policy_batch(samples, algorithm, None)
+    policy: Any = Even(old)
+    attach_model_outputs(batch.rows, Models(policy, critic), algorithm, NO_HOOKS, several_steps=True)
+    return batch, metrics | estimate_advantages(batch, algorithm)
