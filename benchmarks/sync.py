@@ -42,7 +42,7 @@ from slimectl.weight_sync.base import WeightSyncBase
 from slimectl.weight_sync.delta import DeltaSync
 from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.tensor import TensorSync
+from slimectl.weight_sync.memory import TensorSync
 
 KEYS = Keys(admin_api_key=new_key())
 

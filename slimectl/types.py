@@ -79,18 +79,23 @@ class Completion:
     """An engine's completion: R new tokens and the log-probability of each.
 
     `log_probs` are log_softmax(logits / temperature) at the sampled token, not renormalised after top-k, top-p or
-    min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits. `finish` is "stop"
-    (end token, stop token or stop string), "length" or "abort".
+    min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits. `finish_reason` is
+    "stop" (end token, stop token or stop string), "length" or "abort".
     """
 
     tokens: list[int]
     log_probs: list[float]
     text: str
-    finish: str
+    finish_reason: str
     weight_versions: list[str] = field(default_factory=list)
     cached_tokens: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
     """Further engine-specific values: routed experts, speculative decoding statistics."""
+
+    @property
+    def finish(self) -> str:
+        """Earlier name of `finish_reason`, which agents of users read."""
+        return self.finish_reason
 
 
 @dataclass(slots=True)

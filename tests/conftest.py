@@ -32,7 +32,6 @@ GROUPS = {
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "runs on servers",
     "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
-    "tests/engines/vllm/test_vllm_run.py": "runs on vLLM",
 }
 """Tests that share processes, or take long, by how their path begins: one worker of pytest-xdist runs those of a group,
 before the others, so that no long file is left for one worker at the end."""

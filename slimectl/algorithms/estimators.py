@@ -14,6 +14,7 @@ from torch import Tensor
 from slimectl.algorithms.advantages import group_advantages, reinforce_returns, sequence_rewards
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.value_loss import generalized_advantages
+from slimectl.settings.needs import AlgorithmSection
 from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.rollout_algorithms import Ppo, ReinforcePlusPlus
 from slimectl.types import Sample, TrainingSample
@@ -21,30 +22,32 @@ from slimectl.types import Sample, TrainingSample
 
 @dataclass
 class TrainingBatch:
-    """The rows of a round that are trained on, with what they came from: parallel lists."""
+    """The rows of a round that are trained on, with what they came from."""
 
     rows: list[TrainingSample]
     executions: list[int]
     """The execution of each row; the number of its pair for preferences."""
 
     samples: list[Sample] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    """The reward of each row that becomes its advantage."""
+    """The samples of the round that are neither failed nor stale, also those of groups without signal."""
 
-    normalized_rewards: list[float] = field(default_factory=list)
-    """The same after the comparison within groups; computed once, before groups without signal are dropped."""
+    rewards: list[float] = field(default_factory=list)
+    """Their rewards, or those that a user's function gave them."""
+
+    positions: list[int] = field(default_factory=list)
+    """The position of each row's sample among them."""
 
     compared: bool = False
     """Rewards come from a user's function, which has compared them already."""
 
-    round_rewards: list[float] = field(default_factory=list)
-    """Normalized rewards of the whole round, those of dropped groups included, for its metrics."""
-
     reported_rewards: list[float] | None = None
-    """Rewards of the round from a user's function, which its metrics show in place of the samples' own."""
+    """Rewards of the whole round from that function, which metrics show in place of the samples' own."""
+
+    normalized_rewards: list[float] = field(default_factory=list)
+    """The rewards after the comparison within groups, which is made once."""
 
 
-def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: PolicyGradient) -> list[float]:
+def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
     """Return rewards compared within their groups by the baseline of the algorithm; as they are without a baseline."""
     if algorithm.baseline == "none":
         return list(rewards)
@@ -65,14 +68,14 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), and RLOO, OPO, MaxRL by their baselines.
     """
     masks = [_mask(row) for row in batch.rows]
-    advantages = batch.normalized_rewards
+    advantages = [batch.normalized_rewards[i] for i in batch.positions]
     if algorithm.kl_coef:
         advantages = [
             reward - algorithm.kl_coef * float((_reference_kl(row) * mask_T).sum())
-            for row, reward, mask_T in zip(batch.rows, batch.rewards, masks, strict=True)
+            for row, reward, mask_T in zip(batch.rows, [batch.rewards[i] for i in batch.positions], masks, strict=True)
         ]
         if not batch.compared:
-            advantages = normalize_rewards(batch.samples, advantages, algorithm)
+            advantages = normalize_rewards([batch.samples[i] for i in batch.positions], advantages, algorithm)
     return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(advantages, masks, strict=True)]
 
 
@@ -83,7 +86,7 @@ def group_relative_tokens(batch: TrainingBatch, algorithm: PolicyGradient) -> li
     """
     return [
         reward - algorithm.kl_coef * (_reference_kl(row) if algorithm.kl_coef else torch.zeros_like(_mask(row)))
-        for row, reward in zip(batch.rows, batch.normalized_rewards, strict=True)
+        for row, reward in zip(batch.rows, [batch.normalized_rewards[i] for i in batch.positions], strict=True)
     ]
 
 
@@ -114,7 +117,7 @@ def _token_inputs(batch: TrainingBatch, algorithm: PolicyGradient) -> list[tuple
     """Return (reward, divergence from the reference if it is charged, mask) of each row."""
     return [
         (reward, _reference_kl(row) if algorithm.kl_coef else None, _mask(row))
-        for row, reward in zip(batch.rows, batch.rewards, strict=True)
+        for row, reward in zip(batch.rows, [batch.rewards[i] for i in batch.positions], strict=True)
     ]
 
 

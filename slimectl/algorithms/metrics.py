@@ -30,7 +30,8 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
     ]
     if log_probs:
         metrics["rollout/rollout_log_probs"] = statistics.fmean(log_probs)
-    metrics |= count_failures("rollout/", samples)
+    if any(sample.status is Status.FAILED for sample in samples):
+        metrics |= count_failures("rollout/", samples)
     prompts = sum(info["total_prompt_tokens"] for s in samples if (info := s.prefix_cache_info))
     if prompts:
         cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))

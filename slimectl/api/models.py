@@ -112,9 +112,8 @@ class Trainer(_Closing):
         stream = self._samples(samples, left_out)
         for field, model in self._models.asked.items():
             stream = attach_log_probs(stream, model, field)
-        return train_stage(
-            stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=UserHooks(self.settings)
-        )
+        hooks = UserHooks(self.settings)
+        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks)
 
     def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
         """Yield samples, and for prompts their demonstrations."""

@@ -65,7 +65,7 @@ def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
 
 def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
     """Build the transport to one engine in this process."""
-    from slimectl.weight_sync.in_process import InProcessSync
+    from slimectl.weight_sync.memory import InProcessSync
 
     return InProcessSync(policy, receiver)
 
@@ -80,7 +80,7 @@ def to_servers(
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
     from slimectl.weight_sync.distributed import DistributedSync
-    from slimectl.weight_sync.tensor import TensorSync
+    from slimectl.weight_sync.memory import TensorSync
     from slimectl.weight_sync.verify import VerifiedSync
 
     sync, dtype = settings.sync, getattr(torch, settings.engine.dtype)

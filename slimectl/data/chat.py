@@ -176,10 +176,10 @@ class Conversation:
             params = dataclasses.replace(params, seed=(params.seed + self.turns) % (1 << 63))
         answer = await self._generate(self.sample.tokens, params)
         self.sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
-        self.sample.status = FINISHED[answer.finish]
-        self.over = answer.finish != "stop"
+        self.sample.status = FINISHED[answer.finish_reason]
+        self.over = answer.finish_reason != "stop"
         text, self._turn_text = self._turn_text + answer.text, ""
-        if answer.finish == "abort":
+        if answer.finish_reason == "abort":
             self.sample.metadata[BROKEN_OFF] = [self.turns, text]
             return None
         self.turns += 1

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from slimectl.hooks import logging, rollout, training_batch
-from slimectl.hooks.registry import is_set
+from slimectl.hooks import rollout, training_batch
+from slimectl.hooks.args import FlatSettings
+from slimectl.hooks.registry import is_set, required_hook
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.protocols import Policy, PreStepHook
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.types import TrainingSample
+from slimectl.stages.score import reward_number
+from slimectl.types import Metrics, Sample, Status, StepReport, TrainingSample
+from slimectl.user_code import Hook
 
 if TYPE_CHECKING:
     from slimectl.algorithms.losses import PolicyLoss
 
+ROLLOUT_LOG, EVAL_LOG = "track.custom_rollout_log_function_path", "track.custom_eval_rollout_log_function_path"
+OF_SAMPLES = "rollout/"
+"""Prefix of the metrics computed from a round's samples."""
 STEP = "megatron.custom_before_train_step_hook_path"
 
 
@@ -34,18 +41,16 @@ class UserHooks(Hooks):
             keep_group=on(rollout.KEEP, rollout.keep_group),
             take_from_buffer=on(rollout.BUFFER, rollout.take_from_buffer, NO_HOOKS.take_from_buffer),
             on_round=on(rollout.ALL, rollout.process_all, NO_HOOKS.on_round),
-            filter_samples=on(training_batch.FILTER, training_batch.apply_sample_filter, NO_HOOKS.filter_samples),
-            convert=on(training_batch.CONVERT, training_batch.convert_samples, NO_HOOKS.convert),
-            post_process_rewards=on(
-                training_batch.REWARDS, training_batch.post_process_rewards, NO_HOOKS.post_process_rewards
-            ),
+            filter_samples=on(training_batch.FILTER, training_batch.apply_sample_filter),
+            convert=on(training_batch.CONVERT, training_batch.convert_samples),
+            post_process_rewards=on(training_batch.REWARDS, training_batch.post_process_rewards),
             advantages=on(training_batch.ADVANTAGE, training_batch.custom_advantages),
             post_process_rows=on(training_batch.POSTPROCESS, training_batch.postprocess),
             loss=_custom_loss(settings) if is_set(settings, LOSS) else None,
-            policy_loss=on(TIS, _policy_loss, on(REDUCER, _policy_loss, NO_HOOKS.policy_loss)),
+            policy_loss=on(TIS, _policy_loss, on(REDUCER, _policy_loss)),
             before_step=_announce_step if is_set(settings, STEP) else NO_HOOKS.before_step,
-            log_rollout=on(logging.ROLLOUT, logging.user_rollout_log, NO_HOOKS.log_rollout),
-            log_eval=on(logging.EVALUATION, logging.user_eval_log, NO_HOOKS.log_eval),
+            log_rollout=on(ROLLOUT_LOG, user_rollout_log, NO_HOOKS.log_rollout),
+            log_eval=on(EVAL_LOG, user_eval_log, NO_HOOKS.log_eval),
         )
 
 
@@ -69,3 +74,54 @@ def _policy_loss(
     from slimectl.hooks.loss import user_policy_loss
 
     return user_policy_loss(loss, rows, trajectory_ids, settings)
+
+
+def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings) -> Metrics:
+    """Return the metrics that trackers log of a report with samples.
+
+    The metrics of the samples are left out if the user's function returns True.
+    """
+    function = required_hook(settings, ROLLOUT_LOG)
+    extra = {name: value for name, value in tracked.items() if name.startswith(OF_SAMPLES)}
+    base_metrics = {name: value for name, value in tracked.items() if name not in extra}
+    arguments = {"rollout_id": report.rollout_id, "samples": report.samples, "rollout_extra_metrics": extra}
+    arguments["rollout_time"] = report.timings.get("perf/rollout_time", 0.0)
+    return (
+        base_metrics
+        if _skips_default_log(function, settings, arguments)
+        else base_metrics | _check_numbers(function, extra)
+    )
+
+
+def user_eval_log(
+    rollout_id: int, samples: Mapping[str, Sequence[Sample]], metrics: Metrics, *, settings: Settings
+) -> Metrics:
+    """Return the metrics that trackers log of an evaluation; none if the user's function returns True."""
+    function = required_hook(settings, EVAL_LOG)
+    data = {
+        name: {
+            "rewards": [reward_number(sample, settings.score.reward_key) for sample in dataset_samples],
+            "truncated": [sample.status is Status.TRUNCATED for sample in dataset_samples],
+            "samples": list(dataset_samples),
+        }
+        for name, dataset_samples in samples.items()
+    }
+    extra = dict(metrics)
+    skips = _skips_default_log(function, settings, {"rollout_id": rollout_id, "data": data, "extra_metrics": extra})
+    return {} if skips else _check_numbers(function, extra)
+
+
+def _skips_default_log(function: Hook, settings: Settings, arguments: Mapping[str, Any]) -> bool:
+    args = FlatSettings(settings)
+    result = function({"args": args, "settings": args, **arguments})
+    if result is not None and not isinstance(result, bool):
+        raise function.returned(result, "True to skip the default log, else False")
+    return bool(result)
+
+
+def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:
+    """Return the metrics. Raises HookError for names or values that no tracker accepts."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, int | float) or math.isinf(value):
+            raise function.returned(value, f"numbers only: the metric {name!r} is none")
+    return metrics

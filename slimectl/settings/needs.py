@@ -74,6 +74,9 @@ class AlgorithmSection(Section):
     trains_on: ClassVar[Literal["rollouts", "demonstrations", "preferences"]] = "rollouts"
     """Samples of the policy itself; answers to imitate; answers of which one is better than the other."""
 
+    baseline: ClassVar[Baseline] = "none"
+    """What a reward is compared with; with "none" a prompt needs no second answer."""
+
     trained_output: ClassVar[Literal["log_probs", "values"]] = "log_probs"
     """The output of the model that the loss is of: a reward model is trained by its values."""
 
@@ -86,6 +89,11 @@ class AlgorithmSection(Section):
     def reduction(self) -> tuple[Reduction, int | None]:
         """Kind of the reduction of a step, and its length if that is fixed (algorithms/reductions.py)."""
         return "rollout_mean", None
+
+    @property
+    def std_normalization(self) -> bool:
+        """Whether rewards are divided by the standard deviation of their group."""
+        return False
 
     @property
     def whitens_advantages(self) -> bool:

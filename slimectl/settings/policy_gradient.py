@@ -23,7 +23,6 @@ class PolicyGradient(AlgorithmSection):
     """Settings of every policy-gradient algorithm."""
 
     baseline: ClassVar[Baseline] = "group_mean"
-    """What a reward is compared with; with "none" a prompt needs no second answer."""
 
     surrogate: ClassVar[Surrogate] = "ppo_clip"
     """What is minimised with the advantages."""
@@ -159,11 +158,6 @@ class PolicyGradient(AlgorithmSection):
     @property
     def whitens_advantages(self) -> bool:
         return self.normalize_advantages
-
-    @property
-    def std_normalization(self) -> bool:
-        """Whether rewards are divided by the standard deviation of their group."""
-        return False
 
     @property
     def reference_load(self) -> str | None:

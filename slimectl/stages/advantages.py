@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from slimectl.algorithms.advantages import whitened
-from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.algorithms.estimators import TrainingBatch, normalize_rewards
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
-from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.needs import AlgorithmSection, Need
+from slimectl.stages.finite_check import Outputs
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, TrainingSample
@@ -27,6 +27,12 @@ class Models:
 
     policy: Policy
     critic: Critic | None = None
+
+    def outputs(self, algorithm: AlgorithmSection) -> Outputs:
+        """Return the method that computes the output that the algorithm trains, for every token of rows."""
+        if algorithm.trained_output == "log_probs" or self.critic is None:
+            return self.policy.log_probs
+        return self.critic.values
 
 
 def attach_model_outputs(
@@ -52,51 +58,50 @@ def attach_model_outputs(
 
 
 def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollout_id: int) -> Metrics:
-    """Write the advantages, by the algorithm or the user's function, then the user's changes; return the metrics."""
-    if settings.algorithm.trains_on != "rollouts":
-        return {}
-    metrics: Metrics = {}
-    if hooks.advantages is not None:
-        hooks.advantages(batch.rows, batch.samples, batch.rewards)
-    else:
-        metrics = estimate_advantages(batch, settings.algorithm)
-    if hooks.post_process_rows is not None:
-        numbers = [reward_number(sample, settings.score.reward_key) for sample in batch.samples]
-        hooks.post_process_rows(batch.rows, batch.samples, numbers, rollout_id)
-    return metrics
-
-
-def estimate_advantages(batch: TrainingBatch, algorithm: AlgorithmSettings) -> Metrics:
-    """Write `TrainingSample.advantages`, and `.returns` with a critic; return the reverse KL to a teacher.
+    """Write advantages, and returns with a critic, by the algorithm or the user's function; return their metrics.
 
     Rows have the log-probabilities and values that the algorithm needs.
     """
+    algorithm = settings.algorithm
     estimate = ALGORITHMS[algorithm.name].advantages
-    if estimate is None or not batch.rows:
+    if estimate is None:
         return {}
+    batch.normalized_rewards = batch.rewards
+    if Need.GROUPS in algorithm.needs and not batch.compared:
+        batch.normalized_rewards = normalize_rewards(batch.samples, batch.rewards, algorithm)
     metrics: Metrics = {}
-    token_advantages = estimate(batch, algorithm)
-    if Need.CRITIC in algorithm.needs:
-        for row, advantages_T in zip(batch.rows, token_advantages, strict=True):
-            row.returns = (advantages_T + _tensor(row.values)).tolist()
-    masks = [_tensor(row.weights) for row in batch.rows]
-    if teacher := algorithm.teacher_options:
-        divergences = [_teacher_kl(row, sample) for row, sample in zip(batch.rows, batch.samples, strict=True)]
-        token_advantages = [
-            a_T - teacher.kl_coef * kl_T for a_T, kl_T in zip(token_advantages, divergences, strict=True)
-        ]
-        masked_kl = torch.cat([kl_T[mask_T != 0] for kl_T, mask_T in zip(divergences, masks, strict=True)])
-        metrics["train/opd_reverse_kl"] = float(masked_kl.mean()) if len(masked_kl) else 0.0
-    if algorithm.whitens_advantages:
-        token_advantages = whitened(token_advantages, masks)
-    for row, advantages_T in zip(batch.rows, token_advantages, strict=True):
-        row.advantages = advantages_T.tolist()
+    rows, samples = batch.rows, [batch.samples[i] for i in batch.positions]
+    if hooks.advantages is not None:
+        hooks.advantages(rows, samples, [batch.rewards[i] for i in batch.positions])
+    elif rows:
+        token_advantages = estimate(batch, algorithm)
+        if Need.CRITIC in algorithm.needs:
+            for row, advantages_T in zip(rows, token_advantages, strict=True):
+                row.returns = (advantages_T + _tensor(row.values)).tolist()
+        masks = [_tensor(row.weights) for row in rows]
+        if teacher := algorithm.teacher_options:
+            divergences = [_teacher_kl(row, sample) for row, sample in zip(rows, samples, strict=True)]
+            metrics = _mean_reverse_kl(divergences, masks)
+            taught = zip(token_advantages, divergences, strict=True)
+            token_advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in taught]
+        if algorithm.whitens_advantages:
+            token_advantages = whitened(token_advantages, masks)
+        for row, advantages_T in zip(rows, token_advantages, strict=True):
+            row.advantages = advantages_T.tolist()
+    if hooks.post_process_rows is not None:
+        numbers = [reward_number(sample, settings.score.reward_key) for sample in samples]
+        hooks.post_process_rows(rows, samples, numbers, rollout_id)
     return metrics
 
 
 def _teacher_kl(row: TrainingSample, sample: Sample) -> Tensor:
     """Return the k1 estimate of KL(policy || teacher) at every token."""
     return kl_estimate(_tensor(row.old_log_probs), _tensor(sample.teacher_log_probs), "k1")
+
+
+def _mean_reverse_kl(divergences: Sequence[Tensor], masks: Sequence[Tensor]) -> Metrics:
+    values = torch.cat([kl_T[mask_T != 0] for kl_T, mask_T in zip(divergences, masks, strict=True)])
+    return {"train/opd_reverse_kl": float(values.mean()) if len(values) else 0.0}
 
 
 def _tensor(values: list[float] | None) -> Tensor:

@@ -95,7 +95,7 @@ async def single_turn(
         sampling_params = dataclasses.replace(sampling_params, max_tokens=max_tokens, min_tokens=min_tokens)
     completion = await generate(sample.tokens, sampling_params)
     sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
-    sample.status = FINISHED[completion.finish]
+    sample.status = FINISHED[completion.finish_reason]
     return sample
 
 
@@ -275,12 +275,12 @@ class _GenerationSession:
                 {name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras}
             )
             self._speculation_counts["completion_token_num"] += len(completion.tokens)
-        self.aborted |= completion.finish == "abort"
+        self.aborted |= completion.finish_reason == "abort"
         return completion
 
     def _full_context_answer(self, count: int, context: int) -> Completion:
         """Return an empty truncated answer, once. Raises ContextFullError if nothing was generated yet, or if called
-        again: an agent that ignores `finish` would loop for ever."""
+        again: an agent that ignores `finish_reason` would loop for ever."""
         if not self._answers or self._is_full:
             raise ContextFullError(f"{count} tokens leave no room for an answer in a context of {context}")
         self._is_full = True

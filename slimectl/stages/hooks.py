@@ -31,18 +31,6 @@ def _ignore_round(groups: list[Group], source: GroupSource) -> None:
     """Do nothing with a finished round."""
 
 
-def _ignore_samples(samples: Sequence[Sample]) -> None:
-    """Filter nothing and post-process nothing."""
-
-
-def _keep_samples(samples: list[Sample]) -> list[Sample]:
-    return samples
-
-
-def _keep_loss(loss: PolicyLoss, rows: Rows, trajectory_ids: Sequence[int]) -> PolicyLoss:
-    return loss
-
-
 def _ignore_step(policy: Policy, rollout_id: int, step_id: int) -> None:
     """Announce nothing to the policy."""
 
@@ -88,14 +76,14 @@ class Hooks:
 
     # --- training with a policy gradient -------------------------------------------------------------------------
 
-    filter_samples: Callable[[Sequence[Sample]], None] = _ignore_samples
+    filter_samples: Callable[[Sequence[Sample]], None] | None = None
     """Sets `remove_sample` of those samples of a round that are not to be trained on."""
 
-    convert: Callable[[list[Sample]], list[Sample]] = _keep_samples
+    convert: Callable[[list[Sample]], list[Sample]] | None = None
     """Returns the samples on which is trained in place of those of a round."""
 
-    post_process_rewards: Callable[[Sequence[Sample]], tuple[list[float], list[float]] | None] = _ignore_samples
-    """Returns (rewards to log, rewards that become advantages without comparison), or None for unchanged rewards."""
+    post_process_rewards: Callable[[Sequence[Sample]], tuple[list[float], list[float]]] | None = None
+    """Returns (rewards to log, rewards that become advantages without comparison)."""
 
     advantages: RowFunction | None = None
     """Writes `TrainingSample.advantages` in place of the algorithm."""
@@ -106,7 +94,7 @@ class Hooks:
     loss: Loss | None = None
     """Replaces the loss of the algorithm."""
 
-    policy_loss: Callable[[PolicyLoss, Rows, Sequence[int]], PolicyLoss] = _keep_loss
+    policy_loss: Callable[[PolicyLoss, Rows, Sequence[int]], PolicyLoss] | None = None
     """Returns the loss of a step over rows of these trajectories, with another mismatch correction or reduction."""
 
     before_step: Callable[[Policy, int, int], None] = _ignore_step

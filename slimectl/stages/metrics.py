@@ -6,11 +6,9 @@ import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.algorithms.metrics import pass_at_k, pass_k_values, rollout_metrics
+from slimectl.algorithms.metrics import pass_at_k, pass_k_values
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 LONG = 10_000
@@ -26,43 +24,25 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     A column that some row lacks is left out: without a critic there are no values, and if a round is one step the loss
     uses the policy's current log-probabilities.
     """
+    columns: dict[str, list[float]] = {}
+    for name in ("advantages", "returns", "values", "old_log_probs", "ref_log_probs"):
+        if all(len(getattr(row, name) or ()) == row.response_length > 0 for row in rows):
+            pairs = (zip(getattr(row, name), row.weights, strict=True) for row in rows)
+            columns[name] = [value for pair in pairs for value, weight in pair if weight]
     metrics: Metrics = {}
     for name in ("advantages", "returns", "values"):
-        values = _trained_values(rows, [getattr(row, name) for row in rows])
-        if values:
-            metrics |= _mean_max_min(f"rollout/{name}", values)
+        if columns.get(name):
+            metrics |= _mean_max_min(f"rollout/{name}", columns[name])
     for name, column in (("log_probs", "old_log_probs"), ("ref_log_probs", "ref_log_probs")):
-        values = _trained_values(rows, [getattr(row, column) for row in rows])
-        if values:
-            metrics[f"rollout/{name}"] = statistics.fmean(values)
+        if columns.get(column):
+            metrics[f"rollout/{name}"] = statistics.fmean(columns[column])
     if {"rollout/log_probs", "rollout/ref_log_probs"} <= metrics.keys():
         metrics["rollout/kl"] = metrics["rollout/log_probs"] - metrics["rollout/ref_log_probs"]
     return metrics
 
 
-def _trained_values(rows: Sequence[TrainingSample], columns: Sequence[list[float] | None]) -> list[float]:
-    """Return the values of all tokens with a loss weight; an empty list if a row lacks the column."""
-    if not all(column and len(column) == row.response_length for row, column in zip(rows, columns, strict=True)):
-        return []
-    return [
-        value
-        for row, column in zip(rows, columns, strict=True)
-        for value, weight in zip(column or [], row.weights, strict=True)
-        if weight
-    ]
-
-
 def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
     return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
-
-
-def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
-    """Return the metrics of a round and of its rows, before the first step."""
-    rewards = batch.reported_rewards
-    if rewards is None:
-        rewards = [reward_number(s, settings.score.reward_key) for s in samples if s.reward is not None]
-    metrics = rollout_metrics(samples, rewards) | round_metrics(samples, rewards, batch.round_rewards, settings)
-    return metrics | row_metrics(batch.rows)
 
 
 def round_metrics(
@@ -79,14 +59,15 @@ def round_metrics(
         "rollout/repetition_frac": statistics.fmean(repeats(sample.response) for sample in samples),
     }
     metrics |= _statistics("rollout/prompt_len", [sample.prompt_length for sample in samples])
+    details = track.log_multi_turn or track.log_reward_category or track.log_correct_samples
     if len(rewards) != len(samples):
-        return metrics | optional_metrics("rollout/", samples, None, [], track)
+        return metrics | optional_metrics("rollout/", samples, None, [], track) if details else metrics
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
     metrics |= _mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
     right = [reward >= settings.eval.success_threshold for reward in rewards]
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in samples], right)
-    return metrics | optional_metrics("rollout/", samples, rewards, right, track)
+    return metrics | optional_metrics("rollout/", samples, rewards, right, track) if details else metrics
 
 
 def optional_metrics(

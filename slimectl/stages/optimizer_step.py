@@ -17,7 +17,7 @@ from slimectl.stages.advantages import Models
 from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import sample_ids, set_preference_gradients
-from slimectl.types import Loss, Metrics, TrainingSample
+from slimectl.types import Metrics, TrainingSample
 
 METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
 """Metrics that are reported under a second name."""
@@ -33,72 +33,56 @@ class StepIndex:
 
 
 def optimizer_step(
-    rows: Sequence[TrainingSample],
-    executions: Sequence[int],
-    models: Models,
-    settings: Settings,
-    hooks: Hooks,
-    index: StepIndex,
+    minibatch: Sequence[tuple[int, TrainingSample]], models: Models, settings: Settings, hooks: Hooks, index: StepIndex
 ) -> Metrics:
-    """Set the loss weights of `rows`, update policy and critic, and return the metrics. Raises DivergedError."""
-    set_loss_weights(rows, executions, settings.algorithm)
+    """Set the loss weights of rows, update policy and critic, and return the metrics. Raises DivergedError.
+
+    A minibatch has (execution, row) of whole rollouts.
+    """
+    algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
+    rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
+    for row, weights in zip(rows, loss_weights([row.weights for row in rows], executions, algorithm), strict=True):
+        row.weights = weights
     hooks.before_step(models.policy, index.rollout_id, index.step_in_round)
-    loss = _make_loss(rows, executions, settings, hooks)
-    return _sample_counts(rows) | _update(rows, executions, models, settings, loss, index)
-
-
-def set_loss_weights(rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: AlgorithmSection) -> None:
-    """Replace the masks in `TrainingSample.weights` by the loss weights of a step: its reduction, with denominators."""
-    masks = [[int(weight != 0) for weight in row.weights] for row in rows]
-    kind, fixed_length = algorithm.reduction
-    weights = token_weights(masks, executions, kind=kind, fixed_length=fixed_length)
-    for row, row_weights in zip(rows, weights, strict=True):
-        row.weights = row_weights
-
-
-def _sample_counts(rows: Sequence[TrainingSample]) -> Metrics:
-    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
-    answered = sum(row.response_length > 0 for row in rows)
-    valid = sum(any(row.weights) for row in rows)
-    return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
-
-
-def _update(
-    rows: Sequence[TrainingSample],
-    executions: Sequence[int],
-    models: Models,
-    settings: Settings,
-    loss: Loss,
-    index: StepIndex,
-) -> Metrics:
-    policy, critic, algorithm = models.policy, models.critic, settings.algorithm
     finite = FiniteCheck(rows, sample_ids(executions, algorithm), index.rollout_id, index.step)
-    outputs = policy.log_probs if algorithm.trained_output == "log_probs" or critic is None else critic.values
+    outputs = models.outputs(algorithm)
     pair_metrics: Metrics = {}
     if Need.PAIRS in algorithm.needs:
         pair_metrics = set_preference_gradients(rows, algorithm, outputs)
         finite.check(pair_metrics, "train/loss", of="the pairs'", outputs=outputs)
     finite.check_rows()
-    metrics: Metrics = {}
-    if options := algorithm.critic_options:
-        metrics = _critic_step(rows, models, settings, finite)
+    metrics = _sample_counts([row.weights for row in rows])
+    size = {"train/global_batch_size": float(len(set(executions)))}
+    options = algorithm.critic_options
+    if options is not None:
+        metrics |= _critic_step(rows, models, settings, finite)
         if not options.shared and index.step <= options.only_steps:
-            return metrics
-    summed = finite.update(policy, loss, of="the", outputs=outputs)
-    summed |= {alias: summed[name] for name, alias in METRIC_ALIASES.items() if name in summed}
-    return metrics | {f"train/{name}": value for name, value in summed.items()} | pair_metrics
-
-
-def _make_loss(rows: Sequence[TrainingSample], executions: Sequence[int], settings: Settings, hooks: Hooks) -> Loss:
-    """Return the loss of the algorithm for a step, or the user's, with the critic's beside it if they share a model."""
-    algorithm, options = ALGORITHMS[settings.algorithm.name], settings.algorithm.critic_options
-    custom_loss = hooks.loss if settings.algorithm.trains_on == "rollouts" else None
-    loss = custom_loss or algorithm.loss(settings.algorithm, rows)
-    if isinstance(loss, PolicyLoss):
+            return metrics | size
+    custom_loss = hooks.loss if algorithm.trains_on == "rollouts" else None
+    loss = custom_loss or functions.loss(algorithm, rows)
+    if isinstance(loss, PolicyLoss) and hooks.policy_loss is not None:
         loss = hooks.policy_loss(loss, rows, executions)
-    if options is not None and options.shared and algorithm.joint_loss is not None:
-        loss = algorithm.joint_loss(settings.algorithm, loss)
-    return loss
+    if options is not None and options.shared and functions.joint_loss is not None:
+        loss = functions.joint_loss(algorithm, loss)
+    summed = finite.update(models.policy, loss, of="the", outputs=outputs)
+    summed |= {alias: summed[name] for name, alias in METRIC_ALIASES.items() if name in summed}
+    return metrics | {f"train/{name}": value for name, value in summed.items()} | pair_metrics | size
+
+
+def loss_weights(
+    masks: Sequence[Sequence[float]], executions: Sequence[int], algorithm: AlgorithmSection
+) -> list[list[float]]:
+    """Return the loss weights of a step, which hold its whole reduction, for tokens whose mask is not 0."""
+    kind, fixed_length = algorithm.reduction
+    bits = [[int(value != 0) for value in mask] for mask in masks]
+    return token_weights(bits, executions, kind=kind, fixed_length=fixed_length)
+
+
+def _sample_counts(weights: Sequence[Sequence[float]]) -> Metrics:
+    """Return the number of samples of a step with a token that is trained on, and their share of non-empty ones."""
+    answered = sum(len(row_weights) > 0 for row_weights in weights)
+    valid = sum(any(row_weights) for row_weights in weights)
+    return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
 
 
 def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Settings, finite: FiniteCheck) -> Metrics:

@@ -18,6 +18,7 @@ from slimectl.errors import RecordError
 from slimectl.settings.algorithm import Pairwise
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.finite_check import Outputs
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.rollout import demonstration
 from slimectl.stages.score import reward_number
@@ -95,9 +96,7 @@ def sample_ids(executions: Sequence[int], algorithm: AlgorithmSection) -> list[i
     return [pair & low if i % 2 else pair >> PAIR_BITS for i, pair in enumerate(executions)]
 
 
-def set_preference_gradients(
-    rows: Sequence[TrainingSample], algorithm: Any, outputs: Callable[[Sequence[TrainingSample]], list[list[float]]]
-) -> Metrics:
+def set_preference_gradients(rows: Sequence[TrainingSample], algorithm: Any, outputs: Outputs) -> Metrics:
     """Write `TrainingSample.advantages`: the negative gradient of each pair's loss by the outputs for its tokens.
 
     `outputs` are the policy's log-probabilities, or a reward model's values. Returns loss, pair_accuracy,

@@ -42,8 +42,12 @@ def run(
             waited = clock() - wait_start
             if colocated:
                 sync.sleep()
-            batch.timings = _rollout_timings(batch, waited)
-            yield _with_log_probs(batch, reference, teacher)
+            batch.timings = _rollout_timings(batch.duration_s, len(batch.samples), waited)
+            if reference is not None:  # which may have moved since the batch was scored
+                batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", again=True))
+            if teacher is not None:
+                batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
+            yield batch
             wait_start = clock()
 
     colocated = settings.cluster.colocate
@@ -61,21 +65,12 @@ def run(
         yield report
 
 
-def _with_log_probs(batch: RolloutBatch, reference: Policy | None, teacher: LogProbModel | None) -> RolloutBatch:
-    """Return the batch with the log-probabilities of the reference, which may have moved, and of the teacher."""
-    if reference is not None:
-        batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", again=True))
-    if teacher is not None:
-        batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
-    return batch
-
-
-def _rollout_timings(batch: RolloutBatch, waited_s: float) -> Metrics:
+def _rollout_timings(duration_s: float, samples: int, waited_s: float) -> Metrics:
     return {
-        "perf/rollout_time": batch.duration_s,
+        "perf/rollout_time": duration_s,
         "perf/wait_time": waited_s,
-        "rollout/generation_time": batch.duration_s,
-        "rollout/samples_per_second": len(batch.samples) / batch.duration_s if batch.duration_s else 0.0,
+        "rollout/generation_time": duration_s,
+        "rollout/samples_per_second": samples / duration_s if duration_s else 0.0,
     }
 
 

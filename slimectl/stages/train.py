@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
 
+from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.protocols import Critic, Policy
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.metrics import batch_metrics
+from slimectl.stages.metrics import round_metrics, row_metrics
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step
+from slimectl.stages.score import reward_number
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
 
@@ -32,6 +34,11 @@ class TrainState:
     pending: list[tuple[int, TrainingSample]] = field(default_factory=list)
     """(execution, row) of rollouts that did not fill a step of train.global_batch_size; the next step starts with them.
     """
+
+    def next_step(self, step_in_round: int = 0) -> StepIndex:
+        """Count one more optimizer step, and return its place in the run."""
+        self.step += 1
+        return StepIndex(self.step, self.rollout_id, step_in_round)
 
 
 def train(
@@ -81,9 +88,10 @@ def train_batches(
         sampling = batch.state
         yield from _train_batch(batch, models, settings, state, hooks)
     if state.pending:
-        rows, state.pending = state.pending, []
-        state.step += 1
-        report = _train_step(rows, models, settings, state, hooks)
+        minibatch, state.pending = state.pending, []
+        started, tokens = time.perf_counter(), sum(len(row.tokens) for _, row in minibatch)
+        metrics = optimizer_step(minibatch, models, settings, hooks, state.next_step())
+        report = _report(metrics, state, models.policy.weight_version, started=started, tokens=tokens)
         report.sampling = sampling
         yield report
 
@@ -123,20 +131,27 @@ def _train_batch(
 ) -> Iterator[StepReport]:
     """Train on one round in five passes: rows, outputs of the models, advantages, metrics, and the optimizer steps."""
     started = time.perf_counter()
-    rows, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
+    data, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
     has_older_rows = bool(state.pending)
-    state.pending += zip(rows.executions, rows.rows, strict=True)
+    state.pending += zip(data.executions, data.rows, strict=True)
     waiting = [row for _, row in state.pending]
     minibatches = list(_take_minibatches(state, settings))
     # With several steps the policy changes before the last row is used.
     several_steps = len(minibatches) > 1 or has_older_rows or bool(state.pending)
     attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
-    metrics |= set_advantages(rows, settings, hooks, state.rollout_id)
-    metrics |= batch_metrics(batch.samples, rows, settings)
+    metrics |= set_advantages(data, settings, hooks, state.rollout_id)
+    rewards = data.reported_rewards
+    if rewards is None:
+        rewards = [reward_number(s, settings.score.reward_key) for s in batch.samples if s.reward is not None]
+    metrics |= rollout_metrics(batch.samples, rewards)
+    metrics |= round_metrics(batch.samples, rewards, data.normalized_rewards, settings)
+    metrics |= row_metrics(data.rows)
     timings = {"perf/data_preprocess_time": time.perf_counter() - started, **batch.timings}
     for i, minibatch in enumerate(minibatches or [[]]):
-        state.step += 1
-        report = _train_step(minibatch, models, settings, state, hooks, step_in_round=i)
+        started, tokens = time.perf_counter(), sum(len(row.tokens) for _, row in minibatch)
+        index = state.next_step(i)
+        step = optimizer_step(minibatch, models, settings, hooks, index) if minibatch else {}
+        report = _report(step, state, models.policy.weight_version, started=started, tokens=tokens)
         if i == 0:
             report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
             report.samples = batch.samples
@@ -162,27 +177,11 @@ def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tu
         yield step
 
 
-def _train_step(
-    minibatch: list[tuple[int, TrainingSample]],
-    models: Models,
-    settings: Settings,
-    state: TrainState,
-    hooks: Hooks,
-    *,
-    step_in_round: int = 0,
-) -> StepReport:
-    """Make one optimizer step and return its report; without rows no update is made."""
-    started = time.perf_counter()
-    metrics: Metrics = {}
-    rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
-    if rows:
-        index = StepIndex(state.step, state.rollout_id, step_in_round)
-        metrics = optimizer_step(rows, executions, models, settings, hooks, index)
-        metrics["train/global_batch_size"] = float(len(set(executions)))
+def _report(metrics: Metrics, state: TrainState, version: str, *, started: float, tokens: int) -> StepReport:
+    """Return the report of an optimizer step over rows of so many tokens."""
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
     metrics["train/step"] = float(state.step)
     seconds = time.perf_counter() - started
-    tokens = sum(len(row.tokens) for row in rows)
     timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}
-    return StepReport(state.step, state.rollout_id, models.policy.weight_version, metrics, timings=timings)
+    return StepReport(state.step, state.rollout_id, version, metrics, timings=timings)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from slimectl.algorithms.estimators import TrainingBatch, normalize_rewards
+from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.metrics import zero_std_groups
 from slimectl.errors import RecordError
@@ -34,21 +33,19 @@ def build_training_batch(
     Samples that failed, or are staler than run.max_staleness at weight version `version`, are dropped. Hooks change
     the rounds of policy gradients only. Raises RecordError if a sample lacks what the algorithm needs.
     """
-    algorithm, rewards = settings.algorithm, None
-    count = len(samples)
+    algorithm, rewards, count = settings.algorithm, None, len(samples)
     if algorithm.trains_on == "rollouts":
-        hooks.filter_samples(samples)
-        samples = hooks.convert(samples)
-        rewards = hooks.post_process_rewards(samples)
-    fresh, metrics = _select_fresh(samples, version, settings.run.max_staleness)
+        if hooks.filter_samples is not None:
+            hooks.filter_samples(samples)
+        samples = samples if hooks.convert is None else hooks.convert(samples)
+        rewards = None if hooks.post_process_rewards is None else hooks.post_process_rewards(samples)
+    answered = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    ages = [_age(sample, version) for sample in samples]
+    fresh, metrics = _select_fresh(answered, ages, settings.run.max_staleness)
     if Need.GROUPS in algorithm.needs:
-        require_groups(samples, algorithm.name)
-    batch, drops = BUILDERS[algorithm.trains_on](
-        [samples[i] for i in fresh],
-        algorithm,
-        settings.score.reward_key,
-        None if rewards is None else [rewards[1][i] for i in fresh],
-    )
+        _require_groups(algorithm.name, [(sample.group_index, sample.execution) for sample in samples])
+    build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
+    batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)
     if rewards is not None and len(samples) == count:
         batch.reported_rewards = rewards[0]
     return batch, metrics | drops
@@ -64,31 +61,36 @@ def build_sft_batch(
 def build_policy_batch(
     samples: Sequence[Sample], algorithm: PolicyGradient, reward_key: str | None, shaped: Sequence[float] | None = None
 ) -> tuple[TrainingBatch, Metrics]:
-    """Return rows for the samples whose group carries signal, and counts of groups without it."""
-    graded = _grade(samples, algorithm, reward_key, shaped)
-    groups: dict[int, list[float]] = {}
-    for sample, reward in zip(samples, graded.raw, strict=True):
-        groups.setdefault(sample.group_index, []).append(reward)
+    """Return rows for the samples whose group carries signal, and counts of groups without it.
+
+    `shaped` has a reward of each sample from a user's function. A missing reward is 0 for an algorithm that learns
+    from none.
+    """
+    rewards, groups = [], dict[int, list[float]]()
+    for sample in samples:
+        if sample.reward is None and Need.REWARDS in algorithm.needs:
+            raise RecordError(f"sample {sample.index}: no reward; run `slimectl score` on these samples first")
+        rewards.append(0.0 if sample.reward is None else reward_number(sample, reward_key))
+        groups.setdefault(sample.group_index, []).append(rewards[-1])
     metrics = zero_std_groups(list(groups.values())) if Need.REWARDS in algorithm.needs else {}
     if algorithm.drop_zero_std_groups:
         groups, drops = _drop_without_signal(groups)
         metrics |= drops
-    trained = [i for i, sample in enumerate(samples) if sample.group_index in groups]
-    trained_samples = [samples[i] for i in trained]
-    _require_columns(trained_samples, algorithm)
-    rows = [_row(sample) for sample in trained_samples]
-    if algorithm.use_rollout_logprobs:
-        for row in rows:
-            row.old_log_probs = row.rollout_log_probs
     batch = TrainingBatch(
-        rows,
-        [sample.execution for sample in trained_samples],
-        samples=trained_samples,
-        rewards=[graded.rewards[i] for i in trained],
-        normalized_rewards=[graded.normalized[i] for i in trained],
+        [],
+        [],
+        samples=list(samples),
+        rewards=rewards if shaped is None else list(shaped),
         compared=shaped is not None,
-        round_rewards=graded.normalized,
     )
+    for i, sample in enumerate(samples):
+        if sample.group_index in groups:
+            _require_columns(sample, algorithm)
+            row = _row(sample)
+            row.old_log_probs = row.rollout_log_probs if algorithm.use_rollout_logprobs else None
+            batch.rows.append(row)
+            batch.executions.append(sample.execution)
+            batch.positions.append(i)
     return batch, metrics
 
 
@@ -100,36 +102,14 @@ BUILDERS: dict[str, Callable[..., tuple[TrainingBatch, Metrics]]] = {
 """Builders of a batch, by what an algorithm trains on."""
 
 
-@dataclass(frozen=True)
-class _Grades:
-    """The rewards of samples: as scored, as they are trained on, and compared within groups."""
-
-    raw: list[float]
-    rewards: list[float]
-    normalized: list[float]
-
-
-def _grade(
-    samples: Sequence[Sample], algorithm: PolicyGradient, reward_key: str | None, shaped: Sequence[float] | None
-) -> _Grades:
-    """Return the rewards of samples; missing ones are 0 for an algorithm that learns from none."""
-    lacking = [sample for sample in samples if sample.reward is None]
-    if lacking and Need.REWARDS in algorithm.needs:
-        raise RecordError(f"sample {lacking[0].index}: no reward; run `slimectl score` on these samples first")
-    raw = [0.0 if sample.reward is None else reward_number(sample, reward_key) for sample in samples]
-    if shaped is not None:
-        return _Grades(raw, list(shaped), list(shaped))
-    return _Grades(raw, raw, normalize_rewards(samples, raw, algorithm))
-
-
-def _select_fresh(samples: Sequence[Sample], version: int, max_staleness: int | None) -> tuple[list[int], Metrics]:
-    """Return the positions of samples that are not failed and not staler than allowed, and metrics of staleness."""
-    ages = [_age(sample, version) for sample in samples]
+def _select_fresh(
+    answered: Sequence[int], ages: Sequence[int | None], max_staleness: int | None
+) -> tuple[Sequence[int], Metrics]:
+    """Return those positions in `answered` that are not staler than allowed, and metrics of the age of all samples."""
     metrics: Metrics = {}
     if known_ages := [age for age in ages if age is not None]:
         metrics["rollout/staleness/mean"] = sum(known_ages) / len(known_ages)
         metrics["rollout/staleness/max"] = float(max(known_ages))
-    answered = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
     if max_staleness is None:
         return answered, metrics
     fresh = [i for i in answered if (ages[i] or 0) <= max_staleness]
@@ -147,25 +127,25 @@ def _age(sample: Sample, version: int) -> int | None:
     return max(0, version - min(map(int, versions)))
 
 
-def require_groups(samples: Sequence[Sample], name: str) -> None:
-    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then."""
-    executions: dict[int, set[int]] = {}
-    for sample in samples:
-        executions.setdefault(sample.group_index, set()).add(sample.execution)
-    if all(len(members) == 1 for members in executions.values()):
+def _require_groups(name: str, attempts: Sequence[tuple[int, int]]) -> None:
+    """Raises RecordError if every group has one answer only: a comparison within groups carries no signal then.
+
+    `attempts` has (group, execution) of each sample.
+    """
+    groups = [group for group, _ in dict.fromkeys(attempts)]
+    if len(groups) == len(set(groups)):
         raise RecordError(
-            f"group {next(iter(executions))}: one answer only; {name} compares the answers to a prompt with "
+            f"group {next(iter(groups))}: one answer only; {name} compares the answers to a prompt with "
             f"one another: sample several (rollout.n_samples_per_prompt)"
         )
 
 
-def _require_columns(samples: Sequence[Sample], algorithm: PolicyGradient) -> None:
+def _require_columns(sample: Sample, algorithm: PolicyGradient) -> None:
     """Raises RecordError if a sample lacks log-probabilities that a setting needs."""
     for setting, need in algorithm.needs_by_setting.items():
         name, remedy = COLUMNS[need]
-        lacking = [sample for sample in samples if getattr(sample, name) is None]
-        if lacking:
-            raise RecordError(f"sample {lacking[0].index}: no {name}, which {setting} needs; {remedy}")
+        if getattr(sample, name) is None:
+            raise RecordError(f"sample {sample.index}: no {name}, which {setting} needs; {remedy}")
 
 
 def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list[float]], Metrics]:

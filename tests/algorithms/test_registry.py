@@ -119,7 +119,7 @@ def batch(*, rewards: tuple[float, float] = (1.0, 0.0), **columns: list[float]) 
     """Two answers of two tokens to one prompt."""
     rows = [TrainingSample([9, 1, 2], 2, [1.0, 1.0], **columns) for _ in rewards]
     samples = [Sample(index=i, tokens=[9, 1, 2], response_length=2) for i in range(2)]
-    return TrainingBatch(rows, [0, 1], samples, list(rewards), [0.5, -0.5])
+    return TrainingBatch(rows, [0, 1], samples, list(rewards), [0, 1], normalized_rewards=[0.5, -0.5])
 
 
 def settings_of(name: str, **changes: float) -> PolicyGradient:

@@ -72,7 +72,7 @@ def interrupted(engine: Any, by: Callable[[], Awaitable[None]], *, count: int = 
 
     for _ in range(TRIES):
         found = asyncio.run(scene())
-        if all(answer.finish == "abort" or len(answer.weight_versions) > 1 for answer in found):
+        if all(answer.finish_reason == "abort" or len(answer.weight_versions) > 1 for answer in found):
             break
     return found
 
@@ -122,21 +122,21 @@ def test_a_seed_draws_the_same_answer_again_and_another_seed_another(engine: Any
 def test_finish_says_length_at_max_tokens_and_at_the_end_of_the_context(engine: Any):
     near_the_end = [66] * (CONTEXT - 5)
     cut, full = answers(engine, (PROMPT, GREEDY), (near_the_end, GREEDY))
-    assert (len(cut.tokens), cut.finish) == (12, "length")
-    assert (len(full.tokens), full.finish) == (5, "length")
+    assert (len(cut.tokens), cut.finish_reason) == (12, "length")
+    assert (len(full.tokens), full.finish_reason) == (5, "length")
 
 
 def test_finish_says_stop_at_a_stop_token_which_belongs_to_the_answer(engine: Any):
     whole = answers(engine, (PROMPT, GREEDY))[0].tokens
     wanted = whole[4]
     answer = answers(engine, (PROMPT, dataclasses.replace(GREEDY, stop_token_ids=(wanted,))))[0]
-    assert (answer.tokens, answer.finish) == (whole[: whole.index(wanted) + 1], "stop")
+    assert (answer.tokens, answer.finish_reason) == (whole[: whole.index(wanted) + 1], "stop")
     assert len(answer.log_probs) == len(answer.tokens)
 
 
 def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Any):
     letters = [(PROMPT, SamplingParams(max_tokens=150, temperature=2.0, stop=("e",), seed=i)) for i in range(12)]
-    stopped = [a for a in answers(engine, *letters) if a.finish == "stop" and a.tokens[-1] == ord("e")]
+    stopped = [a for a in answers(engine, *letters) if a.finish_reason == "stop" and a.tokens[-1] == ord("e")]
     assert stopped
     assert all("e" not in answer.text for answer in stopped)
 
@@ -145,14 +145,14 @@ def test_abort_returns_what_each_has_and_the_engine_lives_on(engine: Any):
     whole = answers(engine, (PROMPT, LONG))[0].tokens
     parts = interrupted(engine, engine.abort, count=3)
     for part in parts:
-        assert part.finish == "abort"
+        assert part.finish_reason == "abort"
         assert 0 < len(part.tokens) == len(part.log_probs) < 200
         assert part.tokens == whole[: len(part.tokens)]
     assert answers(engine, (PROMPT, GREEDY))[0].tokens == whole[:12]
 
 
 def test_close_ends_what_is_in_flight(engine: Any):
-    assert [answer.finish for answer in interrupted(engine, engine.close, count=2)] == ["abort", "abort"]
+    assert [answer.finish_reason for answer in interrupted(engine, engine.close, count=2)] == ["abort", "abort"]
 
 
 def test_an_answer_names_the_versions_of_the_weights_that_wrote_it(engine: Any, tensors: dict[str, torch.Tensor]):

@@ -30,13 +30,12 @@ from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
 from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams, TrainingSample
-from slimectl.weight_sync import distributed, tensor
+from slimectl.weight_sync import distributed, memory
 from slimectl.weight_sync.base import WeightSyncBase
 from slimectl.weight_sync.delta import DeltaSync
 from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.in_process import InProcessSync
-from slimectl.weight_sync.tensor import TensorSync
+from slimectl.weight_sync.memory import InProcessSync, TensorSync
 from slimectl.weight_sync.verify import VerifiedSync
 
 PROMPT = list(b"once upon a time")
@@ -240,10 +239,10 @@ def test_an_answer_under_way_names_the_weights_of_all_its_tokens(
         sync.push()
         old, policy.weight_version = policy.weight_version, f"1{2 * attempt + 1}"
         answer = in_the_middle(url, model_dir(), sync.push)
-        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish == "abort"):
+        if answer.weight_versions[:1] == [old] and (len(answer.weight_versions) > 1 or answer.finish_reason == "abort"):
             break  # else it was done before the push had begun, or began after it: a busy machine
     if mode == "abort":
-        assert answer.finish == "abort"
+        assert answer.finish_reason == "abort"
         assert answer.weight_versions == [old]
         assert 0 < len(answer.tokens) < LONG.max_tokens
     else:
@@ -335,7 +334,7 @@ def test_a_push_that_fails_where_the_weights_are_leaves_the_policy_usable(policy
     sync = TensorSync(policy, serving.workers([served], timeout_s=5), buffer_bytes=MESSAGE_BYTES)
     nobody = serving.workers(["http://127.0.0.1:9"], timeout_s=5)
     with pytest.raises(BackendError, match=r"engine at http://127\.0\.0\.1:9 is not there"):
-        policy.consume_weights(partial(tensor._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
+        policy.consume_weights(partial(memory._send, workers=nobody, version="1", most_bytes=MESSAGE_BYTES, dtype=None))
     assert len(list(policy.weights())) > 10
     assert sync.push()["bytes"] > 0
 

@@ -55,7 +55,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(
         assert answer.tokens == greedy_reference(reference, prompt, 20)
         expected = reference_log_probs(reference, prompt, answer.tokens)
         torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
-        assert answer.finish == "length"
+        assert answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -113,14 +113,14 @@ def test_the_end_token_ends_the_answer_and_belongs_to_it(make_engine: Make, answ
     third = whole.tokens[2]
     first_at = whole.tokens.index(third)
     stopped = answers(engine, (PROMPTS[1], dataclasses.replace(GREEDY, stop_token_ids=(third,))))[0]
-    assert (stopped.tokens, stopped.finish) == (whole.tokens[: first_at + 1], "stop")
+    assert (stopped.tokens, stopped.finish_reason) == (whole.tokens[: first_at + 1], "stop")
     assert len(stopped.log_probs) == first_at + 1
 
 
 def test_eos_of_the_tokenizer_ends_the_answer_unless_ignored(make_engine: Make, answers: Ask) -> None:
     engine = make_engine()
     many = [(PROMPTS[i % 5], SamplingParams(max_tokens=200, temperature=3.0, seed=i)) for i in range(64)]
-    ended = [answer for answer in answers(engine, *many) if answer.finish == "stop"]
+    ended = [answer for answer in answers(engine, *many) if answer.finish_reason == "stop"]
     assert ended
     assert all(answer.tokens.count(END) == 1 and answer.tokens[-1] == END for answer in ended)
     assert all("<|end|>" not in answer.text for answer in ended)
@@ -141,7 +141,7 @@ def test_stop_string_is_cut_from_the_text_not_from_the_tokens(make_engine: Make,
     for seed in range(8):
         params = SamplingParams(max_tokens=200, temperature=5.0, stop=("zz", "q", "ab"), seed=seed)
         answer = answers(engine, (PROMPTS[0], params))[0]
-        if answer.finish == "stop" and answer.tokens[-1] != END:
+        if answer.finish_reason == "stop" and answer.tokens[-1] != END:
             break
     else:
         pytest.fail("no stop string in eight samples")
@@ -155,8 +155,8 @@ def test_stop_string_is_cut_from_the_text_not_from_the_tokens(make_engine: Make,
 def test_max_tokens_and_the_end_of_the_context_end_with_length(make_engine: Make, answers: Ask) -> None:
     engine = make_engine(max_context=50)
     short, long = answers(engine, (PROMPTS[3], GREEDY), (PROMPTS[3], dataclasses.replace(GREEDY, max_tokens=3)))
-    assert (len(short.tokens), short.finish) == (10, "length")  # 50 - 40
-    assert (len(long.tokens), long.finish) == (3, "length")
+    assert (len(short.tokens), short.finish_reason) == (10, "length")  # 50 - 40
+    assert (len(long.tokens), long.finish_reason) == (3, "length")
 
 
 def test_requests_that_cannot_be_answered_are_refused(make_engine: Make, answers: Ask) -> None:
@@ -201,11 +201,11 @@ def test_abort_returns_what_there_is(make_engine: Make) -> None:
         return await asyncio.gather(*tasks)
 
     first, second, waiting = asyncio.run(interrupted())
-    assert [answer.finish for answer in (first, second, waiting)] == ["abort"] * 3
+    assert [answer.finish_reason for answer in (first, second, waiting)] == ["abort"] * 3
     assert 0 < len(first.tokens) == len(second.tokens) < 20
     assert len(first.log_probs) == len(first.tokens)
     assert waiting.tokens == []
-    assert asyncio.run(engine.generate(PROMPTS[0], params=GREEDY)).finish == "length"  # it lives on
+    assert asyncio.run(engine.generate(PROMPTS[0], params=GREEDY)).finish_reason == "length"  # it lives on
 
 
 def test_a_cancelled_request_leaves_the_others_alone(make_engine: Make, answers: Ask) -> None:

@@ -206,7 +206,7 @@ def test_one_request_ends_and_the_others_go_on(make_engine: Make) -> None:
         return await doomed.future, await other, written
 
     ended, other, written = asyncio.run(scene())
-    assert (ended.finish, len(ended.tokens), len(ended.log_probs)) == ("abort", written, written)
+    assert (ended.finish_reason, len(ended.tokens), len(ended.log_probs)) == ("abort", written, written)
     assert other.tokens == expected
     assert engine.running == engine.waiting == 0
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.algorithms.estimators import TrainingBatch
-from slimectl.stages.advantages import Models, attach_model_outputs, estimate_advantages
+from slimectl.settings import Settings
+from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS
+from slimectl.stages.optimizer_step import loss_weights
 from slimectl.stages.training_batch import build_policy_batch
 from slimectl.types import Metrics, Sample, TrainingSample
 
@@ -30,4 +32,11 @@ def training_batch(
     batch, metrics = build_policy_batch(samples, algorithm, None)
     policy: Any = Even(old)
     attach_model_outputs(batch.rows, Models(policy, critic), algorithm, NO_HOOKS, several_steps=True)
-    return batch, metrics | estimate_advantages(batch, algorithm)
+    settings = Settings().model_copy(update={"algorithm": algorithm})
+    return batch, metrics | set_advantages(batch, settings, NO_HOOKS, 1)
+
+
+def set_loss_weights(rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: Any) -> None:
+    """Give rows the loss weights of one step over all of them."""
+    for row, weights in zip(rows, loss_weights([row.weights for row in rows], executions, algorithm), strict=True):
+        row.weights = weights

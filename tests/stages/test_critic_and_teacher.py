@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages.passes import training_batch
+from stages.passes import set_loss_weights, training_batch
 
 from slimectl.algorithms.registry import policy_loss
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -20,7 +20,6 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
-from slimectl.stages.optimizer_step import set_loss_weights
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, TrainingSample

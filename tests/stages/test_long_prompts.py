@@ -98,14 +98,14 @@ def test_a_resumed_run_counts_them_as_an_undisturbed_one(ahead: int):
 
 
 def agent_of(turns: int, *, looks: bool) -> Any:
-    """An agent that adds four tokens between turns; one that does not look at `finish` goes on for ever."""
+    """An agent that adds four tokens between turns; one that does not look at it goes on for ever."""
 
     async def agent(offered: dict[str, Any]) -> Sample:
         sample, turn = offered["sample"], 0
         while turn < turns:
             answer = await offered["generate"](sample.tokens, offered["sampling_params"])
             sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
-            if looks and answer.finish == "length":
+            if looks and answer.finish == "length":  # the earlier name, which agents may use
                 sample.status = Status.TRUNCATED
                 break
             sample.append_response_tokens([1] * 4, trainable=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages.passes import training_batch
+from stages.passes import set_loss_weights, training_batch
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
@@ -19,9 +19,9 @@ from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.checks import conflicts
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
-from slimectl.stages.optimizer_step import set_loss_weights
+from slimectl.stages.hooks import NO_HOOKS
 from slimectl.stages.train import train
-from slimectl.stages.training_batch import require_groups
+from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Sample, Status, TrainingSample
 
 LENGTHS = (2, 4, 4)
@@ -160,7 +160,7 @@ def test_without_a_baseline_a_prompt_needs_no_second_answer():
     assert Need.GROUPS not in algorithm("reinforce_plus_plus").needs
     assert Need.GROUPS in algorithm("rloo").needs
     with pytest.raises(RecordError, match="rloo compares the answers to a prompt with one another"):
-        require_groups(alone, "rloo")
+        build_training_batch(alone, Settings.model_validate({"algorithm": {"name": "rloo"}}), NO_HOOKS, version=0)
 
 
 def test_a_divergence_without_a_reference_is_refused():

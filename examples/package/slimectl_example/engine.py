@@ -34,7 +34,7 @@ class EchoEngine:
             tokens=answer,
             log_probs=[0.0] * len(answer),
             text=self._text.decode(answer),
-            finish="stop",
+            finish_reason="stop",
             weight_versions=[self._version] * len(answer),
         )
 

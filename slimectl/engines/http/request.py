@@ -85,7 +85,7 @@ class PendingRequest:
             tokens=tokens,
             log_probs=self.log_probs[:length],
             text=self.text if self.text_is_cut or self.decode is None else self.decode(tokens),
-            finish=finish or self.finish or "abort",
+            finish_reason=finish or self.finish or "abort",
             weight_versions=self.versions,
             cached_tokens=self.cached_tokens,
             extras=self.extras,

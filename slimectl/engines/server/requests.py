@@ -87,7 +87,7 @@ class RunningAnswer:
 
     def finish_reason(self) -> dict[str, Any] | None:
         """Return the finish reason in SGLang's format; None while the answer runs."""
-        finish = self.completion.finish if self.done else ""
+        finish = self.completion.finish_reason if self.done else ""
         if finish == "stop":
             return {"type": "stop", "matched": self.sequence.matched}
         if finish == "length":

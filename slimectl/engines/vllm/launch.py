@@ -38,6 +38,7 @@ ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_ENV = {
+    "SLIMECTL_VLLM_FORK": "1",  # saves the second import of vLLM
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the worker live in the engine's process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # servers of one machine would be bound to the same cores
     # vLLM 0.32.0 compiles a small function of its sampler, which needs a C++ compiler at run time and gains nothing.

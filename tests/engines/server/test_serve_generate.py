@@ -39,7 +39,7 @@ def test_greedy_and_seeded_answers_are_those_of_the_engine_in_process(server: An
         assert meta["output_token_logprobs"] == [
             [p, t, None] for p, t in zip(wanted.log_probs, wanted.tokens, strict=True)
         ]
-        assert meta["finish_reason"]["type"] == wanted.finish
+        assert meta["finish_reason"]["type"] == wanted.finish_reason
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(wanted.tokens))
         assert (meta["weight_version"], meta["cached_tokens"]) == ("0", 0)
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(wanted.tokens)}]

