@@ -165,7 +165,7 @@ class EmbeddedEngine:
         with self._lock, torch.inference_mode():
             if not self._intake.whole:
                 raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
-            values = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
+            values = self._model.sequence_log_probs([tuple(tokens) for tokens in sequences], list(starts))
         if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
             raise non_finite_error(self.weight_version)
         return values

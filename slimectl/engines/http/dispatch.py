@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.engines.http.stream import generate
-from slimectl.engines.http.transport import NO_KEYS, UNREACHABLE, request, short
 from slimectl.errors import BackendError
+from slimectl.transport.answers import backoff_s, short
+from slimectl.transport.http import UNREACHABLE, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0
@@ -93,8 +94,8 @@ class LoadBalancer:
         return home
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Bounds of the exponential backoff between tries; each pause is drawn uniformly from zero to the backoff."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+"""Bounds of the backoff between tries."""
 
 PAUSED_S = 2.0
 """Maximum seconds before a paused server is asked again."""
@@ -201,7 +202,7 @@ class Dispatch:
                     f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {short(failure)}; "
                     f"start one with `slimectl serve`"
                 ) from failure
-            pause_s = random.uniform(0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries))
+            pause_s = backoff_s(tries, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             silent_s += pause_s
             await asyncio.sleep(pause_s)
 
