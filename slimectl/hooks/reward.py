@@ -25,8 +25,8 @@ class UserReward:
 
     def __init__(self, path: str, settings: Settings) -> None:
         self.path, self._hook, self._args = path, HOOKS[SETTING].load(path), FlatSettings(settings)
-        function, self.together = self._hook.function, "samples" in self._hook.wanted
-        if settings.score.group_rm and not self.together:
+        function, self.takes_many = self._hook.function, "samples" in self._hook.wanted
+        if settings.score.group_rm and not self.takes_many:
             raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
@@ -34,12 +34,12 @@ class UserReward:
     def called(self, samples: Sequence[Sample]) -> Any:
         """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
         copies = [detached_copy(sample) for sample in samples]
-        arguments = {"samples": copies} if self.together else {"sample": copies[0]}
+        arguments = {"samples": copies} if self.takes_many else {"sample": copies[0]}
         return self._hook({"args": self._args, "settings": self._args, **arguments})
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
         """Return one reward per sample. Raises HookError if the number differs."""
-        if not self.together:
+        if not self.takes_many:
             return [self._plain(returned, samples[0])]
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned

@@ -18,7 +18,7 @@ from slimectl.hooks.registry import HOOKS, hooks, required_hook
 from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
-from slimectl.stages.generation import GroupGenerator, sampling_params
+from slimectl.stages.generation import GroupGenerator, is_per_group, sampling_params
 from slimectl.stages.in_flight import Group, run_to_end
 from slimectl.stages.prompt_groups import flatten
 from slimectl.stages.whole_rounds import GroupSource
@@ -41,7 +41,7 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
 
     agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
     agent.name = function.name  # type: ignore[attr-defined]
-    agent.together = "samples" in function.wanted  # type: ignore[attr-defined]
+    agent.per_group = "samples" in function.wanted  # type: ignore[attr-defined]
     return agent
 
 
@@ -56,7 +56,7 @@ def agent_at(settings: Settings) -> Callable[[str], Agent]:
         if not settings.rollout.allow_paths_in_records:
             raise RecordError(refused_path("generate_function_path", path))
         agent = as_agent(HOOKS[GENERATE].load(path), FlatSettings(settings))
-        if getattr(agent, "together", False):
+        if is_per_group(agent):
             raise HookError(f"{GENERATE}: {path} asks for samples, and a sample names it for itself; ask for sample")
         return agent
 

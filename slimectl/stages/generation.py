@@ -103,7 +103,7 @@ async def single_turn(
 class GroupGenerator:
     """Generates the groups of one rollout; holds the engine, settings and hooks that all its samples share.
 
-    An agent with `together` is called once with all samples of a group. `on_sample` is called with each generated
+    An agent with `per_group` is called once with all samples of a group. `on_sample` is called with each generated
     sample, the number of its round (`rollout_id`, where it is known) and whether this is an evaluation. `agent_at`
     loads the agent of a sample that names its own (`generate_function_path`).
 
@@ -180,7 +180,7 @@ class GroupGenerator:
         async def finish(sample: Sample) -> list[Sample]:
             return await self._run_agent([sample]) if sample.status in UNFINISHED else [sample]
 
-        if getattr(self.agent, "together", False) and not any(sample.generate_function_path for sample in group):
+        if is_per_group(self.agent) and not any(sample.generate_function_path for sample in group):
             unfinished = [sample for sample in group if sample.status in UNFINISHED]
             complete = [sample for sample in group if sample.status not in UNFINISHED]
             return [*complete, *(await self._run_agent(unfinished) if unfinished else [])]
@@ -199,7 +199,7 @@ class GroupGenerator:
             self._prepare(sample)
         snapshot = copy.deepcopy(samples) if self.settings.partial_rollout else None
         session = _GenerationSession(self, samples)
-        subject = {"samples": samples} if getattr(agent, "together", False) else {"sample": samples[0]}
+        subject = {"samples": samples} if is_per_group(agent) else {"sample": samples[0]}
         arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
         arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
         try:
@@ -310,6 +310,11 @@ class _GenerationSession:
             "total_prompt_tokens": self._prompt_length,
         }
         return samples
+
+
+def is_per_group(agent: Agent) -> bool:
+    """Return whether the agent takes all samples of a group in one call; `together` is the earlier name."""
+    return bool(getattr(agent, "per_group", getattr(agent, "together", False)))
 
 
 async def _call_agent(agent: Agent, arguments: Mapping[str, Any], *, tool_timeout_s: float) -> Any:

@@ -55,7 +55,7 @@ class RewardFunction(Protocol):
     def path(self) -> str: ...
 
     @property
-    def together(self) -> bool:
+    def takes_many(self) -> bool:
         """Whether it is called with many samples."""
         ...
 
@@ -255,7 +255,7 @@ class Grader:
             path = self._path_of(sample)
             name = path or str(sample.metadata.get("rm_type") or "")
             if path:
-                takes_groups = self._user_reward_at(path).together
+                takes_groups = self._user_reward_at(path).takes_many
                 batch_size = self.settings.score.batch_size if takes_groups else 1
             else:
                 sample_verifier = self.verifier_of(sample)

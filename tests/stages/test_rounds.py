@@ -250,3 +250,19 @@ def test_prompts_that_are_all_too_long_end_the_run():
         RecordError, match=r"all 10000 prompts read are too long, .* 7 tokens, and rollout\.max_prompt_len is 5"
     ):
         next(rounds(endless, Slow(), rollout={"max_prompt_len": 5}))
+
+
+@pytest.mark.parametrize("attribute", ["per_group", "together"])
+def test_an_agent_may_take_a_whole_group_under_the_present_name_and_the_earlier_one(attribute: str):
+    sizes: list[int] = []
+
+    def agent(offered: dict[str, Any]) -> list[Sample]:
+        sizes.append(len(offered["samples"]))
+        for sample in offered["samples"]:
+            sample.append_response_tokens([1], log_probs=[-0.5])
+        return offered["samples"]
+
+    setattr(agent, attribute, True)
+    options = {"n_samples_per_prompt": 3}
+    made = next(rounds(lengths(1, 1), Slow(), rollout=options, agent=agent, rollout_batch_size=2))
+    assert (sizes, numbers(made)) == ([3, 3], [0, 0, 0, 1, 1, 1])
