@@ -185,14 +185,6 @@ class WeightUpdateClient(Protocol):
         """Allocate the memory again; a push brings the weights and continues generation."""
         ...
 
-    def sleep(self) -> None:
-        """Release the memory of cache and weights, after ending requests in flight."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the memory again; a push brings the weights and continues generation."""
-        ...
-
     @property
     def checksums_by_hf_name(self) -> bool:
         """True if checksums are `data.hashing.tensor_checksum` of the sent tensors; else they are engine-specific."""
@@ -256,33 +248,6 @@ class RankPipe(Protocol):
 
 Serve = Callable[[Callable[[], Any], RankPipe], None]
 """Main function of a rank: builds its part and serves requests from the pipe."""
-
-
-class WeightSync(Protocol):
-    """Transfers the policy's weights to the engines."""
-
-    def push(self) -> Metrics:
-        """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
-
-        Raises BackendError if an engine refuses or is gone; the others continue.
-        """
-        ...
-
-    def push_to(self, workers: WeightUpdateClient) -> Metrics:
-        """Push the weights to these workers only: engines that were restarted."""
-        ...
-
-    def sleep(self) -> None:
-        """Release the engines' GPU memory for the trainer; they get no requests until `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the engines' GPU memory again; the next push loads their weights."""
-        ...
-
-    def close(self) -> None:
-        """Remove files, process groups and shared memory."""
-        ...
 
 
 class RankGroup(Protocol):
