@@ -40,7 +40,7 @@ LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 
 def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
     """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
-    total = math.fsum(weight for row in rows for weight in row.weights)
+    total = math.fsum(weight for row in rows for weight in row.loss_weights)
     return PolicyLoss(
         surrogate=algorithm.surrogate,
         report_scale=1 / total if total else 1.0,
@@ -56,8 +56,8 @@ def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> f
     """
     old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
     rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
-    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
-    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.weights], dtype=torch.long)
+    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.loss_weights], dtype=torch.bool)
+    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.loss_weights], dtype=torch.long)
     weights_T, _ = importance_weights(
         old_T,
         rollout_T,
