@@ -18,6 +18,7 @@ from slimectl.protocols import Agent, LogProbModel, RewardFn
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
 from slimectl.settings.loading import Layer, from_environment, from_file, nested, resolve, settings_toml
+from slimectl.settings.secret import check_complete
 from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
 from slimectl.stages.evaluate import evaluate as evaluate_stage
 from slimectl.stages.score import score as score_stage
@@ -154,4 +155,5 @@ def run(
     `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends; a caller that
     leaves the loop ends it at once, without saving.
     """
+    check_complete(settings.model_dump(by_alias=True))
     return TrainingRun(settings, interrupted=interrupted).reports(settings_toml(settings), resume=resume, force=force)

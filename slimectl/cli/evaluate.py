@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +12,7 @@ from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
-    from slimectl.types import Metrics, Prompt, Sample
+    from slimectl.types import Metrics
 
 
 @with_options("data model n temperature rm_type eval_config out", CLUSTER, ENGINES, SETTINGS, "dry_run")
@@ -62,50 +60,22 @@ def evaluate(
 def _measure(settings: Settings, out: str | None) -> Metrics:
     """Evaluate every dataset and return its metrics; graded samples are written to `out`, if any."""
     from slimectl import builders
+    from slimectl.api.models import Sampler
+    from slimectl.api.stages import Evaluation
     from slimectl.cli.output import print_summary, up_to_date, write_out
-    from slimectl.hooks import check_hooks
-    from slimectl.hooks.user_hooks import UserHooks
-    from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
-    from slimectl.stages.evaluate import evaluate as stage
 
-    parts = {}
-    for name, source in settings.eval.sources.items():
-        dataset_settings = resolve_dataset_settings(settings, name)
-        check_hooks(dataset_settings, "rollout.", "score.")
-        prompts = builders.prompts(dataset_settings, [source], shuffle=False)
-        parts[name] = dataset_settings, prompts, builders.reward(dataset_settings), builders.agent(dataset_settings)
+    evaluation = Evaluation(settings)
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
-    tokenizer = builders.tokenizer(folder)
-    metrics: Metrics = {}
-
-    def graded_samples(sampling: Any, graders: Any) -> Iterator[Sample]:
-        for name, (dataset_settings, prompts, reward, agent) in parts.items():
-            too_long: list[Prompt] = []
-            samples = stage(
-                prompts,
-                sampling,
-                tokenizer,
-                reward,
-                dataset_settings,
-                executor=graders,
-                agent=agent,
-                left_out=too_long.append,
-                hooks=UserHooks(dataset_settings),
-            )
-            yield from with_summary(
-                name, samples, metrics, dataset_settings, answer=answer_extractor(reward), too_long=too_long
-            )
-
-    with closing(builders.graders()) as graders, builders.engines(settings, folder, tokenizer) as sampling:
+    with Sampler(settings, folder) as sampler:
         if out is None:
-            for _ in graded_samples(sampling, graders):
+            for _ in evaluation.samples(sampler):
                 pass
         else:
             inputs = [*settings.eval.sources.values(), str(folder)]
             manifest = up_to_date("eval", settings, inputs, out, force=True)
             assert manifest is not None
-            print_summary(write_out(graded_samples(sampling, graders), out, manifest, inputs), {})
-    return metrics
+            print_summary(write_out(evaluation.samples(sampler), out, manifest, inputs), {})
+    return evaluation.metrics
 
 
 def summary_line(name: str, metrics: Metrics) -> str:

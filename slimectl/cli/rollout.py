@@ -39,6 +39,7 @@ def rollout(
         return
     needs_destination(options.out)
     from slimectl import builders
+    from slimectl.api.models import Sampler
     from slimectl.cli.output import print_summary, up_to_date, write_out
     from slimectl.hooks import check_hooks
 
@@ -55,11 +56,8 @@ def rollout(
     manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:
         return
-    tokenizer = builders.tokenizer(folder)
-    with builders.engines(settings, folder, tokenizer) as sampling:
+    with Sampler(settings, folder) as sampler:
         too_long: list[int] = []
-        samples = builders.rollout_samples(
-            settings, prompts, sampling, tokenizer, source=source, left_out=lambda p: too_long.append(p.index)
-        )
+        samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))
         counts = write_out(samples, options.out, manifest, inputs)
         print_summary(counts, {"prompts too long": len(too_long)} if too_long else {})

@@ -96,6 +96,7 @@ def _grade_samples(
     from statistics import fmean
 
     from slimectl import builders
+    from slimectl.api.stages import score as stage
     from slimectl.cli.output import print_summary, write_out, write_resumable
     from slimectl.data.io import is_pipe
     from slimectl.data.resumable import can_be_resumable
@@ -103,13 +104,11 @@ def _grade_samples(
     from slimectl.data.streams import tee
     from slimectl.errors import RecordError
     from slimectl.stages.score import reward_number
-    from slimectl.stages.score import score as stage
 
     inputs, out, force = input_files(options), options.out, options.force
     skips = options.on_error == "skip"
     reward = builders.reward(settings)
     frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
-    graders = builders.executor(settings, trains=False)
     rewards: list[float] = []
     reasons = Reasons()
     late = Counter[str]()
@@ -123,24 +122,21 @@ def _grade_samples(
     def graded(samples: Iterable[Sample]) -> Iterator[Sample]:
         skip = (lambda sample, error: skipped.add_ungraded(error)) if skips else None
         try:
-            yield from stage(samples, reward, settings.score, executor=graders, reference=frozen, skip=skip)
+            yield from stage(samples, settings, reward=reward, reference=frozen, skip=skip)
         except RecordError as error:  # raised for the sample that would have been next
             raise locate(error, skipped.pass_line()) from error
 
-    try:
-        if lines:
-            _print_reasons(tee(graded(read), count), rewards)
-            return
-        # A reference model is not part of the settings that identify an interrupted output.
-        if inputs and reference is None and can_be_resumable(out) and not any(map(is_pipe, inputs)):
-            groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
-            counts = write_resumable(
-                graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
-            )
-        else:
-            counts = write_out(tee(graded(read), count), out, manifest, inputs)
-    finally:
-        graders.close()
+    if lines:
+        _print_reasons(tee(graded(read), count), rewards)
+        return
+    # A reference model is not part of the settings that identify an interrupted output.
+    if inputs and reference is None and can_be_resumable(out) and not any(map(is_pipe, inputs)):
+        groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
+        counts = write_resumable(
+            graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
+        )
+    else:
+        counts = write_out(tee(graded(read), count), out, manifest, inputs)
     if settings.score.explain:
         for line in reasons.lines():
             stdio.say(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,32 +93,16 @@ def _train_steps(
     """Train with one line per step on stdout, and write the weights to `save`; return the number of steps."""
     import json
 
-    from slimectl import builders
-    from slimectl.data.run_dir import write_folder
-    from slimectl.hooks.user_hooks import UserHooks
-    from slimectl.runtime.recorder import load_state
-    from slimectl.stages.score import attach_log_probs
-    from slimectl.stages.train import train as stage
+    from slimectl.api.models import Trainer
 
-    steps, counted, state = 0, 0, None
-    with (
-        closing(builders.executor(settings)) as place,
-        closing(builders.trainable_models(settings, folder, executor=place)) as models,
-    ):
-        policy, critic = models.policy, models.critic
-        if load is not None:
-            policy.load(folder)
-            if critic is not None and critic is not policy:
-                critic.load(load / "critic")
-            state = load_state(load, policy)
-        for field, model_of in models.asked.items():
-            stream = attach_log_probs(stream, model_of, field)
-        for report in stage(stream, policy, settings, critic=critic, state=state, hooks=UserHooks(settings)):
+    steps, counted = 0, 0
+    with Trainer(settings, folder, load=load) as trainer:
+        for report in trainer.train(stream):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)
                 counted = len(too_long)
             stdio.emit(json.dumps(report.to_json()))
             steps += 1
         if steps and save is not None:
-            write_folder(save, models.save, manifest_fields=signed({"steps": steps}))
+            trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
     return steps

@@ -22,7 +22,7 @@ from slimectl.settings import Settings
 from slimectl.settings.loading import Layer, from_assignments, from_environment, resolve, settings_toml
 from slimectl.types import Sample
 
-PACKAGE = Path(__file__).parent / "package"
+PACKAGE = Path(__file__).parents[2] / "examples" / "package"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,15 @@ def package(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The package is importable in this process."""
     monkeypatch.syspath_prepend(str(installed))
     return installed
+
+
+def add_package(folder: Path, name: str, entry_points: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an installed package with these entry points on the path; its modules are in `folder`."""
+    metadata = folder / f"{name}-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+    monkeypatch.syspath_prepend(str(folder))
 
 
 def settings(*assignments: str) -> Settings:
@@ -89,7 +98,7 @@ def test_a_run_has_all_parts_from_a_package(workshop: Workshop, installed: Path)
 
 
 def test_names_of_packages_stand_beside_those_of_slimectl(package: Path):
-    assert known_types() == sorted([*VERIFIERS.parts, "careless", "starts_with"])
+    assert known_types() == sorted([*VERIFIERS.parts, "starts_with"])
     assert ENGINES.names() == ["echo", "embedded", "sglang", "vllm"]
     assert (ENGINES.package("echo"), ENGINES.package("sglang")) == ("slimectl-example 1.2", "slimectl")
     with pytest.raises(SettingsError, match=r"engine.backend: no engine 'eco'; did you mean echo\? there are echo"):
@@ -126,15 +135,23 @@ def test_settings_with_a_section_of_a_package_survive_their_file(package: Path, 
     assert resolve([Layer("file", written)]).settings == resolved
 
 
-def test_a_broken_package_is_one_line_with_its_name(package: Path):
+def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "broken_module.py").write_text("import a_library_that_nobody_installed")
+    parts = "[slimectl.trackers]\nbroken = broken_module:Tracker\n[slimectl.verifiers]\ncareless = json:JSONDecoder\n"
+    parts += "[slimectl.engines]\nfaulty = json:JSONDecoder\n"
+    add_package(tmp_path, "careless", parts, monkeypatch)
     with pytest.raises(BackendError) as broken:
         settings("track.with=['broken']")
     assert str(broken.value) == (
-        "slimectl-example 1.2: its tracker broken (slimectl_example.broken:Tracker) cannot be imported: "
-        "ModuleNotFoundError: No module named 'a_library_that_nobody_installed'; repair or uninstall that package"
+        "careless 0.1: its tracker broken (broken_module:Tracker) cannot be imported: ModuleNotFoundError: No module "
+        "named 'a_library_that_nobody_installed'; repair or uninstall that package"
     )
-    with pytest.raises(BackendError, match=r"slimectl-example 1.2: its verifier careless is no dataclass that derives"):
+    with pytest.raises(BackendError, match=r"careless 0.1: its verifier careless is no dataclass that derives from"):
         verifier("careless")
+    with pytest.raises(
+        BackendError, match=r"careless 0.1: its engine faulty does not derive from .*EngineBackend; rep"
+    ):
+        builders.check_engine(settings("engine.backend=faulty"))
     assert "broken" in TRACKERS.names()  # and a list of names imports nothing
 
 
@@ -149,11 +166,7 @@ def test_an_engine_without_servers_is_refused_in_several(package: Path):
 
 
 def test_two_packages_with_one_name_are_named_both(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    other = tmp_path / "other-0.1.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 0.1\n")
-    (other / "entry_points.txt").write_text("[slimectl.trackers]\ncsv = other:Csv\nstdout = other:Stdout\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    add_package(tmp_path, "other", "[slimectl.trackers]\ncsv = other:Csv\nstdout = other:Stdout\n", monkeypatch)
     with pytest.raises(BackendError, match=r"tracker csv: other 0.1 and slimectl-example 1.2 both have one; uninstall"):
         TRACKERS.load("csv")
     assert TRACKERS.package("stdout") == "slimectl"  # a name of its own stays slimectl's
