@@ -70,7 +70,7 @@ def step(policy: FsdpPolicy) -> None:
     length = 32
     tokens = torch.randint(1000, (length + 8,)).tolist()
     policy.forward_backward(
-        [TrainingSample(tokens=tokens, response_length=length, weights=[1 / length] * length)], SftLoss()
+        [TrainingSample(tokens=tokens, response_length=length, loss_weights=[1 / length] * length)], SftLoss()
     )
     policy.optim_step()
 

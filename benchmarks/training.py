@@ -109,7 +109,7 @@ def padded_step(model_dir: Path, rows: list[TrainingSample], dtype: str, micro_b
 
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        surrogate(logprobs, column("old_log_probs"), column("advantages"), column("weights")).backward()
+        surrogate(logprobs, column("old_log_probs"), column("advantages"), column("loss_weights")).backward()
 
     def step() -> float:
         model.set_attn_implementation(attention)

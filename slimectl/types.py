@@ -196,7 +196,7 @@ _LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_pro
 class TrainingSample:
     """One training sequence: P prompt tokens, then R response tokens.
 
-    All lists but `tokens` have length R. `weights` are the whole reduction: the loss of a step is the sum over its
+    All lists but `tokens` have length R. `loss_weights` are the whole reduction: the loss of a step is the sum over its
     rows and tokens of weight times loss, so no policy needs a denominator, and the gradient cannot depend on ranks,
     packs or micro-batches. `group` identifies the prompt: rows of one group with equal prompts may share its
     computation. `values` are a critic's values before the round, `returns` its training targets.
@@ -204,7 +204,7 @@ class TrainingSample:
 
     tokens: list[int]
     response_length: int
-    weights: list[float]
+    loss_weights: list[float]
     advantages: list[float] = field(default_factory=list)
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None

@@ -128,4 +128,4 @@ def _reference_kl(row: TrainingSample) -> Tensor:
 
 
 def _mask(row: TrainingSample) -> Tensor:
-    return torch.tensor(row.weights, dtype=torch.float64)
+    return torch.tensor(row.loss_weights, dtype=torch.float64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.surrogates import check_tokens, ratio, row_means
+from slimectl.algorithms.surrogates import TokenRows, check_tokens, ratio, row_means
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("clip", "truncate", "mask")
@@ -17,9 +17,7 @@ MODES = ("clip", "truncate", "mask")
 def importance_weights(
     old_T: Tensor,
     rollout_T: Tensor,
-    mask_T: Tensor,
-    row_T: Tensor,
-    rows: int,
+    token_rows: TokenRows,
     *,
     level: str = "token",
     mode: str = "clip",
@@ -37,24 +35,26 @@ def importance_weights(
 
     Raises ValueError unless 0 <= low < high, and on another level or mode.
     """
-    check_tokens("importance_weights", old_T=old_T, rollout_T=rollout_T, mask_T=mask_T, row_T=row_T)
+    check_tokens(
+        "importance_weights", old_T=old_T, rollout_T=rollout_T, mask_T=token_rows.mask_T, row_T=token_rows.row_T
+    )
     _check_bounds(low, high)
     if mode not in MODES:
         raise ValueError(f"no mode {mode!r}; there are {', '.join(MODES)}")
     old_T, rollout_T = old_T.detach(), rollout_T.detach()
-    raw_T = _ratios(old_T, rollout_T, mask_T, row_T, rows, level)
+    raw_T = _ratios(old_T, rollout_T, token_rows, level)
     if mode == "mask":
         weights_T = torch.where((raw_T < low) | (raw_T > high), 0.0, raw_T)
     else:
         weights_T = raw_T.clamp(low if mode == "clip" else 0.0, high)
     if veto is not None:
-        vetoed_T = (ratio(old_T, rollout_T) < veto) & mask_T
-        weights_T = torch.where(row_means(vetoed_T.to(raw_T.dtype), mask_T, row_T, rows) > 0, 0.0, weights_T)
+        vetoed_T = (ratio(old_T, rollout_T) < veto) & token_rows.mask_T
+        weights_T = torch.where(row_means(vetoed_T.to(raw_T.dtype), token_rows) > 0, 0.0, weights_T)
     return weights_T, (weights_T != raw_T).to(old_T.dtype)
 
 
 def rejection_mask(
-    old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str, low: float, high: float
+    old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, *, level: str, low: float, high: float
 ) -> Tensor:
     """Return 1.0 where the weight of `level` lies within [low, high], else 0.0; [T], constant.
 
@@ -63,18 +63,19 @@ def rejection_mask(
 
     Raises ValueError unless 0 <= low < high, and on another level.
     """
-    check_tokens("rejection_mask", old_T=old_T, rollout_T=rollout_T, mask_T=mask_T, row_T=row_T)
+    check_tokens("rejection_mask", old_T=old_T, rollout_T=rollout_T, mask_T=token_rows.mask_T)
     _check_bounds(low, high)
-    raw_T = _ratios(old_T.detach(), rollout_T.detach(), mask_T, row_T, rows, level)
+    raw_T = _ratios(old_T.detach(), rollout_T.detach(), token_rows, level)
     return ((raw_T >= low) & (raw_T <= high)).to(old_T.dtype)
 
 
-def self_normalization(weights_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, level: str) -> float:
+def self_normalization(weights_T: Tensor, token_rows: TokenRows, *, level: str) -> float:
     """Return the mean weight of a whole step, by which the weights are divided: over tokens, or rows at other levels.
 
     The self-normalised estimate of importance sampling (Owen 2013, artowen.su.domains/mc, section 9.2), over tokens and
     rows that `mask_T` keeps. 1 if the mean is 0.
     """
+    mask_T, row_T, rows = token_rows
     masked_weights = weights_T[mask_T]
     if level != "token":
         # All tokens of a row have the same weight: keep one per row.
@@ -86,14 +87,15 @@ def self_normalization(weights_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: i
     return mean or 1.0
 
 
-def _ratios(old_T: Tensor, rollout_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, level: str) -> Tensor:
+def _ratios(old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, level: str) -> Tensor:
     """Return exp(old - rollout) of each token, or of its row; [T]."""
     if level not in LEVELS:
         raise ValueError(f"no level {level!r}; there are {', '.join(LEVELS)}")
     raw_T = ratio(old_T, rollout_T)
     if level == "token":
         return raw_T
-    means_T = row_means(old_T - rollout_T, mask_T, row_T, rows)
+    means_T = row_means(old_T - rollout_T, token_rows)
+    mask_T, row_T, rows = token_rows
     counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
     return ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
 

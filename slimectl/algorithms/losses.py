@@ -18,6 +18,7 @@ from torch import Tensor
 from slimectl.algorithms.importance_sampling import engine_mismatch_metrics, importance_weights, rejection_mask
 from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.surrogates import (
+    TokenRows,
     cispo_loss,
     clip_fraction,
     gmpo_loss,
@@ -121,7 +122,7 @@ class PolicyLoss:
         old_T = _old_logprobs(pack)
         logprobs_T, advantages_T, mask_T = pack.logprobs_T, pack.advantages_T, pack.weights_T != 0
         if self.surrogate == "gspo":
-            logprobs_T = gspo_logprobs(logprobs_T, old_T, mask_T, pack.row_T, pack.rows)
+            logprobs_T = gspo_logprobs(logprobs_T, old_T, TokenRows(mask_T, pack.row_T, pack.rows))
         loss_T, clipped_T = self._surrogate_loss(pack, logprobs_T, old_T, advantages_T)
         values_T = {"pg_clipfrac": clipped_T} | approx_kl_metrics(logprobs_T, old_T)
         if self.surrogate != "sapo":
@@ -136,14 +137,14 @@ class PolicyLoss:
             raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
             kept_T = opsm_mask(
-                pack.logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, delta=self.opsm_delta
+                pack.logprobs_T, old_T, advantages_T, TokenRows(mask_T, pack.row_T, pack.rows), delta=self.opsm_delta
             )
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
 
     def _correction(self, pack: TokenBatch, old_T: Tensor, rollout_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factor of each token's loss (1 without TIS and rejection), and where TIS would change a weight."""
-        inputs = (old_T, rollout_T, pack.weights_T != 0, pack.row_T, pack.rows)
+        inputs = (old_T, rollout_T, TokenRows(pack.weights_T != 0, pack.row_T, pack.rows))
         weights_T, changed_T = importance_weights(
             *inputs,
             level=self.tis_level,
@@ -181,7 +182,7 @@ class PolicyLoss:
             loss_T = sapo_loss(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
             return loss_T, torch.zeros_like(loss_T)
         if self.surrogate == "gmpo":
-            return gmpo_loss(logprobs_T, old_T, advantages_T, mask_T, pack.row_T, pack.rows, **bounds)
+            return gmpo_loss(logprobs_T, old_T, advantages_T, TokenRows(mask_T, pack.row_T, pack.rows), **bounds)
         if self.surrogate not in ("ppo_clip", "gspo"):
             raise ValueError(f"no surrogate {self.surrogate!r}; there are ppo_clip, gspo, cispo, sapo, gmpo")
         loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)

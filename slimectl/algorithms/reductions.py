@@ -1,6 +1,6 @@
 """Loss weights per token, which hold the whole reduction of a step.
 
-With these as `TrainingSample.weights` the loss of a step is sum(weights * loss), so no later stage needs a
+With these as `TrainingSample.loss_weights` the loss of a step is sum(weights * loss), so no later stage needs a
 denominator and the gradient cannot depend on ranks, packs or micro-batches.
 """
 

@@ -25,6 +25,7 @@ from slimectl.algorithms.estimators import (
 from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import LinearizedLoss
+from slimectl.algorithms.surrogates import TokenRows
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.settings import algorithm as names
 from slimectl.settings import rollout_algorithms as rollouts
@@ -40,7 +41,7 @@ LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 
 def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
     """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
-    total = math.fsum(weight for row in rows for weight in row.weights)
+    total = math.fsum(weight for row in rows for weight in row.loss_weights)
     return PolicyLoss(
         surrogate=algorithm.surrogate,
         report_scale=1 / total if total else 1.0,
@@ -56,21 +57,20 @@ def _mean_weight(rows: Sequence[TrainingSample], algorithm: PolicyGradient) -> f
     """
     old_T = torch.tensor([value for row in rows for value in row.old_log_probs or []], dtype=torch.float64)
     rollout_T = torch.tensor([value for row in rows for value in row.rollout_log_probs or []], dtype=torch.float64)
-    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.weights], dtype=torch.bool)
-    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.weights], dtype=torch.long)
+    mask_T = torch.tensor([weight != 0 for row in rows for weight in row.loss_weights], dtype=torch.bool)
+    row_T = torch.tensor([i for i, row in enumerate(rows) for _ in row.loss_weights], dtype=torch.long)
+    token_rows = TokenRows(mask_T, row_T, len(rows))
     weights_T, _ = importance_weights(
         old_T,
         rollout_T,
-        mask_T,
-        row_T,
-        len(rows),
+        token_rows,
         level=algorithm.tis_level,
         mode=algorithm.tis_mode,
         low=algorithm.tis_clip_low,
         high=algorithm.tis_clip,
         veto=algorithm.tis_veto,
     )
-    return self_normalization(weights_T, mask_T, row_T, len(rows), level=algorithm.tis_level)
+    return self_normalization(weights_T, token_rows, level=algorithm.tis_level)
 
 
 def _critic_loss(algorithm: rollouts.Ppo) -> ValueLoss:

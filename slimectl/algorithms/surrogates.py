@@ -5,6 +5,8 @@ T tokens
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,14 @@ def check_tokens(function: str, **tensors: Tensor) -> None:
     if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
         listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{function}: {listed}: not one dimension of the same length")
+
+
+class TokenRows(NamedTuple):
+    """The row of each token, and the tokens that count in it, for surrogates and weights of whole rows."""
+
+    mask_T: Tensor
+    row_T: Tensor
+    rows: int
 
 
 def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
@@ -125,30 +135,29 @@ def _branches(
     return -ratio_T * advantages_T, -ratio_T.clamp(1 - low, 1 + high) * advantages_T
 
 
-def row_means(values_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+def row_means(values_T: Tensor, token_rows: TokenRows) -> Tensor:
     """Return the mean of each row over its unmasked tokens, at every token of the row; [T]; 0 for a masked row."""
+    mask_T, row_T, rows = token_rows
     check_tokens("row_means", values_T=values_T, mask_T=mask_T, row_T=row_T)
     sums = values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
     counts = values_T.new_zeros(rows).index_add(0, row_T, mask_T.to(values_T.dtype))
     return (sums / counts.clamp(min=1))[row_T]
 
 
-def gspo_logprobs(logprobs_T: Tensor, old_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+def gspo_logprobs(logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
     """Return log-probabilities whose ratio to `old_T` is the sequence-level ratio at each token, for `ppo_clip`; [T].
 
     GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: s = exp(mean(logp - old)), the length-normalised ratio.
     """
     old_T = old_T.detach()
-    return old_T + row_means(logprobs_T - old_T, mask_T, row_T, rows)
+    return old_T + row_means(logprobs_T - old_T, token_rows)
 
 
 def gmpo_loss(
     logprobs_T: Tensor,
     old_T: Tensor,
     advantages_T: Tensor,
-    mask_T: Tensor,
-    row_T: Tensor,
-    rows: int,
+    token_rows: TokenRows,
     *,
     low: float,
     high: float,
@@ -162,15 +171,15 @@ def gmpo_loss(
     log_ratio_T = logprobs_T - old_T.detach()
     bounded_T = torch.where(advantages_T < 0, log_ratio_T.clamp(min=-low), log_ratio_T.clamp(max=high))
     clipped_T = ((bounded_T != log_ratio_T) & (advantages_T != 0)).to(logprobs_T.dtype)
-    return -advantages_T * torch.exp(row_means(bounded_T, mask_T, row_T, rows)), clipped_T
+    return -advantages_T * torch.exp(row_means(bounded_T, token_rows)), clipped_T
 
 
 def opsm_mask(
-    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int, *, delta: float
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows, *, delta: float
 ) -> Tensor:
     """Return 0.0 for tokens of off-policy bad sequences (A < 0, mean(old - logp) > delta), else 1.0; [T].
 
     Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556. Constant.
     """
-    distance_T = row_means((old_T - logprobs_T).detach(), mask_T, row_T, rows)
+    distance_T = row_means((old_T - logprobs_T).detach(), token_rows)
     return 1.0 - ((advantages_T < 0) & (distance_T > delta)).to(logprobs_T.dtype)

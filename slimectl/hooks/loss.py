@@ -152,7 +152,7 @@ def user_policy_loss(
     arguments = {loss_field.name: getattr(loss, loss_field.name) for loss_field in fields(PolicyLoss)}
     if train.custom_tis_function_path is not None:
         arguments["use_tis"] = False  # the function replaces it
-    tokens = sum(weight != 0 for row in rows for weight in row.weights)
+    tokens = sum(weight != 0 for row in rows for weight in row.loss_weights)
     return UserPolicyLoss(**arguments, settings=settings, rollouts=len(set(executions)), tokens=max(1, tokens))
 
 

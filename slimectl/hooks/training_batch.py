@@ -26,7 +26,7 @@ ADVANTAGE, LOSS = "train.custom_advantage_function_path", "train.custom_loss_fun
 TIS, REDUCER = "train.custom_tis_function_path", "train.custom_pg_loss_reducer_function_path"
 
 ROW_FIELDS = {
-    "loss_masks": "weights",
+    "loss_masks": "loss_weights",
     "log_probs": "old_log_probs",
     "ref_log_probs": "ref_log_probs",
     "rollout_log_probs": "rollout_log_probs",
@@ -143,7 +143,7 @@ def round_data(rows: Sequence[TrainingSample], samples: Sequence[Sample], reward
     return data | {
         "tokens": [row.tokens for row in rows],
         "response_lengths": [row.response_length for row in rows],
-        "loss_masks": [[int(weight != 0) for weight in row.weights] for row in rows],
+        "loss_masks": [[int(weight != 0) for weight in row.loss_weights] for row in rows],
         "rewards": list(rewards),
         "group_indices": [sample.group_index for sample in samples],
         "teacher_log_probs": [sample.teacher_log_probs for sample in samples],

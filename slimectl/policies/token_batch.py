@@ -12,7 +12,7 @@ from slimectl.errors import RecordError
 from slimectl.types import TokenBatch, TrainingSample
 
 CONSTANTS = {
-    "weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
+    "loss_weights": "weights_T", "advantages": "advantages_T", "old_log_probs": "old_logprobs_T",
     "ref_log_probs": "ref_logprobs_T", "rollout_log_probs": "rollout_logprobs_T",
     "values": "values_T", "returns": "returns_T",
 }  # fmt: skip
@@ -23,11 +23,11 @@ def available_columns(rows: Sequence[TrainingSample]) -> list[str]:
     names = []
     for name in CONSTANTS:
         lengths = [len(getattr(row, name) or ()) for row in rows]
-        if not any(lengths) and name != "weights":
+        if not any(lengths) and name != "loss_weights":
             continue
         for i, (length, row) in enumerate(zip(lengths, rows, strict=True)):
             if length != row.response_length:
-                raise RecordError(f"row {i}: Row.{name}: {length} values for {row.response_length} response tokens")
+                raise RecordError(f"row {i}: {name}: {length} values for {row.response_length} response tokens")
         names.append(name)
     return names
 

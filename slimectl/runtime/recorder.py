@@ -168,5 +168,10 @@ def load_state(folder: Path, policy: Policy) -> TrainState:
     if not file.exists():
         return TrainState(step=int(policy.weight_version))
     saved_state = json.loads(file.read_text())
-    pending = [(execution, TrainingSample(**row)) for execution, row in saved_state["pending"]]
+    # Checkpoints up to 0.1.0 name the loss weights of a row "weights".
+    rows = [
+        (execution, {"loss_weights" if name == "weights" else name: values for name, values in row.items()})
+        for execution, row in saved_state["pending"]
+    ]
+    pending = [(execution, TrainingSample(**row)) for execution, row in rows]
     return TrainState(step=saved_state["step"], rollout_id=saved_state["rollout_id"], pending=pending)

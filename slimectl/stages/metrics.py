@@ -27,7 +27,7 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     columns: dict[str, list[float]] = {}
     for name in ("advantages", "returns", "values", "old_log_probs", "ref_log_probs"):
         if all(len(getattr(row, name) or ()) == row.response_length > 0 for row in rows):
-            pairs = (zip(getattr(row, name), row.weights, strict=True) for row in rows)
+            pairs = (zip(getattr(row, name), row.loss_weights, strict=True) for row in rows)
             columns[name] = [value for pair in pairs for value, weight in pair if weight]
     metrics: Metrics = {}
     for name in ("advantages", "returns", "values"):

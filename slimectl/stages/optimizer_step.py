@@ -41,8 +41,8 @@ def optimizer_step(
     """
     algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
-    for row, weights in zip(rows, loss_weights([row.weights for row in rows], executions, algorithm), strict=True):
-        row.weights = weights
+    for row, weights in zip(rows, loss_weights([row.loss_weights for row in rows], executions, algorithm), strict=True):
+        row.loss_weights = weights
     hooks.before_step(models.policy, index.rollout_id, index.step_in_round)
     finite = FiniteCheck(rows, sample_ids(executions, algorithm), index.rollout_id, index.step)
     outputs = models.outputs(algorithm)
@@ -51,7 +51,7 @@ def optimizer_step(
         pair_metrics = set_preference_gradients(rows, algorithm, outputs)
         finite.check(pair_metrics, "train/loss", of="the pairs'", outputs=outputs)
     finite.check_rows()
-    metrics = _sample_counts([row.weights for row in rows])
+    metrics = _sample_counts([row.loss_weights for row in rows])
     size = {"train/global_batch_size": float(len(set(executions)))}
     options = algorithm.critic_options
     if options is not None:
@@ -101,5 +101,5 @@ def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Setti
         metrics = {f"train/critic-{name}": value for name, value in summed.items()}
     values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
     returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]
-    masks = [torch.tensor(row.weights) for row in rows]
+    masks = [torch.tensor(row.loss_weights) for row in rows]
     return metrics | {"train/critic-explained_variance": explained_variance(values, returns, masks)}

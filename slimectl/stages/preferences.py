@@ -122,7 +122,7 @@ def _masked_sums(rows: Sequence[TrainingSample], values: Sequence[Sequence[float
     """Return the sum of each row's values over the tokens that are trained on."""
     return torch.tensor(
         [
-            sum(value for value, weight in zip(row_values, row.weights, strict=True) if weight)
+            sum(value for value, weight in zip(row_values, row.loss_weights, strict=True) if weight)
             for row, row_values in zip(rows, values, strict=True)
         ],
         dtype=torch.float64,

@@ -167,7 +167,7 @@ def _row(sample: Sample) -> TrainingSample:
     return TrainingSample(
         tokens=sample.tokens,
         response_length=sample.response_length,
-        weights=[float(bit) for bit in sample.mask()],
+        loss_weights=[float(bit) for bit in sample.mask()],
         ref_log_probs=sample.ref_log_probs,
         rollout_log_probs=sample.rollout_log_probs,
         group=sample.group_index,

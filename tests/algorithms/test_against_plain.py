@@ -24,6 +24,7 @@ from slimectl.algorithms.kl import KINDS, kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import preference_loss
 from slimectl.algorithms.reductions import token_weights
+from slimectl.algorithms.surrogates import TokenRows
 from slimectl.algorithms.value_loss import ValueLoss, explained_variance, generalized_advantages
 from slimectl.types import TokenBatch
 
@@ -126,7 +127,8 @@ corrections = st.fixed_dictionaries(
 def test_importance_weights_rejection_and_their_mean(given_rows, how):
     made = pack(given_rows)
     mask_T = made.weights_T != 0
-    where = (made.old_logprobs_T, made.rollout_logprobs_T, mask_T, made.row_T, made.rows)
+    token_rows = TokenRows(mask_T, made.row_T, made.rows)
+    where = (made.old_logprobs_T, made.rollout_logprobs_T, token_rows)
     weights_T, changed_T = importance_weights(*where, **how)
     pairs = [plain.weights(row, **how) for row in given_rows]
     assert weights_T.tolist() == pytest.approx([w for made_R, _ in pairs for w in made_R], **SAME)
@@ -140,7 +142,7 @@ def test_importance_weights_rejection_and_their_mean(given_rows, how):
     else:
         counted = [ws[0] for (ws, _), row in zip(pairs, given_rows, strict=True) if any(token.kept for token in row)]
     expected = fmean(counted) if counted else 0.0
-    found = self_normalization(weights_T, mask_T, made.row_T, made.rows, level=how["level"])
+    found = self_normalization(weights_T, token_rows, level=how["level"])
     assert found == pytest.approx(expected or 1.0, **SAME)
 
 

@@ -18,6 +18,7 @@ OURS = {
     "BatchingOptions": "a record of settings",
     "PromptGroup": "a record",
     "Algorithm": "an entry of the registry",
+    "TokenRows": "a record",
     "TrainingBatch": "a record",
     "LinearizedLoss": "the chain rule",
     "group_by_prompt": "our own sharing of prompts",

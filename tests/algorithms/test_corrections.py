@@ -9,6 +9,7 @@ from slimectl.algorithms.importance_sampling import (
     rejection_mask,
     self_normalization,
 )
+from slimectl.algorithms.surrogates import TokenRows
 
 OLD_T = torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64).log()  # weights 3, 1 and 1/4 against an engine at 0
 ROLLOUT_T = torch.zeros(3, dtype=torch.float64)
@@ -18,7 +19,7 @@ def by_token(old_T, rollout_T, **bounds):
     """Weights of tokens that are all of one row, and which were changed."""
     count = len(old_T)
     mask_T, row_T = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.long)
-    return importance_weights(old_T, rollout_T, mask_T, row_T, 1, **bounds)
+    return importance_weights(old_T, rollout_T, TokenRows(mask_T, row_T, 1), **bounds)
 
 
 def test_weights_are_truncated_at_both_ends():
@@ -61,7 +62,7 @@ def weights(**given):
     """Token ratios 4, 1/2 and (masked) 100 in one row, 1e-5 and 1 in the next."""
     rollout_T = -torch.tensor([4.0, 0.5, 100.0, 1e-5, 1.0], dtype=torch.float64).log()
     mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    made_T, changed_T = importance_weights(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
+    made_T, changed_T = importance_weights(torch.zeros_like(rollout_T), rollout_T, TokenRows(mask_T, row_T, 2), **given)
     return made_T[mask_T].tolist(), changed_T[mask_T].tolist()
 
 
@@ -99,7 +100,7 @@ def test_an_unknown_level_or_mode_is_refused():
 def test_rejection_keeps_tokens_or_rows_within_bounds(given, kept):
     rollout_T = -torch.tensor([4.0, 0.5, 100.0, 1e-5, 1.0], dtype=torch.float64).log()
     mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    kept_T = rejection_mask(torch.zeros_like(rollout_T), rollout_T, mask_T, row_T, 2, **given)
+    kept_T = rejection_mask(torch.zeros_like(rollout_T), rollout_T, TokenRows(mask_T, row_T, 2), **given)
     assert kept_T[mask_T].tolist() == kept
     assert not kept_T.requires_grad
 
@@ -107,7 +108,7 @@ def test_rejection_keeps_tokens_or_rows_within_bounds(given, kept):
 def test_the_mean_weight_is_over_tokens_or_over_rows():
     weights_T = torch.tensor([4.0, 0.5, 9.0, 1.0, 0.5])
     mask_T, row_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    assert self_normalization(weights_T, mask_T, row_T, 2, level="token") == pytest.approx(6 / 4)
+    assert self_normalization(weights_T, TokenRows(mask_T, row_T, 2), level="token") == pytest.approx(6 / 4)
     by_row_T = torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0])
-    assert self_normalization(by_row_T, mask_T, row_T, 2, level="sequence") == pytest.approx(3 / 2)
-    assert self_normalization(torch.zeros(5), mask_T, row_T, 2, level="token") == 1.0
+    assert self_normalization(by_row_T, TokenRows(mask_T, row_T, 2), level="sequence") == pytest.approx(3 / 2)
+    assert self_normalization(torch.zeros(5), TokenRows(mask_T, row_T, 2), level="token") == 1.0

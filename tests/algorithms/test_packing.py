@@ -24,7 +24,7 @@ from slimectl.types import TrainingSample
 
 def row(prompt: list[int], response_length: int, group: int = 0) -> TrainingSample:
     return TrainingSample(
-        tokens=prompt + [9] * response_length, response_length=response_length, weights=[], group=group
+        tokens=prompt + [9] * response_length, response_length=response_length, loss_weights=[], group=group
     )
 
 

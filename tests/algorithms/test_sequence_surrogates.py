@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.surrogates import gmpo_loss, gspo_logprobs, opsm_mask, row_means, sapo_loss
+from slimectl.algorithms.surrogates import TokenRows, gmpo_loss, gspo_logprobs, opsm_mask, row_means, sapo_loss
 from slimectl.types import TokenBatch
 
 LOG2 = math.log(2)
@@ -32,15 +32,20 @@ def pack(order=(0, 1, 2, 3, 4), rows=(0, 0, 0, 1, 1), count=2, log_ratios=(0.3, 
 
 def test_row_means_are_over_the_unmasked_tokens_of_each_row():
     mask_T = torch.tensor([True, False, True, False])
-    assert row_means(tensor(1.0, 9.0, 3.0, 7.0), mask_T, torch.tensor([0, 0, 0, 1]), 2).tolist() == [2, 2, 2, 0]
+    assert row_means(tensor(1.0, 9.0, 3.0, 7.0), TokenRows(mask_T, torch.tensor([0, 0, 0, 1]), 2)).tolist() == [
+        2,
+        2,
+        2,
+        0,
+    ]
 
 
-MASK_T, ROW_T = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
+ROWS = TokenRows(torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1]), 2)
 """Two rows, of 3 and 2 tokens, the third token masked."""
 
 
 def test_the_ratio_of_a_sequence_stands_at_each_of_its_tokens():
-    found_T = gspo_logprobs(tensor(0.3, 0.1, 9.0, -0.5, 0.1), tensor(-1, 0, 0, -1, 0), MASK_T, ROW_T, 2)
+    found_T = gspo_logprobs(tensor(0.3, 0.1, 9.0, -0.5, 0.1), tensor(-1, 0, 0, -1, 0), ROWS)
     # means of logp - old: (1.3 + 0.1) / 2 and (0.5 + 0.1) / 2
     assert found_T.tolist() == pytest.approx([-1 + 0.7, 0.7, 0.7, -1 + 0.3, 0.3])
 
@@ -49,7 +54,7 @@ def test_a_geometric_mean_of_ratios_that_are_bounded_where_the_advantage_pushes(
     logprobs_T = tensor(0.3, 0.1, 9.0, -0.5, 0.1)
     advantages_T = tensor(1.0, 1.0, 1.0, -2.0, -2.0)
     loss_T, clipped_T = gmpo_loss(
-        logprobs_T, torch.zeros(5, dtype=torch.float64), advantages_T, MASK_T, ROW_T, 2, low=0.4, high=0.2
+        logprobs_T, torch.zeros(5, dtype=torch.float64), advantages_T, ROWS, low=0.4, high=0.2
     )
     # (0.2 + 0.1) / 2 and (-0.4 + 0.1) / 2
     assert loss_T.tolist() == pytest.approx([-math.exp(0.15)] * 3 + [2 * math.exp(-0.15)] * 2)
@@ -60,7 +65,7 @@ def test_bad_sequences_that_the_policy_has_left_are_not_kept():
     logprobs_T, old_T = tensor(-1.5, -1.5, 9.0, -1.1, -1.1), torch.full((5,), -1.0, dtype=torch.float64)
     # mean(old - logp) is 0.5 in the first row, 0.1 in the second
     for advantages_T, kept in ((tensor(-1, -1, -1, -1, -1), [0, 0, 0, 1, 1]), (tensor(1, 1, 1, 1, 1), [1] * 5)):
-        assert opsm_mask(logprobs_T, old_T, advantages_T, MASK_T, ROW_T, 2, delta=0.2).tolist() == kept
+        assert opsm_mask(logprobs_T, old_T, advantages_T, ROWS, delta=0.2).tolist() == kept
 
 
 def test_gspo_has_one_ratio_for_a_sequence_and_clips_whole_sequences():

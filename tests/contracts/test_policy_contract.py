@@ -74,7 +74,7 @@ def rows(*, seed: int = 0) -> list[TrainingSample]:
                 TrainingSample(
                     tokens=prompt + [draw.randrange(256) for _ in range(length)],
                     response_length=length,
-                    weights=[1 / (12 * length)] * length,
+                    loss_weights=[1 / (12 * length)] * length,
                     advantages=[1.0 if sibling else -1.0] * length,
                     group=group,
                 )
@@ -101,7 +101,7 @@ def test_one_log_probability_for_every_response_token_in_the_order_of_the_rows(p
 def test_the_loss_is_the_sum_of_weight_times_token_loss(policy: Policy):
     log_probs = policy.log_probs(rows())
     by_hand = -sum(
-        w * p for row, ps in zip(rows(), log_probs, strict=True) for w, p in zip(row.weights, ps, strict=True)
+        w * p for row, ps in zip(rows(), log_probs, strict=True) for w, p in zip(row.loss_weights, ps, strict=True)
     )
     assert policy.forward_backward(rows(), SftLoss())["loss"] == pytest.approx(by_hand, rel=1e-5)
 

@@ -140,7 +140,7 @@ def expected(policy: Policy, model: Path) -> list[int]:
 def trained(policy: Policy) -> None:
     """A step towards another answer, large enough to be heard in greedy ones."""
     tokens = [*PROMPT, *((int(policy.weight_version) * 7 + i) % 256 for i in range(8))]
-    policy.forward_backward([TrainingSample(tokens=tokens, response_length=8, weights=[1 / 8] * 8)], SftLoss())
+    policy.forward_backward([TrainingSample(tokens=tokens, response_length=8, loss_weights=[1 / 8] * 8)], SftLoss())
     policy.optim_step()
 
 

@@ -63,7 +63,7 @@ def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Tra
                 TrainingSample(
                     tokens=prompt + [draw.randrange(256) for _ in range(length)],
                     response_length=length,
-                    weights=[0.02] * length,
+                    loss_weights=[0.02] * length,
                     advantages=[draw.choice([-1.0, 1.0])] * length,
                     old_log_probs=[-6 + draw.random() for _ in range(length)],
                     group=group,

@@ -41,14 +41,14 @@ def test_gradients_equal_those_of_a_padded_forward_for_every_family(model_dir: M
     rows = random_rows()
     reference = hugging_face(model_dir(family))
     expected = sum(
-        -(torch.tensor(row.weights) * logprobs_R).sum()
+        -(torch.tensor(row.loss_weights) * logprobs_R).sum()
         for row, logprobs_R in zip(rows, padded_log_probs(reference, rows), strict=True)
     )
     expected.backward()
     policy = new_policy(model_dir(family))
     metrics = policy.forward_backward(rows, WeightedNegativeLogProb())
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert metrics["weight"] == pytest.approx(sum(sum(row.weights) for row in rows), rel=1e-6)
+    assert metrics["weight"] == pytest.approx(sum(sum(row.loss_weights) for row in rows), rel=1e-6)
     for name, parameter in reference.named_parameters():
         scale = parameter.grad.norm().item()
         difference = (policy.masters.parameters[name].grad - parameter.grad).norm().item()
@@ -81,7 +81,7 @@ def test_log_probs_come_back_in_the_order_of_the_rows(model_dir: ModelDir):
 def test_rows_without_weight_change_nothing_but_the_version(model_dir: ModelDir):
     rows = random_rows()
     for row in rows:
-        row.weights = [0.0] * row.response_length
+        row.loss_weights = [0.0] * row.response_length
     policy = new_policy(model_dir(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     assert policy.forward_backward(rows, Clipped())["loss"] == 0
@@ -114,7 +114,7 @@ def test_the_clipped_gradient_norm_is_the_limit_but_the_reported_one_is_not(mode
 
 def test_an_update_that_is_not_finite_is_left_out(model_dir: ModelDir):
     rows = random_rows()
-    rows[0].weights = [float("inf")] * rows[0].response_length
+    rows[0].loss_weights = [float("inf")] * rows[0].response_length
     policy = new_policy(model_dir())
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     policy.forward_backward(rows, WeightedNegativeLogProb())
@@ -136,7 +136,7 @@ def test_the_loss_falls(model_dir: ModelDir, dtype: str):
 def test_a_row_with_constants_of_another_length_is_named(model_dir: ModelDir):
     rows = random_rows()
     rows[4].old_log_probs = None
-    with pytest.raises(RecordError, match=r"row 4: Row.old_log_probs: 0 values for \d+ response tokens"):
+    with pytest.raises(RecordError, match=r"row 4: old_log_probs: 0 values for \d+ response tokens"):
         new_policy(model_dir()).forward_backward(rows, Clipped())
 
 

@@ -38,5 +38,5 @@ def training_batch(
 
 def set_loss_weights(rows: Sequence[TrainingSample], executions: Sequence[int], algorithm: Any) -> None:
     """Give rows the loss weights of one step over all of them."""
-    for row, weights in zip(rows, loss_weights([row.weights for row in rows], executions, algorithm), strict=True):
-        row.weights = weights
+    for row, weights in zip(rows, loss_weights([row.loss_weights for row in rows], executions, algorithm), strict=True):
+        row.loss_weights = weights

@@ -96,7 +96,7 @@ WEIGHTS = dict.fromkeys(NAMES, PER_ROLLOUT) | {
 def test_advantages_and_weights_of_a_step_are_those_worked_out_by_hand(name: str):
     for i, row in enumerate(objective(name)):
         assert row.advantages == pytest.approx([ADVANTAGES[name][i]] * LENGTHS[i % 3], rel=1e-5)
-        assert row.weights == pytest.approx([WEIGHTS[name][i]] * LENGTHS[i % 3])
+        assert row.loss_weights == pytest.approx([WEIGHTS[name][i]] * LENGTHS[i % 3])
 
 
 def uneven() -> list[Sample]:
@@ -131,7 +131,7 @@ def test_groups_of_any_size_are_compared_by_attempts_not_by_samples(name: str, e
         assert row.advantages == pytest.approx([value] * 2, rel=1e-5, abs=1e-9)
     set_loss_weights(rows, batch.executions, chosen)
     # Six attempts: 4 tokens share the first one's sixth, 2 each of the others.
-    assert [row.weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
+    assert [row.loss_weights for row in rows] == [pytest.approx([1 / 24] * 2)] * 2 + [pytest.approx([1 / 12] * 2)] * 5
 
 
 def test_divergence_in_the_reward_is_charged_to_the_answer_or_to_each_of_its_tokens():

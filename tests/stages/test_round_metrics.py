@@ -12,7 +12,7 @@ from slimectl.types import Sample, Status, TrainingSample
 def row(advantages: list[float], weights: list[float], **columns: list[float]) -> TrainingSample:
     length = len(weights)
     return TrainingSample(
-        tokens=[0, *range(length)], response_length=length, weights=weights, advantages=advantages, **columns
+        tokens=[0, *range(length)], response_length=length, loss_weights=weights, advantages=advantages, **columns
     )
 
 

@@ -67,4 +67,4 @@ def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list
     kept = [rolled % size for rolled in accumulate(map(len, filter(None, fan_outs)))]
     assert over == kept + [0.0] * bool(kept and kept[-1])
     assert state.pending == []
-    assert all(abs(sum(sum(row.weights) for row in rows) - 1) < 1e-9 for rows in policy.steps)
+    assert all(abs(sum(sum(row.loss_weights) for row in rows) - 1) < 1e-9 for rows in policy.steps)

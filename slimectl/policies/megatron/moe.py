@@ -136,7 +136,7 @@ class MoEAuxLossScaler:
     def begin(self, rows: Sequence[TrainingSample], packs: int) -> None:
         """Start a call over all `rows`, in `packs` micro-batches over all ranks."""
         clear_aux_losses_tracker()
-        self.weight = sum(sum(row.weights) for row in rows) / max(1, packs)
+        self.weight = sum(sum(row.loss_weights) for row in rows) / max(1, packs)
 
     def weigh(self, batch: Batch) -> None:
         """Set the loss coefficients for a micro-batch; called before its forward."""

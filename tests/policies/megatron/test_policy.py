@@ -72,7 +72,7 @@ def test_a_response_of_no_tokens_and_of_one_token(four_layers: ModelDir):
 def test_rows_without_weight_change_nothing_but_the_version(four_layers: ModelDir):
     rows = random_rows()
     for row in rows:
-        row.weights = [0.0] * row.response_length
+        row.loss_weights = [0.0] * row.response_length
     policy = megatron(four_layers(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
     before = snapshot(policy)
     assert policy.forward_backward(rows, Clipped())["loss"] == 0
@@ -96,7 +96,7 @@ def test_decay_spares_norms_and_biases(four_layers: ModelDir):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_update_that_is_not_finite_is_left_out(four_layers: ModelDir, dtype: str, distributed: bool):
     rows = random_rows()
-    rows[0].weights = [float("inf")] * rows[0].response_length
+    rows[0].loss_weights = [float("inf")] * rows[0].response_length
     policy = megatron(four_layers(), dtype=dtype, distributed_optimizer=distributed)
     before = snapshot(policy)
     policy.forward_backward(rows, WeightedNegativeLogProb())
@@ -203,7 +203,7 @@ def test_other_mistakes_are_refused_before_anything_is_built(four_layers: ModelD
         megatron(four_layers(), layout=ParallelLayout(tensor=2))
     rows = random_rows()
     rows[4].old_log_probs = None
-    with pytest.raises(RecordError, match=r"row 4: Row.old_log_probs: 0 values for \d+ response tokens"):
+    with pytest.raises(RecordError, match=r"row 4: old_log_probs: 0 values for \d+ response tokens"):
         megatron(four_layers()).forward_backward(rows, Clipped())
 
 

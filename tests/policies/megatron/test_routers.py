@@ -130,7 +130,7 @@ class Balanced:
 
 def test_the_balancing_loss_weighs_as_much_as_the_rows(four_layers: ModelDir):
     rows = random_rows(groups=4)
-    weights = sum(sum(row.weights) for row in rows)
+    weights = sum(sum(row.loss_weights) for row in rows)
     plain = megatron(four_layers("experts"), max_tokens_per_pack=500)
     plain.forward_backward(rows, Balanced(plain, 0.1 * weights))
     expected = plain.optim_step()["grad_norm"]
