@@ -32,7 +32,7 @@ BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/engines/sglang/test_sglang_args.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_client.py::test_another_model": (SLOW,),
     "tests/engines/sglang/test_sglang_groups.py::test_a_role_becomes_flags": (PROCESSES, SGLANG, SLOW),
-    "tests/engines/sglang/test_sglang_processes.py": (PROCESSES,),
+    "tests/engines/supervisor/": (PROCESSES,),
     "tests/engines/sglang/test_sglang_rollout.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/sglang/test_sglang_router.py": (PROCESSES, SGLANG, SLOW),
     "tests/engines/test_fleet.py": (PROCESSES, SLOW),
