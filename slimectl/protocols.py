@@ -226,6 +226,30 @@ class WeightSync(Protocol):
         ...
 
 
+class RankPipe(Protocol):
+    """A rank's end of the pipe to its driver."""
+
+    def recv_bytes(self) -> bytes:
+        """Return the next request, pickled. Ends the rank, quietly, when the driver is gone."""
+        ...
+
+    def part(self, value: Any) -> None:
+        """Send one part of a result."""
+        ...
+
+    def done(self, value: Any) -> None:
+        """Send the last part of a result, or the whole."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Send the error of a request in place of its result."""
+        ...
+
+
+Serve = Callable[[Callable[[], Any], RankPipe], None]
+"""Main function of a rank: builds its part and serves requests from the pipe."""
+
+
 class RankGroup(Protocol):
     """Processes of one torch.distributed group, driven together."""
 
@@ -245,7 +269,7 @@ class RankGroup(Protocol):
 class Executor(Protocol):
     """Runs work in local processes or on a cluster."""
 
-    def group(self, serve: Callable[..., None], build: Callable[[], Any], *, ranks: int) -> RankGroup:
+    def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> RankGroup:
         """Start N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
         ...
 

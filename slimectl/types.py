@@ -50,8 +50,8 @@ class Prompt:
     index: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
-    where: str = field(default="", compare=False)
-    """Source location FILE:LINE, for errors."""
+    source_location: str = field(default="", compare=False)
+    """FILE:LINE, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class Sample:
     """Keys outside the schema, written back unchanged."""
 
     @property
-    def execution(self) -> int:
-        """The execution that produced this sample: `rollout_id`, or `index` if that is None."""
+    def trajectory_id(self) -> int:
+        """The trajectory that this sample is, or is a part of: `rollout_id`, or `index` if that is None."""
         return self.index if self.rollout_id is None else self.rollout_id
 
     @property

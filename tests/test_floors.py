@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry"],
+    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry", "transport"],
     ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
     ["protocols", "data", "planner"],
     ["stages"],
@@ -34,6 +34,7 @@ SAME_FLOOR = {
     ("rewards", "sandbox"), ("algorithms", "settings"),
     ("policies", "checkpoints"),
     ("__main__", "cli"),
+    ("transport", "errors"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""
 

@@ -54,7 +54,7 @@ def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algor
     return group_advantages(
         rewards,
         [sample.group_index for sample in samples],
-        [sample.execution for sample in samples],
+        [sample.trajectory_id for sample in samples],
         baseline=algorithm.baseline,
         std_normalization=algorithm.std_normalization,
         # Tokens of the policy, also those that are not trained on: a removed sample still counts in the statistics.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.surrogates import ratio, row_means
+from slimectl.algorithms.surrogates import check_tokens, ratio, row_means
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("clip", "truncate", "mask")
@@ -37,6 +37,7 @@ def importance_weights(
 
     Raises ValueError unless 0 <= low < high, and on another level or mode.
     """
+    check_tokens("importance_weights", old_T=old_T, rollout_T=rollout_T, mask_T=mask_T, row_T=row_T)
     _check_bounds(low, high)
     if mode not in MODES:
         raise ValueError(f"no mode {mode!r}; there are {', '.join(MODES)}")
@@ -62,6 +63,7 @@ def rejection_mask(
 
     Raises ValueError unless 0 <= low < high, and on another level.
     """
+    check_tokens("rejection_mask", old_T=old_T, rollout_T=rollout_T, mask_T=mask_T, row_T=row_T)
     _check_bounds(low, high)
     raw_T = _ratios(old_T.detach(), rollout_T.detach(), mask_T, row_T, rows, level)
     return ((raw_T >= low) & (raw_T <= high)).to(old_T.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.surrogates import LOG_RATIO_LIMIT, ratio
+from slimectl.algorithms.surrogates import LOG_RATIO_LIMIT, check_tokens, ratio
 
 LOW_VAR_LIMIT = 10.0
 KINDS = ("k1", "k2", "k3", "low_var_kl")
@@ -23,6 +23,7 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor
 
     Raises ValueError on another kind.
     """
+    check_tokens("kl_estimate", logprobs_T=logprobs_T, ref_logprobs_T=ref_logprobs_T)
     r_T = logprobs_T - ref_logprobs_T.detach()
     if kind == "k1":
         return r_T

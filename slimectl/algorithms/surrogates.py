@@ -11,6 +11,19 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 
 
+def check_tokens(function: str, **tensors: Tensor) -> None:
+    """Raises ValueError unless the tensors are [T] of one length: others would broadcast to a wrong loss in silence.
+
+    >>> check_tokens("ppo_clip", logprobs_T=torch.zeros(2), advantages_T=torch.zeros(2, 1))
+    Traceback (most recent call last):
+    ValueError: ppo_clip: logprobs_T [2], advantages_T [2, 1]: not one dimension of the same length
+    """
+    shapes = [tensor.shape for tensor in tensors.values()]
+    if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
+        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"{function}: {listed}: not one dimension of the same length")
+
+
 def ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     """Return exp(logp - old), the probability ratio of each token; [T].
 
@@ -79,6 +92,7 @@ def cispo_loss(
 
     CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4: only the weight is clipped, so every token keeps its gradient.
     """
+    check_tokens("cispo_loss", logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     with torch.no_grad():
         ratio_T = ratio(logprobs_T, old_logprobs_T)
         weight_T = ratio_T.clamp(1 - low, 1 + high)
@@ -94,6 +108,7 @@ def sapo_loss(
     SAPO, Qwen 2025, arXiv:2511.20347: a gate that closes softly on either side of 1, where its slope is 1. `tau` is
     `tau_pos` for A > 0, else `tau_neg`: a larger one closes faster.
     """
+    check_tokens("sapo_loss", logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     return -4 / tau_T * torch.sigmoid(tau_T * (ratio(logprobs_T, old_logprobs_T.detach()) - 1)) * advantages_T
 
@@ -101,6 +116,7 @@ def sapo_loss(
 def _branches(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
+    check_tokens("ppo_clip", logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
     if not 0 < low <= 1:
         raise ValueError(f"low is {low}, must be in (0, 1]")
     if high <= 0:
@@ -111,6 +127,7 @@ def _branches(
 
 def row_means(values_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
     """Return the mean of each row over its unmasked tokens, at every token of the row; [T]; 0 for a masked row."""
+    check_tokens("row_means", values_T=values_T, mask_T=mask_T, row_T=row_T)
     sums = values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
     counts = values_T.new_zeros(rows).index_add(0, row_T, mask_T.to(values_T.dtype))
     return (sums / counts.clamp(min=1))[row_T]
@@ -141,6 +158,7 @@ def gmpo_loss(
     GMPO, Zhao et al. 2025, arXiv:2507.20673: bounds are on the log-ratio, [-low, high], and apply on the side
     to which the advantage pushes. Advantages must be equal within a row.
     """
+    check_tokens("gmpo_loss", logprobs_T=logprobs_T, old_T=old_T, advantages_T=advantages_T)
     log_ratio_T = logprobs_T - old_T.detach()
     bounded_T = torch.where(advantages_T < 0, log_ratio_T.clamp(min=-low), log_ratio_T.clamp(max=high))
     clipped_T = ((bounded_T != log_ratio_T) & (advantages_T != 0)).to(logprobs_T.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.surrogates import check_tokens
 from slimectl.errors import SettingsError
 from slimectl.types import Loss, TokenBatch
 
@@ -21,6 +22,7 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
     Schulman et al. 2015, arXiv:1506.02438, eq. 16. Value and advantage after the last token are 0: it is terminal.
     The returns on which a critic is trained are A + V.
     """
+    check_tokens("generalized_advantages", rewards_T=rewards_T, values_T=values_T)
     advantages_T = torch.empty_like(rewards_T)
     advantage = value_after = rewards_T.new_zeros(())
     for t in range(len(rewards_T) - 1, -1, -1):
@@ -34,6 +36,7 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, cl
 
     PPO's value clipping, as in the authors' code (Schulman et al. 2017, arXiv:1707.06347; github.com/openai/baselines).
     """
+    check_tokens("clipped_value_loss", values_T=values_T, old_T=old_T, returns_T=returns_T)
     unclipped_T = (values_T - returns_T).square()
     clipped_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
     return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).to(values_T.dtype)
@@ -69,9 +72,9 @@ class ValueLoss:
         return False
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.of(pack.logprobs_T, pack)
+        return self.from_values(pack.logprobs_T, pack)
 
-    def of(self, values_T: Tensor, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def from_values(self, values_T: Tensor, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of the values [T], which carry the gradient."""
         if pack.values_T is None or pack.returns_T is None:
             raise SettingsError("a value loss needs values and returns; train with algorithm.name ppo")
@@ -109,6 +112,6 @@ class PolicyAndValueLoss:
         if pack.predicted_T is None:
             raise SettingsError('algorithm.critic: this trainer has no value head on its policy; set it to "separate"')
         loss, metrics = self.policy(pack)
-        value, value_metrics = self.value.of(pack.predicted_T, pack)
+        value, value_metrics = self.value.from_values(pack.predicted_T, pack)
         value_metrics = {f"critic-{name}": part for name, part in {"loss": value.detach(), **value_metrics}.items()}
         return loss + self.coef * value, metrics | value_metrics

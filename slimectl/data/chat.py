@@ -45,9 +45,9 @@ def located(prompt: Prompt) -> Iterator[None]:
     try:
         yield
     except RecordError as error:
-        if not prompt.where:
+        if not prompt.source_location:
             raise
-        raise RecordError(f"{prompt.where}: {error}") from error
+        raise RecordError(f"{prompt.source_location}: {error}") from error
 
 
 def following(tokenizer: Any, messages: Chat, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:

@@ -92,7 +92,7 @@ def _chat_preference(location: str, base: Prompt, has_prompt: bool, chosen: Chat
 
 
 def _side(key: str, base: Prompt, text: str | Chat, label: str | None = None) -> Prompt:
-    return replace(base, text=text, label=label, where=f"{base.where}: {key}")
+    return replace(base, text=text, label=label, source_location=f"{base.source_location}: {key}")
 
 
 def _full_chat(location: str, key: str, prompt: Chat, answer: Chat) -> Chat:

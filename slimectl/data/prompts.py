@@ -164,7 +164,7 @@ def prompt_of(row: Row, index: int, keys: Keys, *, has_prompt: bool = True) -> P
     """Convert a row to a prompt, with empty text unless `has_prompt`. Raises RecordError with the source location."""
     location, value = row
     if isinstance(value, Prompt):
-        return replace(value, index=index, where=location)
+        return replace(value, index=index, source_location=location)
     if not isinstance(value, dict):
         raise RecordError(f"{location}: expected an object, got {shown(value)}")
     if has_prompt and keys.input not in value:
@@ -177,7 +177,7 @@ def prompt_of(row: Row, index: int, keys: Keys, *, has_prompt: bool = True) -> P
         index=index,
         metadata=_read_column(location, keys.metadata, value, _metadata),
         tools=_read_column(location, keys.tool, value, _tools),
-        where=location,
+        source_location=location,
     )
 
 

@@ -58,6 +58,9 @@ class Keys:
         return dict(self.by_url).get(url.rstrip("/")) or self.admin_api_key or self.api_key
 
 
+NO_KEYS = Keys()
+
+
 def new_key() -> str:
     """Generate a random key."""
     return remember(secrets.token_urlsafe(KEY_BYTES))

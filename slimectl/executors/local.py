@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from slimectl.data.streams import prefetch
 from slimectl.executors.rank_group import LocalRanks
-from slimectl.executors.rank_process import Serve
+from slimectl.protocols import Serve
 from slimectl.stdio import log_to_stderr
 
 Item = TypeVar("Item")

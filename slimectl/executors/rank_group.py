@@ -20,7 +20,8 @@ from typing import Any
 
 from slimectl.errors import DiedError
 from slimectl.executors.logs import attach_log_tail, log_files, redirect, tail
-from slimectl.executors.rank_process import LOCALHOST, RankInfo, RankPipe, Serve, host_store, run_rank
+from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
+from slimectl.protocols import Serve
 
 GRACE_S = 10.0
 """Seconds that ranks get to answer after another has failed, or to exit after a request to."""
@@ -193,7 +194,7 @@ def _rank(serve: Serve, build: Callable[[], Any], seat: RankInfo, pipe: Connecti
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     redirect(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    run_rank(serve, build, RankPipe(pipe, seat.rank), seat)
+    run_rank(serve, build, ConnectionPipe(pipe, seat.rank), seat)
     # At once: destroying a group whose other ranks are stuck or gone would wait for them.
     os._exit(0)
 

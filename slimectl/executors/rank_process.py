@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SlimectlError
+from slimectl.protocols import RankPipe, Serve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 LOCALHOST = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
-
-Serve = Callable[[Callable[[], Any], "RankPipe"], None]
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class RankInfo:
     address: str = LOCALHOST
 
 
-class RankPipe:
-    """Receives requests and sends answers of `serve`. Ends the rank, quietly, when the driver is gone."""
+class ConnectionPipe:
+    """protocols.RankPipe over a connection. Ends the rank, quietly, when the driver is gone."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection, self._rank = connection, rank

@@ -146,7 +146,7 @@ class UserRollout:
                 "data_source": source,
                 "evaluation": evaluation,
                 "generate": self._generate,
-                "attempt": self._attempts.rest,
+                "attempt": self._attempts.complete,
                 "sampling_params": self._params,
                 "tokenizer": self._attempts.tokenizer,
             }

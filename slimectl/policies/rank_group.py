@@ -6,26 +6,14 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Executor, NamedTensors, Policy
+from slimectl.protocols import Executor, NamedTensors, Policy, RankPipe
 from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class RankPipe(Protocol):
-    """A rank's end of the pipe to its driver."""
-
-    def recv_bytes(self) -> bytes: ...
-
-    def part(self, value: Any) -> None: ...
-
-    def done(self, value: Any) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
 
 
 class DistributedPolicy:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
+from slimectl.errors import SettingsError
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.rewards.http import HttpClient
+    from slimectl.transport.client import HttpClient
 
 SHOWN = 60
 """Length in characters to which explanations shorten quoted text."""
@@ -122,9 +123,15 @@ class Remote(Verifier):
     async def asked(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]: ...
 
     def explain(self, sample: Sample) -> Grade:
-        from slimectl.rewards.http import run_sync
+        from slimectl.transport.client import run_sync
 
         return run_sync(lambda asker: self.asked([sample], asker))[0]
+
+
+def check_url(url: str) -> None:
+    """Raise SettingsError if `url` is not an HTTP address."""
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"score.rm_options.url: {url!r} is no address; write http://HOST:PORT/PATH")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

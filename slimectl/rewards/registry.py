@@ -16,7 +16,7 @@ from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, last_boxed, mi
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.rewards.http import HttpClient
+    from slimectl.transport.client import HttpClient
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import redact_text
-from slimectl.rewards.base import Grade, Remote, is_number
-from slimectl.rewards.http import HttpClient, RetryPolicy, check_url
+from slimectl.rewards.base import Grade, Remote, check_url, is_number
+from slimectl.transport.client import HttpClient, RetryPolicy
 from slimectl.types import Sample
 
 

@@ -18,7 +18,7 @@ from slimectl.rewards.base import Grade, Verifier
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.rewards.http import HttpClient
+    from slimectl.transport.client import HttpClient
 
 WHERE = "score.rm_options"
 LOADING_S = 120.0

@@ -107,7 +107,7 @@ class GroupGenerator:
     sample, the number of its round (`rollout_id`, where it is known) and whether this is an evaluation. `agent_at`
     loads the agent of a sample that names its own (`generate_function_path`).
 
-    While `breaking_off` is set, running samples are interrupted, to be resumed later. An interrupted sample keeps its
+    While `interrupting` is set, running samples are interrupted, to be resumed later. An interrupted sample keeps its
     tokens if its agent is resumable (`agent.resumes` is true, as of a single turn); other samples start over.
     """
 
@@ -117,7 +117,7 @@ class GroupGenerator:
     agent: Agent = single_turn
     params: SamplingParams | None = None
     evaluation: bool = False
-    breaking_off: bool = False
+    interrupting: bool = False
     on_sample: SampleHook | None = None
     agent_at: Callable[[str], Agent] | None = None
     rollout_id: int | None = None
@@ -157,9 +157,9 @@ class GroupGenerator:
 
     async def group(self, prompt: Prompt) -> list[Sample]:
         """Generate all answers to one prompt."""
-        return await self.rest(self.begun(prompt))
+        return await self.complete(self.new_group(prompt))
 
-    def begun(self, prompt: Prompt) -> list[Sample]:
+    def new_group(self, prompt: Prompt) -> list[Sample]:
         """Return the empty samples of one prompt: n_samples_per_prompt of them, prompt tokens only."""
         tokens, n = self.prompt_tokens(prompt), self.settings.n_samples_per_prompt
         return [
@@ -174,7 +174,7 @@ class GroupGenerator:
             for i in range(n)
         ]
 
-    async def rest(self, group: list[Sample]) -> list[Sample]:
+    async def complete(self, group: list[Sample]) -> list[Sample]:
         """Generate the unfinished samples of a group; finished ones stay as they are."""
 
         async def finish(sample: Sample) -> list[Sample]:
@@ -213,13 +213,13 @@ class GroupGenerator:
                 sample.metadata["error"] = redact_text(f"{type(error).__name__}: {error}")
             outputs = samples
         if session.aborted:
-            if snapshot is not None and self.breaking_off and not getattr(agent, "resumes", agent is single_turn):
+            if snapshot is not None and self.interrupting and not getattr(agent, "resumes", agent is single_turn):
                 for sample in snapshot:
                     sample.status = Status.ABORTED
                 return snapshot
             outputs[0].status = outputs[-1].status = Status.ABORTED
         outputs = session.attach_versions(outputs)
-        if self.on_sample is None or (session.aborted and self.breaking_off):
+        if self.on_sample is None or (session.aborted and self.interrupting):
             return outputs
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
@@ -260,7 +260,7 @@ class _GenerationSession:
         self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
 
     async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
-        if self._attempts.breaking_off:  # interrupted between two turns: the next one is not started
+        if self._attempts.interrupting:  # interrupted between two turns: the next one is not started
             self.aborted = True
             return Completion([], [], "", "abort")
         context = self._attempts.context

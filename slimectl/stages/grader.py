@@ -14,10 +14,10 @@ from slimectl.data.records import refused_path
 from slimectl.data.streams import batched
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import Grade, Verifier, known_types, takes_url, verifier, weighted
-from slimectl.rewards.http import HttpClient, run_sync
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.secret import revealed_score
+from slimectl.transport.client import HttpClient, run_sync
 from slimectl.types import Sample, Status
 
 

@@ -30,39 +30,39 @@ class InFlightGroups:
         """Index of the oldest group's prompt."""
         return next(iter(self._tasks.values()))
 
-    def begin(self, prompt: Prompt) -> None:
-        self._submit(self.attempts.group(prompt), prompt.index)
+    def submit(self, prompt: Prompt) -> None:
+        self._start(self.attempts.group(prompt), prompt.index)
 
-    def go_on(self, group: Group) -> None:
+    def resume(self, group: Group) -> None:
         """Resume a group that was interrupted."""
-        self._submit(self.attempts.rest(group), group[0].group_index)
+        self._start(self.attempts.complete(group), group[0].group_index)
 
-    def _submit(self, work: Coroutine[Any, Any, Group], index: int) -> None:
+    def _start(self, work: Coroutine[Any, Any, Group], index: int) -> None:
         self._tasks[self._loop.create_task(work)] = index
 
-    def oldest(self) -> Group:
+    def wait_oldest(self) -> Group:
         """Wait for the oldest group and return it."""
         task = next(iter(self._tasks))
         del self._tasks[task]
         return run_to_end(self._loop, task)
 
-    def first(self) -> Group:
+    def wait_any(self) -> Group:
         """Wait for the first group to finish and return it; the oldest of several."""
         run_to_end(self._loop, asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED))
         task = next(task for task in self._tasks if task.done())
         del self._tasks[task]
         return task.result()
 
-    def break_off(self) -> list[Group]:
+    def interrupt(self) -> list[Group]:
         """Interrupt all groups and return them as they are, to be resumed later."""
-        self.attempts.breaking_off = True
+        self.attempts.interrupting = True
         try:
             tasks, self._tasks = list(self._tasks), {}
             if tasks:
                 self._loop.run_until_complete(self.attempts.engine.abort())
             return [run_to_end(self._loop, task) for task in tasks]
         finally:
-            self.attempts.breaking_off = False
+            self.attempts.interrupting = False
 
     def close(self) -> None:
         """Cancel all groups in flight, so that neither the engine nor the event loop keeps them."""

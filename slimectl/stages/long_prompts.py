@@ -69,8 +69,8 @@ def drop_long(
         reason = fault
         name_dropped(prompt, reason)
         on_dropped(prompt)
-        dropped[prompt.where] += 1
-        repeats = prompt.where and not mixed and dropped[prompt.where] >= MOST_EPOCHS
+        dropped[prompt.source_location] += 1
+        repeats = prompt.source_location and not mixed and dropped[prompt.source_location] >= MOST_EPOCHS
         if repeats or dropped.total() == MOST_IN_A_ROW:
             raise all_too_long(dropped.total(), reason)
     if from_start and dropped:
@@ -79,7 +79,7 @@ def drop_long(
 
 def name_dropped(prompt: Prompt, reason: str) -> None:
     """Log the dropped prompt and the reason once per prompt; after a few, that there are more."""
-    name = prompt.where or f"prompt {prompt.index}"
+    name = prompt.source_location or f"prompt {prompt.index}"
     if name in _named or len(_named) > NAMED:
         return
     _named.add(name)

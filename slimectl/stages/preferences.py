@@ -82,7 +82,7 @@ def build_preference_batch(
         for members in pairs:
             better, worse = (group[i] for i in members)
             # Sample numbers of a run fit into 32 bits; the number of a pair holds both.
-            pair = better.execution << PAIR_BITS | worse.execution
+            pair = better.trajectory_id << PAIR_BITS | worse.trajectory_id
             batch.rows += [_row(sample, algorithm) for sample in (better, worse)]
             batch.executions += [pair, pair]
     return batch, metrics

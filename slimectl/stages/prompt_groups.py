@@ -37,14 +37,14 @@ class PromptSource:
         """Submit one more group; False at the end of the prompts."""
         prompt = self._next()
         if prompt is not None:
-            in_flight.begin(prompt)
+            in_flight.submit(prompt)
         return prompt is not None
 
     def get_samples(self, n: int) -> list[Group]:
         groups = self._state.buffer[:n]
         del self._state.buffer[:n]
         while len(groups) < n and (prompt := self._next()) is not None:
-            groups.append(self._attempts.begun(prompt))
+            groups.append(self._attempts.new_group(prompt))
         return groups
 
     def add_samples(self, groups: list[Group]) -> None:
@@ -104,7 +104,7 @@ class UserDataSource:
     def begin(self, in_flight: InFlightGroups) -> bool:
         group = self._next_group()
         if group is not None:
-            in_flight.go_on(group)
+            in_flight.resume(group)
         return group is not None
 
     def get_samples(self, n: int) -> list[Group]:

@@ -56,9 +56,9 @@ def rollout(
     try:
         while groups.begin(in_flight):
             if len(in_flight) >= limit:
-                yield from in_flight.oldest()
+                yield from in_flight.wait_oldest()
         while len(in_flight):
-            yield from in_flight.oldest()
+            yield from in_flight.wait_oldest()
     finally:
         in_flight.close()
 

@@ -161,7 +161,7 @@ class RoundScheduler:
             self._submit_groups(collected, self._size)
             if not self.in_flight:
                 return
-            yield from self.in_flight.oldest()
+            yield from self.in_flight.wait_oldest()
 
     def _fill_round(self) -> list[Sample]:
         buffered = self._hooks.take_from_buffer(self.state.buffer, self._size, self.state.rounds + 1)
@@ -170,14 +170,14 @@ class RoundScheduler:
         for group in buffered:
             if not _is_done(group):
                 self._resumed_samples += sum(sample.status in UNFINISHED for sample in group)
-                self.in_flight.go_on(copy.deepcopy(group))
+                self.in_flight.resume(copy.deepcopy(group))
         required = self._oversampling_size
         while len(collected) < self._size:
             self._submit_groups(len(collected), required)
             required = self._size  # beyond the first, one more for each that is dropped
             if not self.in_flight:
                 break
-            group = self.in_flight.first() if self._partial else self.in_flight.oldest()
+            group = self.in_flight.wait_any() if self._partial else self.in_flight.wait_oldest()
             if self._passes_filter(group := self.graded(group), len(collected)):
                 collected.append(group)
         self.state.buffer[:0] = collected[self._size :]
@@ -200,9 +200,9 @@ class RoundScheduler:
         if self._rounds_ahead:
             return
         if self._partial:
-            self.state.buffer += self.in_flight.break_off()
+            self.state.buffer += self.in_flight.interrupt()
         while self.in_flight:
-            group = self.graded(self.in_flight.oldest())
+            group = self.graded(self.in_flight.wait_oldest())
             if self._passes_filter(group, self._size):
                 self.state.buffer.append(group)
 

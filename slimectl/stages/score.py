@@ -14,9 +14,9 @@ from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
-from slimectl.rewards.http import HttpClient
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import BatchedReward, Grader, as_batched, worker_count
+from slimectl.transport.client import HttpClient
 from slimectl.types import Sample, Status, TrainingSample
 from slimectl.user_code import in_one_line
 

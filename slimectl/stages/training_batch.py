@@ -43,7 +43,7 @@ def build_training_batch(
     ages = [_age(sample, version) for sample in samples]
     fresh, metrics = _select_fresh(answered, ages, settings.run.max_staleness)
     if Need.GROUPS in algorithm.needs:
-        _require_groups(algorithm.name, [(sample.group_index, sample.execution) for sample in samples])
+        _require_groups(algorithm.name, [(sample.group_index, sample.trajectory_id) for sample in samples])
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
     batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)
     if rewards is not None and len(samples) == count:
@@ -55,7 +55,7 @@ def build_sft_batch(
     samples: Sequence[Sample], algorithm: Sft, reward_key: str | None, shaped: Sequence[float] | None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return a row for every demonstration."""
-    return TrainingBatch([_row(sample) for sample in samples], [sample.execution for sample in samples]), {}
+    return TrainingBatch([_row(sample) for sample in samples], [sample.trajectory_id for sample in samples]), {}
 
 
 def build_policy_batch(
@@ -89,7 +89,7 @@ def build_policy_batch(
             row = _row(sample)
             row.old_log_probs = row.rollout_log_probs if algorithm.use_rollout_logprobs else None
             batch.rows.append(row)
-            batch.executions.append(sample.execution)
+            batch.executions.append(sample.trajectory_id)
             batch.positions.append(i)
     return batch, metrics
 

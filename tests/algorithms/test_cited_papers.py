@@ -21,6 +21,7 @@ OURS = {
     "TrainingBatch": "a record",
     "LinearizedLoss": "the chain rule",
     "group_by_prompt": "our own sharing of prompts",
+    "check_tokens": "a check of shapes",
     "count_failures": "a count",
     "zero_std_groups": "a count",
     "assign_to_ranks": "karmarkar_karp has the method",

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimectl.algorithms.surrogates import cispo_loss, clip_fraction, ppo_clip, ratio, ratio_bound_metrics
+from slimectl.algorithms.surrogates import (
+    check_tokens,
+    cispo_loss,
+    clip_fraction,
+    ppo_clip,
+    ratio,
+    ratio_bound_metrics,
+)
 
 
 def logs(*ratios):
@@ -99,3 +106,12 @@ def test_loss_is_never_below_the_unclipped_and_its_gradient_vanishes_where_clipp
     assert loss_T.item() >= -math.exp(log_ratio) * advantage - 1e-9
     if clip_fraction(logprobs_T, zeros(1), advantages_T, low=low, high=high).item():
         assert logprobs_T.grad.item() == 0.0
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    column_T1 = torch.ones(3, 1, dtype=torch.float64)  # [T] - [T, 1] is [T, T]: nine losses of three tokens
+    with pytest.raises(ValueError, match=r"ppo_clip: .*advantages_T \[3, 1\]: not one dimension of the same length"):
+        ppo_clip(zeros(3), zeros(3), column_T1, low=0.2, high=0.2)
+    with pytest.raises(ValueError, match=r"cispo_loss: logprobs_T \[3\], old_logprobs_T \[1\]"):
+        cispo_loss(zeros(3), zeros(1), zeros(3), low=0.2, high=0.2)
+    check_tokens("loss", logprobs_T=zeros(0), weights_T=zeros(0))  # a pack without response tokens

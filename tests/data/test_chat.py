@@ -65,9 +65,9 @@ def test_an_argument_that_the_template_does_not_read_is_refused():
 
 def test_errors_say_where_the_prompt_stands():
     with pytest.raises(RecordError, match=r"^p\.jsonl:3: prompt: the chat template refuses this chat: no"):
-        render(Prompt(TURNS, where="p.jsonl:3"), tokenizer("{{ raise_exception('no') }}"))
+        render(Prompt(TURNS, source_location="p.jsonl:3"), tokenizer("{{ raise_exception('no') }}"))
     with pytest.raises(RecordError, match=r"^p\.jsonl:4: prompt: half of a surrogate pair at character 2"):
-        render(Prompt("é\ud83d", where="p.jsonl:4"), tokenizer())
+        render(Prompt("é\ud83d", source_location="p.jsonl:4"), tokenizer())
 
 
 def test_what_follows_an_answer_that_the_template_hides_is_refused():

@@ -99,7 +99,7 @@ def test_keys_are_named_by_settings(tmp_path: Path):
     given = open_prompts([str(path)], input_key="q", label_key="a", metadata_key="m", tool_key="t")
     (prompt,) = given
     assert prompt == Prompt(text=row["q"], label=2, metadata={"k": 1}, tools=[tool])
-    assert prompt.where == f"{path}:1"
+    assert prompt.source_location == f"{path}:1"
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def test_a_pause_costs_nothing_but_time(retract: bool, make_engine: Make) -> Non
     expected = answer(engine, FREE)
 
     def pause() -> None:
-        engine.hold("pause", retract=retract)
+        engine.pause("pause", retract=retract)
         steps = engine.stats.steps
         asyncio.get_running_loop().call_later(0.05, lambda: (rested.append(engine.stats.steps - steps), resume()))
 
     def resume() -> None:
-        engine.go_on("pause")
+        engine.resume("pause")
 
     rested: list[int] = []
     prefilled = engine.stats.prefill_tokens
@@ -82,9 +82,9 @@ def test_retracted_answers_see_the_new_weights_from_their_first_token_on(
 
     def push(retract: bool) -> Callable[[], None]:
         def pushed() -> None:
-            engine.hold("pause", retract=retract)
+            engine.pause("pause", retract=retract)
             engine.load_weights(changed.items(), version="1")
-            engine.go_on("pause")
+            engine.resume("pause")
 
         return pushed
 

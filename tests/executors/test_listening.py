@@ -11,7 +11,8 @@ from typing import Any
 from executors.listeners import listen_addresses
 
 from slimectl.executors.local import LocalExecutor
-from slimectl.executors.rank_process import RankPipe, host_store
+from slimectl.executors.rank_process import host_store
+from slimectl.protocols import RankPipe
 from slimectl.weight_sync.distributed import _host_store
 
 

@@ -135,7 +135,7 @@ def shuffled(samples: list[Sample], seed: int = 1) -> list[Sample]:
     draw = random.Random(seed)
     groups: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
-        groups.setdefault(sample.group_index, {}).setdefault(sample.execution, []).append(sample)
+        groups.setdefault(sample.group_index, {}).setdefault(sample.trajectory_id, []).append(sample)
     made = []
     for group in draw.sample(list(groups), len(groups)):
         executions = list(groups[group].values())

@@ -13,10 +13,11 @@ from graders import grading, says
 
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.executors.local import LocalExecutor
-from slimectl.rewards import http, verifier, weighted
-from slimectl.rewards.http import HttpClient
+from slimectl.rewards import verifier, weighted
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
+from slimectl.transport import client as http
+from slimectl.transport.client import HttpClient
 from slimectl.types import Sample, Status
 
 SAMPLE = Sample(index=3, prompt="1+1=", response="2", label="2")
@@ -111,7 +112,7 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
     [
         (web.Response(status=503, text="too  busy\n"), 2, r"answered 503: too busy \(2 tries, 0 s\)"),
         (web.json_response({"error": {"message": "no model"}}, status=400), 1, r"answered 400: no model \(1 try"),
-        (web.Response(status=302, headers={"Location": "/"}), 1, "answered 302: nothing"),
+        (web.Response(status=302, headers={"Location": "/"}), 1, "answered 302: no reason given"),
         (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
         (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
         (web.Response(text="NaN"), 1, "answered 'nan' for sample 3; a number or an object is expected"),

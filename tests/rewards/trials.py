@@ -17,9 +17,9 @@ from test_instructions import IFBENCH, IFEVAL
 
 from slimectl.errors import BackendError
 from slimectl.rewards import Verifier, known_types, verifier, weighted
-from slimectl.rewards.http import run_sync
 from slimectl.rewards.judge import Judge
 from slimectl.rewards.remote import RemoteRm
+from slimectl.transport.client import run_sync
 from slimectl.types import Sample
 
 TIMEOUT_S = 5.0

@@ -73,7 +73,7 @@ def test_an_infinite_log_probability_of_a_sample_is_named(model_dir: ModelDir):
 def test_damaged_weights_stop_before_the_update_and_no_sample_is_blamed(model_dir: ModelDir, name: str):
     trained = policy(model_dir("llama"))
     trained.masters.tensors["model.norm.weight"].data.fill_(math.nan)
-    trained.masters.publish()
+    trained.masters.copy_to_model()
     before = trained.optimizer.state_dict()["state"]
     with pytest.raises(
         DivergedError, match=r"the loss is nan \(no single sample is to blame, as .* none of the [24] are"
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(model_dir: ModelDir):
 def test_preferences_of_damaged_weights_stop_too(model_dir: ModelDir, name: str):
     trained = policy(model_dir("llama"), FsdpCritic if name == "reward_model" else FsdpPolicy)
     trained.masters.tensors["model.norm.weight"].data.fill_(math.nan)
-    trained.masters.publish()
+    trained.masters.copy_to_model()
     critic = trained if name == "reward_model" else None
     with pytest.raises(DivergedError, match=r"round 1, step 1: the pairs' train/loss is nan"):
         list(train(GOOD, trained, settings(algorithm={"name": name}), critic=critic))
@@ -127,7 +127,7 @@ def test_preferences_of_damaged_weights_stop_too(model_dir: ModelDir, name: str)
 def test_the_critic_of_ppo_stops_before_the_policy_learns(model_dir: ModelDir):
     trained, critic = policy(model_dir("llama")), policy(model_dir("llama"), FsdpCritic)
     critic.masters.tensors["model.norm.weight"].data.fill_(math.nan)
-    critic.masters.publish()
+    critic.masters.copy_to_model()
     words = refused(GOOD, trained, settings(algorithm={"name": "ppo"}), critic=critic)
     assert words.startswith("round 1, step 1: ")
     assert "no single sample is to blame" in words

@@ -38,7 +38,7 @@ def prompts(*counts: int, epochs: int = 1) -> Iterator[Prompt]:
     """Prompts of so many tokens, each asking for one token of an answer."""
     for i in range(len(counts) * epochs):
         line, count = i % len(counts), counts[i % len(counts)]
-        yield Prompt("a" * (count - 1) + "\x01", label="", index=i, where=f"p.jsonl:{line + 1}")
+        yield Prompt("a" * (count - 1) + "\x01", label="", index=i, source_location=f"p.jsonl:{line + 1}")
 
 
 def sampled(*counts: int, evaluation: bool = False, agent: Any = None, **given: Any) -> list[Sample]:
@@ -151,14 +151,14 @@ def test_demonstrations_and_preferences_that_are_longer_than_the_context_are_lef
         eos_token_id = 0
 
     def row(i: int, text: str, label: str) -> Prompt:
-        return Prompt(text, label=label, index=i, where=f"d.jsonl:{i + 1}")
+        return Prompt(text, label=label, index=i, source_location=f"d.jsonl:{i + 1}")
 
     dropped: list[Prompt] = []
     rows = [row(0, "abc", "123456"), row(1, "abc", "1234567"), row(2, "abcdef", "1")]
     chosen = RolloutSettings(max_prompt_len=5)
     made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, left_out=dropped.append))
     assert [(sample.index, len(sample.tokens)) for sample in made] == [(0, 10)]
-    assert [prompt.where for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
+    assert [prompt.source_location for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
     with pytest.raises(RecordError, match="all 1 prompts read are too long"):
         list(demonstrations([row(0, "abc", "1234567")], Tokens(), RolloutSettings(), context=CONTEXT))
     pairs = [Preference(rows[0], rows[1], 0), Preference(rows[0], row(0, "abc", "1"), 0)]

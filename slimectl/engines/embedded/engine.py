@@ -74,7 +74,7 @@ class EmbeddedEngine:
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
         self._intake = WeightLoader(self._model.weights)
-        self._holds: dict[str, float] = {}  # since when
+        self._pauses: dict[str, float] = {}  # since when
         self._loader_waits = False
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
@@ -98,18 +98,18 @@ class EmbeddedEngine:
         return self._intake.usable
 
     @property
-    def held(self) -> bool:
-        return bool(self._holds)
+    def paused(self) -> bool:
+        return bool(self._pauses)
 
     @property
-    def held_since(self) -> float | None:
-        """Start of the longest hold, by time.monotonic; None without one."""
-        return min(list(self._holds.values()), default=None)
+    def paused_since(self) -> float | None:
+        """Start of the longest pause, by time.monotonic; None without one."""
+        return min(list(self._pauses.values()), default=None)
 
     @property
-    def holds(self) -> list[str]:
+    def pause_reasons(self) -> list[str]:
         """Reasons why no step is taken."""
-        return list(self._holds)
+        return list(self._pauses)
 
     @property
     def running(self) -> int:
@@ -165,7 +165,7 @@ class EmbeddedEngine:
         with self._lock, torch.inference_mode():
             if not self._intake.whole:
                 raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
-            values = self._model.given([tuple(tokens) for tokens in sequences], list(starts))
+            values = self._model.sequence_log_probs([tuple(tokens) for tokens in sequences], list(starts))
         if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
             raise non_finite_error(self.weight_version)
         return values
@@ -190,16 +190,16 @@ class EmbeddedEngine:
         await self.abort()
         self.free()
 
-    def hold(self, reason: str, *, retract: bool = False) -> None:
-        """Take no step until `go_on(reason)`; running sequences keep their keys and values, unless `retract`."""
-        self._holds.setdefault(reason, time.monotonic())
+    def pause(self, reason: str, *, retract: bool = False) -> None:
+        """Take no step until `resume(reason)`; running sequences keep their keys and values, unless `retract`."""
+        self._pauses.setdefault(reason, time.monotonic())
         if retract:
             with self._lock:
                 self._runner.retract()
 
-    def go_on(self, reason: str) -> None:
-        """Withdraw a hold; called in the event loop that is to drive the engine."""
-        self._holds.pop(reason, None)
+    def resume(self, reason: str) -> None:
+        """End the pause of this reason; called in the event loop that is to drive the engine."""
+        self._pauses.pop(reason, None)
         self._ensure_driver()
 
     def free(self) -> None:
@@ -226,14 +226,14 @@ class EmbeddedEngine:
     def begin_update(self) -> None:
         """Open an update session: tensors until `end_update` are one version; no step is taken between the two."""
         self._apply_weights(self._intake.begin)
-        self.hold("update")
+        self.pause("update")
 
     def end_update(self) -> None:
         """Close the session. Raises CheckpointError if tensors are missing: the engine then has no weights."""
         try:
             self._apply_weights(self._intake.end)
         finally:
-            self.go_on("update")
+            self.resume("update")
 
     def checksums(self, checksum: Callable[[Tensor], str]) -> dict[str, str]:
         """Return a checksum of every tensor as it is stored."""
@@ -249,7 +249,7 @@ class EmbeddedEngine:
 
     def _ensure_driver(self) -> None:
         """Start the driver in the running event loop, unless it runs there already."""
-        if self._holds or not self._runner.scheduler.has_work():
+        if self._pauses or not self._runner.scheduler.has_work():
             return
         loop = asyncio.get_running_loop()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
@@ -257,7 +257,7 @@ class EmbeddedEngine:
 
     async def _drive(self) -> None:
         """Step while there is work; other tasks of the loop run between steps."""
-        while self._runner.scheduler.has_work() and not self._holds:
+        while self._runner.scheduler.has_work() and not self._pauses:
             try:
                 with self._lock:
                     finished = self._step()

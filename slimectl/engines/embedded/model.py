@@ -65,7 +65,7 @@ class Model:
         pieces = torch.split(attend.keys_values, [len(prompt) for prompt in prompts], dim=1)
         return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
 
-    def given(self, sequences: list[tuple[int, ...]], starts: list[int]) -> list[list[float]]:
+    def sequence_log_probs(self, sequences: list[tuple[int, ...]], starts: list[int]) -> list[list[float]]:
         """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence in one pass."""
         _, tokens_N, stream_NE = self._prefill_pass(sequences)
         values: list[list[float]] = []

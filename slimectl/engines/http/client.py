@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.payloads import Forms, buckets
 from slimectl.engines.http.request import PendingRequest
-from slimectl.engines.http.transport import NO_KEYS, Background, get
 from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE, NamedTensors, WeightUpdateClient
+from slimectl.transport.background import Background
+from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
 BUCKET_BYTES = 512 * 2**20

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.engines.http.stream import generate
-from slimectl.engines.http.transport import NO_KEYS, UNREACHABLE, request, short
 from slimectl.errors import BackendError
+from slimectl.transport.answers import backoff_s, short
+from slimectl.transport.http import UNREACHABLE, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0
@@ -41,8 +42,8 @@ class LoadBalancer:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
-    async def take(self, key: int) -> str:
-        """Wait for a server with a free slot and take the slot; `give_back` returns it.
+    async def acquire(self, key: int) -> str:
+        """Wait for a server with a free slot and take the slot; `release` returns it.
 
         Raises the error that was passed to `fail`.
         """
@@ -56,7 +57,7 @@ class LoadBalancer:
             self._changed.clear()
             await self._changed.wait()
 
-    def give_back(self, url: str, *, failed: bool) -> None:
+    def release(self, url: str, *, failed: bool) -> None:
         self._in_flight[url] -= 1
         self._cooldown_until[url] = time.monotonic() + COOLDOWN_S if failed else 0.0
         self._changed.set()
@@ -93,8 +94,8 @@ class LoadBalancer:
         return home
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Bounds of the exponential backoff between tries; each pause is drawn uniformly from zero to the backoff."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+"""Bounds of the backoff between tries."""
 
 PAUSED_S = 2.0
 """Maximum seconds before a paused server is asked again."""
@@ -180,7 +181,7 @@ class Dispatch:
         """
         tries, silent_s, started = 0, 0.0, time.monotonic()
         while True:
-            url = await self.balance.take(flight.key)
+            url = await self.balance.acquire(flight.key)
             try_started = time.monotonic()
             failure = await self._try_server(url, flight)
             if failure is None:
@@ -201,7 +202,7 @@ class Dispatch:
                     f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {short(failure)}; "
                     f"start one with `slimectl serve`"
                 ) from failure
-            pause_s = random.uniform(0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tries))
+            pause_s = backoff_s(tries, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             silent_s += pause_s
             await asyncio.sleep(pause_s)
 
@@ -225,7 +226,7 @@ class Dispatch:
         finally:
             flight.asking = False
             del self._asking[id(flight)]
-            self.balance.give_back(url, failed=failure is not None)
+            self.balance.release(url, failed=failure is not None)
         return failure
 
 

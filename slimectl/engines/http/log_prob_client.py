@@ -8,7 +8,7 @@ from typing import Any
 
 from slimectl.engines.http.api import ServerApi, UnexpectedAnswer
 from slimectl.errors import BackendError, SettingsError
-from slimectl.rewards.http import HttpClient, RetryPolicy
+from slimectl.transport.client import HttpClient, RetryPolicy
 from slimectl.types import TrainingSample
 
 ROWS, TOKENS = 16, 16384

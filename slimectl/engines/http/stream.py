@@ -10,10 +10,9 @@ import aiohttp
 
 from slimectl.engines.http.api import Refused, ServerApi
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
-from slimectl.engines.http.transport import parsed, words_of
 from slimectl.errors import BackendError, SettingsError
+from slimectl.transport.answers import PASSING, error_message, parsed
 
-RETRIED = {429, 500, 502, 503, 504}
 MENDED_BY_ASKING_OTHERWISE = {400, 413, 422}
 
 
@@ -54,10 +53,10 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]
 
 def _refuse(url: str, status: int, body: Any, api: ServerApi) -> None:
     if api.is_paused(status, body):
-        raise Paused(words_of(body))
-    if status in RETRIED:
-        raise Unavailable(f"{status} {words_of(body)}")
+        raise Paused(error_message(body))
+    if status in PASSING:
+        raise Unavailable(f"{status} {error_message(body)}")
     if status in MENDED_BY_ASKING_OTHERWISE:
-        raise SettingsError(f"engine at {url} refuses the request: {words_of(body)}")
+        raise SettingsError(f"engine at {url} refuses the request: {error_message(body)}")
     hint = "; give its key by engine.api_key" if status == 401 else ""
-    raise BackendError(f"engine at {url} answers {status}: {words_of(body)}{hint}")
+    raise BackendError(f"engine at {url} answers {status}: {error_message(body)}{hint}")

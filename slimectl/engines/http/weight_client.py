@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 from torch import Tensor, dtype
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.http.fan_out import Answer, Json, ask, ask_all
 from slimectl.engines.http.payloads import SharedMemoryBlock
-from slimectl.engines.http.transport import NO_KEYS, Answer, Json, ask, ask_all
 
 Body = Json | Callable[[str], Json]
 """Body for all workers, or a function of the URL."""

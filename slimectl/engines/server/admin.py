@@ -35,7 +35,7 @@ async def health_generate(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     service.check_ready()
     engine = service.thread.engine
-    if not (engine.held or engine.running):
+    if not (engine.paused or engine.running):
         wish = GenerationRequest(SamplingParams(temperature=0.0, max_tokens=1))
         rid = f"health-{id(request)}"
         with service.desk.ask([([0], wish)], [rid], rid=rid) as pending:
@@ -104,7 +104,7 @@ async def pause_generation(request: web.Request) -> web.Response:
     engine = service.thread.engine
 
     def pause() -> None:
-        engine.hold("pause", retract=mode == "retract")
+        engine.pause("pause", retract=mode == "retract")
         if mode == "abort":
             engine.end_all()
 
@@ -113,7 +113,7 @@ async def pause_generation(request: web.Request) -> web.Response:
 
 
 async def continue_generation(request: web.Request) -> web.Response:
-    return await _between_steps(request, lambda service: service.thread.engine.go_on("pause"), "Generation continues.")
+    return await _between_steps(request, lambda service: service.thread.engine.resume("pause"), "Generation continues.")
 
 
 async def flush_cache(request: web.Request) -> web.Response:
@@ -126,14 +126,14 @@ async def release_memory_occupation(request: web.Request) -> web.Response:
 
     def release(service: Service) -> None:
         engine = service.thread.engine
-        engine.hold("memory", retract=True)
+        engine.pause("memory", retract=True)
         engine.free()
 
     return await _between_steps(request, release, "Memory released.")
 
 
 async def resume_memory_occupation(request: web.Request) -> web.Response:
-    return await _between_steps(request, lambda service: service.thread.engine.go_on("memory"), "Memory resumed.")
+    return await _between_steps(request, lambda service: service.thread.engine.resume("memory"), "Memory resumed.")
 
 
 async def _between_steps(request: web.Request, act: Callable[[Service], None], message: str) -> web.Response:

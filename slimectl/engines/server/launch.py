@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from slimectl.engines.api_keys import Keys
-from slimectl.engines.http.transport import NO_KEYS
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.supervisor.server_process import ServerProcess
 
 SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")

@@ -16,12 +16,12 @@ from slimectl.engines.server.errors import PAUSED, RequestError
 from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.types import Completion
 
-HOLDS = {
+RESUME_ENDPOINTS = {
     "memory": "/resume_memory_occupation",
     "update": "/end_weight_update",
     "pause": "/continue_generation",
 }
-"""Endpoint that ends each hold of the engine."""
+"""Endpoint that ends each pause of the engine, by its reason."""
 MOST_IN_FLIGHT = 65536
 """Maximum number of answers that run or wait."""
 
@@ -177,19 +177,23 @@ class RequestTable:
 
         Raises nothing; the task that awaits the answer gets Refused.
         """
-        since = self._thread.engine.held_since
+        since = self._thread.engine.paused_since
         if since is None:
             return
         latest = time.monotonic() - longest_s
         for answer in {id(answer): answer for answers in self._by_rid.values() for answer in answers}.values():
             if not answer.done and max(since, answer.begun) < latest:
-                error = RequestError(_paused_message(self._thread.engine.holds, longest_s), status=503, kind=PAUSED)
+                error = RequestError(
+                    _paused_message(self._thread.engine.pause_reasons, longest_s), status=503, kind=PAUSED
+                )
                 answer.sequence.future.set_exception(error)
                 self._thread.end(answer.sequence)
 
 
-def _paused_message(holds: list[str], seconds: float) -> str:
-    way_out = next((HOLDS[hold] for hold in HOLDS if hold in holds), HOLDS["pause"])
+def _paused_message(reasons: list[str], seconds: float) -> str:
+    way_out = next(
+        (RESUME_ENDPOINTS[reason] for reason in RESUME_ENDPOINTS if reason in reasons), RESUME_ENDPOINTS["pause"]
+    )
     return f"the engine has been paused for {seconds:g} s and more; ask again after {way_out}"
 
 

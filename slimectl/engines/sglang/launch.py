@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
-from slimectl.engines.http.transport import NO_KEYS
 from slimectl.engines.sglang.args import BOOTSTRAP, flags, interpreter, router_interpreter
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.redaction import is_secret_name

@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from slimectl.engines.http.transport import Reply, request
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
+from slimectl.transport.http import Reply, request
 
 POLL_S = 0.2
 REPLY_TIMEOUT_S = 10.0

@@ -18,9 +18,8 @@ from typing import Any
 import aiohttp
 from torch import Tensor, dtype
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.payloads import dtype_name
-from slimectl.engines.http.transport import NO_KEYS
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers
 from slimectl.engines.sglang.payloads import flatten, pickled
 

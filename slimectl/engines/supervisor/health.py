@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slimectl.engines.http.transport import get
 from slimectl.errors import BackendError
+from slimectl.transport.http import get
 
 ANSWER_S = 30.0
 RETRY_S = 0.5

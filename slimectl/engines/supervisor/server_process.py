@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slimectl.engines.http.transport import get
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
+from slimectl.transport.http import get
 
 TAIL_BYTES = 256 * 1024
 

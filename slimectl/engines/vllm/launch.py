@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.request import NO_WEIGHTS
-from slimectl.engines.http.transport import NO_KEYS, request
 from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.engines.vllm.args import BOOTSTRAP, flags, interpreter
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
+from slimectl.transport.http import request
 
 STREAM_INTERVAL = 16
 """Tokens per chunk of a stream: chunks of one token cost a CPU its speed, and no user reads them live."""

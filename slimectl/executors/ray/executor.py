@@ -16,7 +16,6 @@ from ray import cloudpickle
 from slimectl.errors import BackendError
 from slimectl.executors.local import map_here
 from slimectl.executors.rank_group import GRACE_S
-from slimectl.executors.rank_process import Serve
 from slimectl.executors.ray.actors import THREADS, Host, ObjectActor, Proxy, hosted_call
 from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, ray
 from slimectl.executors.ray.failures import kill, wait_for_news
@@ -24,6 +23,7 @@ from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
 from slimectl.executors.ray.rank_group import RayRanks, started
 from slimectl.planner.placement import Placement
+from slimectl.protocols import Serve
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

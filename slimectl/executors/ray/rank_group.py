@@ -19,9 +19,10 @@ from ray import cloudpickle
 from slimectl.errors import BackendError, DiedError
 from slimectl.executors.logs import log_files
 from slimectl.executors.rank_group import GRACE_S, RankGroupBase
-from slimectl.executors.rank_process import LOCALHOST, RankInfo, RankPipe, Serve, host_store, run_rank
+from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, is_alive, kill, tail_at
+from slimectl.protocols import RankPipe, Serve
 
 START_S = 300.0
 """Seconds that actors may take to start and to connect to the driver."""
@@ -42,7 +43,7 @@ class RankActor:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(token + struct.pack("!I", seat.rank))
         # Unpickled in there: what cannot be imported here is reported like any other failure to build.
-        run_rank(_serve_pickled, lambda: pickled, RankPipe(Connection(connection.detach()), seat.rank), seat)
+        run_rank(_serve_pickled, lambda: pickled, ConnectionPipe(Connection(connection.detach()), seat.rank), seat)
 
 
 def _serve_pickled(get_pickled: Callable[[], bytes], pipe: RankPipe) -> None:

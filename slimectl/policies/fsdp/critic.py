@@ -107,8 +107,8 @@ class FsdpActorCritic(FsdpPolicy):
         check_value_head(path)
         super().load(path)
         for _, head in read_tensors(path / VALUE_HEAD, {WEIGHT: self.masters.shapes[WEIGHT]}):
-            self.masters.put(head, self.masters.tensors[WEIGHT])
-        self.masters.publish()
+            self.masters.assign(head, self.masters.tensors[WEIGHT])
+        self.masters.copy_to_model()
 
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         return super()._add_modules(hf) | add_head(hf)

@@ -91,7 +91,7 @@ class MasterWeights:
         self.in_checkpoint: list[tuple[str, str]] = []
         """(checkpoint name, parameter name), in checkpoint order."""
         for name, tensor in self.added.items():
-            self.put(tensor, self.tensors[name])
+            self.assign(tensor, self.tensors[name])
 
     def read(self, checkpoint: CheckpointFormat, path: Path) -> None:
         """Fill the masters from a directory. Raises CheckpointError."""
@@ -100,21 +100,21 @@ class MasterWeights:
             if self.copies and parameter not in self.trained:
                 self._load_frozen(parameter, tensor)
             else:
-                self.put(tensor, self.tensors[parameter])
+                self.assign(tensor, self.tensors[parameter])
             order.append((name, parameter))
         loaded = {parameter for _, parameter in order}
         self.in_checkpoint = order + [
             (name, name) for name in self.added if name not in loaded and not is_adapter(name)
         ]
-        self.publish()
+        self.copy_to_model()
 
     def _load_frozen(self, name: str, full: Tensor) -> None:
         compute_copy = self.parameters[name].data
-        self.put(full, compute_copy)
+        self.assign(full, compute_copy)
         exact = torch.equal(compute_copy.to(full.device, full.dtype), full)
         self.tensors[name] = compute_copy if exact else full.to(compute_copy.device, torch.float32, copy=True)
 
-    def put(self, full: Tensor, local: Tensor) -> None:
+    def assign(self, full: Tensor, local: Tensor) -> None:
         """Copy `full`, or this rank's shard of it, into `local`."""
         if self.mesh is not None:
             parts = torch.chunk(full, self.mesh.size(), dim=0)
@@ -123,13 +123,13 @@ class MasterWeights:
         with torch.no_grad():
             local.copy_(full)
 
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Copy the master weights into the model's compute copies."""
         if self.copies and self.trained:
             copies = [self.parameters[name].data for name in self.trained]
             torch._foreach_copy_(copies, list(self.trained.values()))
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Accumulate bfloat16 gradients in float32; called after each backward."""
         if not self.copies:
             return

@@ -152,7 +152,7 @@ class FsdpTrainer:
             else:
                 value, metrics = values_R.sum(), {}
             value.backward()
-            self.masters.collect()
+            self.masters.accumulate()
             pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
             sums = merge_metrics([sums, pack_sums])
         self.model.gives_logits = False
@@ -170,7 +170,7 @@ class FsdpTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            self.masters.publish()
+            self.masters.copy_to_model()
         self.masters.drop_gradients()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
@@ -226,7 +226,7 @@ class FsdpTrainer:
             master = self.masters.tensors[parameter]
             slots = self.optimizer.state[master]
             slots.setdefault(moment, torch.zeros_like(master))
-            self.masters.put(full, slots[moment])
+            self.masters.assign(full, slots[moment])
             slots["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
         self.step = int(state["step"])
         self.masters.drop_gradients()
@@ -241,8 +241,8 @@ class FsdpTrainer:
             self.masters.read(self.checkpoint, base)
             self.base_dir = base
         for name, full in read_adapter(path, self._shapes()):
-            self.masters.put(full, self.masters.tensors[name])
-        self.masters.publish()
+            self.masters.assign(full, self.masters.tensors[name])
+        self.masters.copy_to_model()
 
     def _full_tensor(self, parameter: str) -> Tensor:
         return self._gather(parameter, self.masters.tensors[parameter])

@@ -247,7 +247,7 @@ def load_adapter(path: Path, state: DistributedParameters, links: Iterable[Param
     stream = read_adapter(path, shapes_of(local_links))
     for link in local_links:
         parts = dict(next(stream) for _ in link.hf)
-        state.put(link, PARAM, parts.__getitem__)
+        state.assign(link, PARAM, parts.__getitem__)
 
 
 def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
@@ -257,7 +257,7 @@ def load_moments(path: Path, state: DistributedParameters, updated: Iterable[Par
     for link in local_links:
         for moment in MOMENTS:
             parts = {name: next(stream)[1] for name in link.hf}
-            state.put(link, moment, parts.__getitem__, updates=updates)
+            state.assign(link, moment, parts.__getitem__, updates=updates)
 
 
 def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:

@@ -148,7 +148,7 @@ class Adapters:
             load_adapter(load, state, self.links)
             return
         for link in state.mine(self.links):
-            state.put(link, PARAM, partial(initial, shape=link.shape, seed=seed))
+            state.assign(link, PARAM, partial(initial, shape=link.shape, seed=seed))
 
     def merged(self, state: DistributedParameters, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Stream state.tensors with the adapters merged into the matrices."""

@@ -107,7 +107,7 @@ class DistributedParameters:
     def __init__(
         self, links: Sequence[ParamMapping], local: dict[str, Master], copy: Master | None, device: torch.device
     ) -> None:
-        self.links, self.held, self.copy, self.device = links, local, copy, device
+        self.links, self.local, self.copy, self.device = links, local, copy, device
         self.of_name = {name: link for link in links for name in link.hf}
         self.embedding = next(link.hf[0] for link in links if link.megatron == EMBEDDING)
         local_indices = [i for i, link in enumerate(links) if link.megatron in local]
@@ -119,7 +119,7 @@ class DistributedParameters:
 
     def whole(self, link: ParamMapping, slot: str) -> Tensor:
         """Gather the full parameter, or its moment, in float32 on every rank."""
-        master = self.held.get(link.megatron)
+        master = self.local.get(link.megatron)
         tensor = None if master is None else _gather_shards(link, master.read(slot).float())
         if dist.get_world_size() == 1:
             assert tensor is not None
@@ -155,7 +155,7 @@ class DistributedParameters:
         """Select the links of which this rank holds a part."""
         return [link for link in links if self._local_masters(link)]
 
-    def put(self, link: ParamMapping, slot: str, read: Read, *, updates: int = 0) -> None:
+    def assign(self, link: ParamMapping, slot: str, read: Read, *, updates: int = 0) -> None:
         """Write this rank's part of a parameter or moment; `read(name)` returns a Hugging Face tensor."""
         local_masters = self._local_masters(link)
         if local_masters:
@@ -165,7 +165,7 @@ class DistributedParameters:
                 master.write(slot, part, updates=updates)
 
     def _local_masters(self, link: ParamMapping) -> list[Master]:
-        master = self.held.get(link.megatron)
+        master = self.local.get(link.megatron)
         copies = [self.copy] if self.copy is not None and link.megatron == EMBEDDING else []
         return [*([master] if master is not None else []), *copies]
 

@@ -111,7 +111,7 @@ class MegatronTrainer:
                 " CUDA_VISIBLE_DEVICES= or set train.device to auto"
             )
         parallel.start(self.layout, seed)
-        self.own = user_functions
+        self.user_functions = user_functions
         if user_functions is not None:
             user_functions.begin()
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
@@ -130,7 +130,7 @@ class MegatronTrainer:
         return trained_links(self.links, names) - self._unused_names()
 
     def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
-        provide = None if self.own is None else self.own.provide
+        provide = None if self.user_functions is None else self.user_functions.provide
         bare = model.build(self.architecture, self.layout, provide=provide, **fields)
         self._add_modules(bare)
         links = self.links
@@ -158,7 +158,7 @@ class MegatronTrainer:
         weights = self._open_weights(path)
         self.names = checked_names(weights, self.links, self.carried, self.state.embedding, path)
         for link in self.state.mine(self.links):
-            self.state.put(link, PARAM, weights.get)
+            self.state.assign(link, PARAM, weights.get)
 
     def _extra_links(self) -> list[ParamMapping]:
         """Links of the modules that a subclass adds to the model."""
@@ -221,9 +221,9 @@ class MegatronTrainer:
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """protocols.PreStepHook: call the user's function before an update."""
-        if self.own is not None:
+        if self.user_functions is not None:
             schedule = partial(lr_at, options=self.options)
-            self.own.before_step(
+            self.user_functions.before_step(
                 rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule
             )  # fmt: skip
 

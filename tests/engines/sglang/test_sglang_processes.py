@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from slimectl.engines.http.transport import get
 from slimectl.engines.supervisor.server_process import ServerProcess, error_line
 from slimectl.errors import BackendError
+from slimectl.transport.http import get
 
 SERVER = """
     import http.server, os, subprocess, sys, threading, time

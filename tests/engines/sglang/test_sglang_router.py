@@ -14,12 +14,12 @@ import serving
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.client import HttpEngine
-from slimectl.engines.http.transport import get
 from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.router import Router
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.errors import BackendError
+from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
 PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]

@@ -43,7 +43,7 @@ def test_events_add_up_to_an_answer_that_names_its_weights():
     API.add_event(event([1]), request)
     API.add_event(event([2, 3], "length", **spans("4", "5")), request)
     answer = request.completion()
-    assert (answer.tokens, answer.log_probs, answer.finish) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
+    assert (answer.tokens, answer.log_probs, answer.finish_reason) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
     assert answer.weight_versions == ["4", "5"]
 
 
@@ -62,7 +62,7 @@ def test_a_stop_string_is_asked_for_as_text_and_else_nothing_is_decoded():
     request = pending(stop=("e",))
     API.add_event(event([1, 101], "stop", text="a", stop_reason="e"), request)
     answer = request.completion()
-    assert (answer.text, answer.tokens, answer.finish) == ("a", [1, 101], "stop")
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("a", [1, 101], "stop")
 
 
 def test_no_tokens_are_none_though_vllm_writes_at_least_one():

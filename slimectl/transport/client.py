@@ -1,35 +1,29 @@
-"""HTTP client for reward servers: a shared connection pool, retries with jitter and an overall time limit."""
+"""HTTP client with retries: a shared connection pool, pauses with jitter and an overall time limit."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
-import random
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slimectl.errors import BackendError, SettingsError
+from slimectl.errors import BackendError
+from slimectl.transport.answers import PASSING, backoff_s, error_message, parsed
+from slimectl.transport.background import Background
 
 if TYPE_CHECKING:
     import aiohttp
 
 Result = TypeVar("Result")
 
-PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses that are worth a retry."""
-
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 MOST_BYTES = 16 << 20
 """Upper limit on the size of a response body."""
-
-MOST_WORDS = 300
 
 
 @dataclass(frozen=True)
@@ -38,12 +32,6 @@ class RetryPolicy:
 
     timeout_s: float
     tries: int
-
-
-def check_url(url: str) -> None:
-    """Raise SettingsError if `url` is not an HTTP address."""
-    if not url.startswith(("http://", "https://")):
-        raise SettingsError(f"score.rm_options.url: {url!r} is no address; write http://HOST:PORT/PATH")
 
 
 class RequestRefused(Exception):
@@ -62,40 +50,25 @@ class HttpClient:
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
+        self._background = Background("asker")
         self._session: aiohttp.ClientSession | None = None
         self._next_times: dict[str, float] = {}
 
     def __enter__(self) -> HttpClient:
-        self._thread.start()
         return self
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return self._background.submit(coroutine)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._background.stop(self._close)
 
     # Everything below runs in the event loop.
-
-    def _run(self) -> None:
-        """Run the loop until it is stopped, and again after a SystemExit: asyncio lets sys.exit of any task end it.
-
-        Other tasks would then wait for ever. The awaiter of the exiting task gets the SystemExit as its exception.
-        """
-        while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                self._loop.run_forever()
-                return
 
     async def turn(self, url: str, per_s: float) -> None:
         """Wait until the rate limit of `url` admits the next request: at most `per_s` per second (0: no limit)."""
         if per_s > 0:
-            now = self._loop.time()
+            now = asyncio.get_running_loop().time()
             at = max(now, self._next_times.get(url, now))
             self._next_times[url] = at + 1 / per_s
             await asyncio.sleep(at - now)
@@ -115,7 +88,9 @@ class HttpClient:
                         message = str(refused)
                         if not refused.passing or tries == patience.tries:
                             break
-                        await asyncio.sleep(max(refused.after_s, _pause(tries)))
+                        await asyncio.sleep(
+                            max(refused.after_s, backoff_s(tries, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S))
+                        )
         except TimeoutError:
             message = f"{message}; no time left"
         took = f"{tries} {'try' if tries == 1 else 'tries'}, {time.monotonic() - started:.0f} s"
@@ -141,7 +116,7 @@ class HttpClient:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise RequestRefused(f"the answer is no JSON: {_short(text)}", passing=False) from None
+            raise RequestRefused(f"the answer is no JSON: {error_message(parsed(text))}", passing=False) from None
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -153,11 +128,7 @@ class HttpClient:
             )
         return self._session
 
-    async def _shut_down(self) -> None:
-        pending = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+    async def _close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -184,22 +155,6 @@ async def _read(response: aiohttp.ClientResponse) -> str:
 
 def _refusal(status: int, text: str, after: str) -> RequestRefused:
     after_s = min(float(after), LONGEST_WAIT_S) if after.isdigit() else 0.0
-    return RequestRefused(f"answered {status}: {_short(text)}", passing=status in PASSING, after_s=after_s)
-
-
-def _pause(tries: int) -> float:
-    """Back-off with jitter: 50 to 100 % of 0.5 s, 1 s, 2 s, …, so that clients that failed together retry apart."""
-    longest: float = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1))
-    return longest * random.uniform(0.5, 1.0)
-
-
-def _short(text: str) -> str:
-    """A server's response on one line; of the usual JSON error shapes only the message."""
-    try:
-        body = json.loads(text)
-        for key in ("error", "message", "detail"):
-            body = body.get(key, body) if isinstance(body, dict) else body
-        text = body if isinstance(body, str) else text
-    except (ValueError, RecursionError):
-        pass
-    return " ".join(text.split())[:MOST_WORDS] or "nothing"
+    return RequestRefused(
+        f"answered {status}: {error_message(parsed(text))}", passing=status in PASSING, after_s=after_s
+    )

@@ -1,0 +1,1 @@
+"""HTTP to servers of any kind: requests, retries, and an event loop in a thread."""

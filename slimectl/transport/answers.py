@@ -1,0 +1,40 @@
+"""Reading of servers' answers: their JSON, their error messages, and which failures pass."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses that are worth a retry."""
+
+LONGEST_MESSAGE = 500
+
+
+def parsed(text: str) -> Any:
+    """Parse JSON; returns the text if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def error_message(body: Any) -> str:
+    """Return the message in an error's body, on one line: SGLang, its router and OpenAI each use another field."""
+    while isinstance(body, dict):
+        body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), str(dict(body)))
+    return " ".join(str(body).split())[:LONGEST_MESSAGE] or "no reason given"
+
+
+def short(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
+    """Return the pause after so many failed tries, with jitter, so that clients that failed together retry apart.
+
+    It is 50 to 100 % of `first_s`, twice that, four times that, … up to `longest_s`.
+    """
+    return min(longest_s, first_s * 2.0 ** (tries - 1)) * random.uniform(0.5, 1.0)
