@@ -10,7 +10,7 @@ The names are imported when they are first used; `__init__.pyi` has their types.
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Prompt": "slimectl.types",

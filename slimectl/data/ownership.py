@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
+from slimectl.registry import TRACKERS
 
 MANIFEST = "manifest.json"
 LOCK = ".slimectl.lock"
@@ -42,14 +43,16 @@ MODELS = ("model", "warmup")
 WRITTEN = r"step_\d{6,}|model|warmup|latest|run\.toml|manifest\.json|track\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
+TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
+"""What slimectl's trackers write into a run folder; a tracker of another package counts as the user."""
+
 RUN_FILES = re.compile(
     rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest"
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|samples\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
     rf"|logs/[^/]+\.log|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
-    rf"|tensorboard/events\.out\.tfevents\.[^/]+"
-    rf"|wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)|swanlab/(run-[^/]+/.+|\.gitignore)"
+    rf"|{'|'.join(TRACKER_FILES)}"
 )
 """Relative paths of the files of a run folder; all other files are the user's."""
 
@@ -63,7 +66,7 @@ UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
     rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json"
-    r"|model|warmup|reference|eval|logs|weights|tensorboard|wandb|swanlab"
+    rf"|model|warmup|reference|eval|logs|weights|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
 )
 
 

@@ -35,9 +35,19 @@ TRACKERS = Registry(
     {
         "jsonl": Part("slimectl.trackers.jsonl:JsonlTracker"),
         "stdout": Part("slimectl.trackers.stdout:console_tracker", renames=True),
-        "swanlab": Part("slimectl.trackers.swanlab:SwanlabTracker", library="swanlab"),
-        "tensorboard": Part("slimectl.trackers.tensorboard:TensorboardTracker", library="tensorboard"),
-        "wandb": Part("slimectl.trackers.wandb:WandbTracker", library="wandb"),
+        "swanlab": Part(
+            "slimectl.trackers.swanlab:SwanlabTracker", library="swanlab", files=r"swanlab/(run-[^/]+/.+|\.gitignore)"
+        ),
+        "tensorboard": Part(
+            "slimectl.trackers.tensorboard:TensorboardTracker",
+            library="tensorboard",
+            files=r"tensorboard/events\.out\.tfevents\.[^/]+",
+        ),
+        "wandb": Part(
+            "slimectl.trackers.wandb:WandbTracker",
+            library="wandb",
+            files=r"wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)",
+        ),
     },
 )
 VERIFIERS = Registry(
