@@ -67,6 +67,11 @@ def stop() -> None:
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:  # mcore destroys some
             dist.destroy_process_group(group)
+    # Threads end with the last reference to a group, and mcore's globals keep some.
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    parallel_state._global_process_group_list = None
     if _created_world and dist.is_initialized():
         dist.destroy_process_group()
     _active_layout, _created_world = None, False
