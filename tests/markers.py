@@ -12,7 +12,7 @@ HOSTILE_METADATA = (
 
 BY_PATH: dict[str, tuple[str, ...]] = {
     "tests/checkpoints/test_convert.py": (PROCESSES,),
-    "tests/api/test_examples.py": (SLOW,),
+    "tests/api/test_python_examples.py": (SLOW,),
     "tests/checkpoints/test_convert.py::test_full_disk": (SLOW,),
     "tests/checkpoints/test_convert.py::test_killed_conversion": (SLOW,),
     "tests/checkpoints/test_hostile_torch_dist.py": (PROCESSES,),

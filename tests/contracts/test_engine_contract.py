@@ -61,18 +61,20 @@ def answers(engine: Any, *requests: tuple[list[int], SamplingParams]) -> list[Co
 
 
 def interrupted(engine: Any, by: Callable[[], Awaitable[None]], *, count: int = 1) -> list[Completion]:
-    """`count` long requests, to which something happens while they write; again where they were done before it did."""
+    """`count` long requests, to which something happens while they write; again where one was done, or had not begun."""
 
     async def scene() -> list[Completion]:
         under_way = [asyncio.create_task(engine.generate(PROMPT, params=LONG)) for _ in range(count)]
-        # A short one that joins them and ends: by then each of the others has written something.
+        # A short one that joins them and ends: by then the others have begun, unless it overtook one on its way.
         await engine.generate(PROMPT, params=dataclasses.replace(GREEDY, max_tokens=3))
         await by()
         return await asyncio.gather(*under_way)
 
     for _ in range(TRIES):
         found = asyncio.run(scene())
-        if all(answer.finish_reason == "abort" or len(answer.weight_versions) > 1 for answer in found):
+        if all(
+            answer.tokens and (answer.finish_reason == "abort" or len(answer.weight_versions) > 1) for answer in found
+        ):
             break
     return found
 
