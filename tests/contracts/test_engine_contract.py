@@ -61,7 +61,7 @@ def answers(engine: Any, *requests: tuple[list[int], SamplingParams]) -> list[Co
 
 
 def interrupted(engine: Any, by: Callable[[], Awaitable[None]], *, count: int = 1) -> list[Completion]:
-    """`count` long requests, to which something happens while they write; again where one was done, or had not begun."""
+    """`count` long requests, interrupted while they write; again where one was done, or had not begun."""
 
     async def scene() -> list[Completion]:
         under_way = [asyncio.create_task(engine.generate(PROMPT, params=LONG)) for _ in range(count)]
