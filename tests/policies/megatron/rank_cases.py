@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.executors.local import LocalExecutor
@@ -27,6 +27,18 @@ def megatron(model_dir: Path, *, kind: type = MegatronPolicy, **options: Any) ->
     return kind(model_dir, HFCheckpoint(), **({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
 
 
+def release_graph(chunk: nn.Module) -> None:
+    """Drop the tensors that mcore's token dispatchers keep of the last pass.
+
+    Their graph ends in hooks that refer to the chunk: a cycle that Python's collector cannot see.
+    """
+    for module in chunk.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for name, value in list(vars(dispatcher).items()) if dispatcher is not None else []:
+            if isinstance(value, Tensor):
+                setattr(dispatcher, name, None)
+
+
 class Rebuilt:
     """What a rank holds: the policy that was asked for last."""
 
@@ -38,6 +50,9 @@ class Rebuilt:
         self.hold(partial(megatron, model_dir, **options))
 
     def hold(self, make: Callable[[], Any]) -> None:
+        for chunk in getattr(self.policy, "chunks", ()):
+            release_graph(chunk)
+            del chunk
         self.policy = None
         gc.collect()  # the last policy's references keep its groups, and they their threads
         parallel.stop()
