@@ -24,7 +24,7 @@ def test_ruff_finds_nothing():
     clean("ruff", "format", "--check", ".")
 
 
-def test_mypy_strict_on_the_low_floors():
+def test_mypy_strict_on_every_file():
     clean("mypy")
 
 

@@ -69,11 +69,8 @@ def test_two_servers_answer_as_the_engine_beside_the_trainer(
     assert nothing_is_left(workshop)
 
 
-def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
-    """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
-    python_of("sglang")
-    transport = ["-s", "sync.transport=distributed"]
-    workshop.slimectl("run", *THREE, *transport, "--executor", "ray", "--engine", "sglang", timeout_s=600)
+def assert_engine_follows_three_rounds(workshop: Workshop) -> None:
+    """Every round was sampled with the weights of the one before, and the last weights have arrived."""
     steps = [line for line in workshop.metrics("a") if "train/loss" in line["metrics"]]
     assert [line["weight_version"] for line in steps] == ["1", "2", "3"]
     for line in steps:
@@ -81,19 +78,21 @@ def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
         assert line["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4
     assert last_evaluation(workshop, "a", 3) == greedy(workshop, "a")
     assert nothing_is_left(workshop)
+
+
+def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
+    """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
+    python_of("sglang")
+    transport = ["-s", "sync.transport=distributed"]
+    workshop.slimectl("run", *THREE, *transport, "--executor", "ray", "--engine", "sglang", timeout_s=600)
+    assert_engine_follows_three_rounds(workshop)
 
 
 def test_three_rounds_with_the_real_vllm(tmp_path: Path, model_dir: Callable[[str], Path]):
     python_of("vllm")
     workshop = set_up(tmp_path, model_dir("llama_wide"))
     workshop.slimectl("run", *THREE, "--engine", "vllm", timeout_s=300)
-    steps = [line for line in workshop.metrics("a") if "train/loss" in line["metrics"]]
-    assert [line["weight_version"] for line in steps] == ["1", "2", "3"]
-    for line in steps:
-        assert line["metrics"]["rollout/staleness/max"] == 0
-        assert line["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4
-    assert last_evaluation(workshop, "a", 3) == greedy(workshop, "a")
-    assert nothing_is_left(workshop)
+    assert_engine_follows_three_rounds(workshop)
 
 
 def test_rollout_and_eval_through_sglang(workshop: Workshop):
