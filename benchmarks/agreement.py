@@ -13,7 +13,7 @@ sides are apart. Where they define a thing differently, the setting is taken tha
   - TRL divides by a group's deviation + 1e-4, slimectl by it + 1e-6: rewards are some hundreds, so neither counts.
   - A mean over answers is slimectl's default and TRL's "grpo"; over tokens calculate_per_token_loss and "dapo" or
     "cispo"; a fixed denominator fixed_length and the max_completion_length of "dr_grpo".
-  - TRL keeps groups without signal: drop_zero_std_groups is off, and one group has equal rewards.
+  - Both keep groups without signal, and one group has equal rewards.
   - TRL's epsilon_high of cispo is the largest weight, slimectl's eps_clip_high its distance from 1.
   - TRL's divergence is k3; its entropy bonus is a mean over tokens whatever the loss.
   - TRL corrects only where vLLM sampled: its trainer is told so, and the answers come by its rollout_func.
@@ -144,7 +144,8 @@ def _as_seen(sample: Any, case: Case, random: Random) -> Any:
 
 
 def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> Any:
-    from slimectl.settings.loading import Layer, resolve
+    from slimectl.settings.layers import Layer
+    from slimectl.settings.loading import resolve
 
     values = {
         "rollout": {"n_samples_per_prompt": given.answers, "max_response_len": given.tokens, "shuffle": False},
@@ -157,7 +158,7 @@ def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> A
             "adam_eps": EPSILON,
             "max_tokens_per_gpu": given.pack,
         },
-        "algorithm": {"name": "grpo", "drop_zero_std_groups": False} | algorithm,
+        "algorithm": {"name": "grpo"} | algorithm,
         "run": {"rollout_batch_size": given.prompts},
     }
     return resolve([Layer("benchmark", values)]).settings

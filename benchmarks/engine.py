@@ -62,6 +62,7 @@ def engine_run(engine: EmbeddedEngine, requests: Work) -> None:
             )
         )
 
+    engine.forget_prefixes()  # a round computes its prompts, although the one before had the same
     asyncio.run(gathered())
 
 

@@ -28,7 +28,8 @@ import psutil
 import torch
 
 from slimectl import builders
-from slimectl.settings.loading import Layer, resolve
+from slimectl.settings.layers import Layer
+from slimectl.settings.loading import resolve
 from slimectl.types import SamplingParams
 
 LENGTH = 64

@@ -128,7 +128,8 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
 
 
 def slimectl_settings(given: dict[str, Any]) -> Any:
-    from slimectl.settings.loading import Layer, resolve
+    from slimectl.settings.layers import Layer
+    from slimectl.settings.loading import resolve
 
     case = Case(**given["case"])
     engine, train, *rest = given["setting"].split(",")

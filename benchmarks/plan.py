@@ -143,19 +143,19 @@ def measured(trial: Trial) -> int:
 
 def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
     """The classes of policy and critic, their libraries loaded; their own options are added."""
+    from slimectl.policies.recompute import Recompute
+
+    options["recompute"] = Recompute(trial.recompute)
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 
         from slimectl.policies.fsdp.critic import FsdpCritic
         from slimectl.policies.fsdp.policy import FsdpPolicy
 
-        options["gradient_checkpointing"] = trial.recompute == "full"
         return FsdpPolicy, FsdpCritic
-    from slimectl.policies.megatron.config import Recompute
     from slimectl.policies.megatron.critic import MegatronCritic
     from slimectl.policies.megatron.policy import MegatronPolicy
 
-    options["recompute"] = Recompute(trial.recompute)
     return MegatronPolicy, MegatronCritic
 
 

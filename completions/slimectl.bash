@@ -1,12 +1,9 @@
-
-_slimectl_completion() {
-    local IFS=$'
-'
-    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \
-                   COMP_CWORD=$COMP_CWORD \
-                   _SLIMECTL_COMPLETE=complete_bash $1 ) )
+# bash: source <(slimectl completion bash)
+_slimectl() {
+    local IFS=$'\n'
+    COMPREPLY=($(_SLIMECTL_COMPLETE=bash _SLIMECTL_LINE="${COMP_LINE:0:COMP_POINT}" "$1" 2>/dev/null))
+    # The value follows a key without a space.
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
     return 0
 }
-
-complete -o default -F _slimectl_completion slimectl
-
+complete -o default -F _slimectl slimectl

@@ -1,1 +1,12 @@
-complete --command slimectl --no-files --arguments "(env _SLIMECTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) slimectl)" --condition "env _SLIMECTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) slimectl"
+# fish: slimectl completion fish | source
+function __slimectl_complete
+    set -lx _SLIMECTL_COMPLETE fish
+    set -lx _SLIMECTL_LINE (commandline -cp)
+    set -l candidates (slimectl 2>/dev/null)
+    if test (count $candidates) -gt 0
+        printf '%s\n' $candidates
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete --command slimectl --no-files --arguments "(__slimectl_complete)"

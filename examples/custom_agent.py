@@ -33,6 +33,7 @@ def main() -> Sample:
             "rollout.custom_generate_function_path": f"{__file__}:generate",
             "rollout.n_samples_per_prompt": 1,
             "rollout.max_response_len": 128,
+            "rollout.apply_chat_template": False,  # "1 + 1 = " is a text to be continued
         }
         [sample] = islice(rollout([Prompt("1 + 1 = ", label="2")], load_settings(values=values)), 1)
     agent_tokens = sample.loss_mask.count(0) if sample.loss_mask else 0

@@ -11,16 +11,26 @@
         ├── DiedError             exit 4   restart from the last checkpoint (`run` does so by itself)
         └── MissingExtraError     exit 4   run the `pip install` that the message names
 
-A message says what is wrong, where, and what to do next, in one line. Other exit codes: 130 interrupted,
-141 the reader of stdout closed the pipe.
+A message says what is wrong, where, and what to do next, in one line. Other exit codes: 130 interrupted, 143 ended by
+SIGTERM, 129 by SIGHUP, 141 the reader of stdout closed the pipe.
 """
 
 from __future__ import annotations
+
+import signal
 
 from slimectl.redaction import redact_text
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than that of Ctrl-C ends the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 class SlimectlError(Exception):
@@ -84,6 +94,16 @@ class MissingExtraError(BackendError):
 
     def __reduce__(self) -> tuple[object, tuple[str, str, str]]:
         return _missing_extra, self._arguments  # worker processes return their errors pickled
+
+
+LIBRARIES_OF_MODELS = ("torch", "transformers", "tokenizers", "safetensors")
+"""Packages of the extra `torch`: what reads, samples or trains a model needs them, nothing else does."""
+
+
+def missing_library(error: ModuleNotFoundError, *, wanted_by: str) -> MissingExtraError | None:
+    """Return the error for a library of models that is not installed; None for another module."""
+    package = (error.name or "").partition(".")[0]
+    return MissingExtraError(package, extra="torch", wanted_by=wanted_by) if package in LIBRARIES_OF_MODELS else None
 
 
 def _missing_extra(package: str, extra: str, wanted_by: str) -> MissingExtraError:

@@ -164,3 +164,20 @@ def _check_bounds(path: Path, status: os.stat_result) -> None:
     limit = MAX_CONFIG_BYTES if _SMALL.fullmatch(path.name) else MAX_TEXT_BYTES
     if status.st_size > limit:
         raise CheckpointError(f"{path}: {status.st_size} bytes, a genuine one has at most {limit}; download it again")
+
+
+def policy_folder(path: Path) -> Path:
+    """Return the policy of a checkpoint of a run, or of the newest one if `path` is the run; else `path` itself."""
+    if (path / "policy" / "config.json").exists():
+        return path / "policy"
+    newest = path / _latest_step(path) / "policy"
+    return newest if (newest / "config.json").exists() and not (path / "config.json").exists() else path
+
+
+def _latest_step(run: Path) -> str:
+    """Return the name of the checkpoint to which the link `latest` of a run points; "." if there is none."""
+    try:
+        name = os.readlink(run / "latest")
+    except OSError:
+        return "."
+    return name if re.fullmatch(r"step_\d+", name) else "."  # no link leads out of the run

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from slimectl.types import Completion, Loss, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
 
@@ -95,6 +96,15 @@ class PreStepHook(Protocol):
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """Announce the `step_id`-th step (from 0) of round `rollout_id`."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A model on the trainer's GPUs that can leave them to the engines."""
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Move its memory to the host, or all but the weights; its next call brings it back."""
         ...
 
 
@@ -282,9 +292,21 @@ class Executor(Protocol):
         ...
 
     def map(
-        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+        self,
+        fn: Callable[[Item], Result],
+        items: Iterable[Item],
+        *,
+        workers: int,
+        timeout_s: float | None = None,
+        wall_timeout_s: float | None = None,
+        prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
-        """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result."""
+        """Apply `fn` in parallel, results in order; an exception or a timeout is returned as the result.
+
+        In a worker, an item may take `timeout_s` seconds of CPU time and `wall_timeout_s` seconds of wall-clock time
+        (12 times as many where not given). Both begin when `prepare` has returned, which is called with the item first.
+        An item that exceeds a limit is tried once more while no other is worked on, then its result is a TimeoutError.
+        """
         ...
 
     def close(self) -> None:
@@ -302,6 +324,55 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Progress(Protocol):
+    """Shows how far work is: units that are done, the phase under way, figures of the last unit."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a terminal draws it, so that nobody needs a line for every unit."""
+        ...
+
+    def expect(self, total: int | None, *, done: int = 0) -> None:
+        """Begin to count and to measure: `total` units, if it is known, of which so many are done."""
+        ...
+
+    def reach(self, done: int) -> None:
+        """Say how many units are done by now."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Name what is done in the block; of blocks inside one another the innermost one's name is shown."""
+        ...
+
+    def part(self, done: int, total: int) -> None:
+        """Say how much of the phase under way is done."""
+        ...
+
+    def show(self, figures: Sequence[str]) -> None:
+        """Show figures of the last unit, the most important one first, until the next ones."""
+        ...
+
+
+class NoProgress:
+    """The progress that nobody looks at: the default of every stage."""
+
+    is_drawn = False
+
+    def expect(self, total: int | None, *, done: int = 0) -> None: ...
+
+    def reach(self, done: int) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def part(self, done: int, total: int) -> None: ...
+
+    def show(self, figures: Sequence[str]) -> None: ...
+
+
+NO_PROGRESS: Progress = NoProgress()
 
 
 class Weights(Protocol):

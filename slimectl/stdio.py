@@ -8,13 +8,19 @@ The library sends its messages to one logger, `slimectl`; commands write them to
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import io
+import locale
 import logging
 import os
+import stat
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, TextIO
 
 from slimectl.errors import StorageError
@@ -29,6 +35,8 @@ STDOUT = "<stdout>"
 logger = logging.getLogger("slimectl")
 
 _protected = False
+_encoding = "utf-8"
+"""Encoding of texts for people, as protect finds it; records are UTF-8 anywhere."""
 _records: io.BufferedWriter | None = None
 _input: IO[bytes] | None = None
 
@@ -45,6 +53,10 @@ class _Output(io.FileIO):
         if self._failed:
             return len(memoryview(data))
         try:
+            if _frame and self.isatty():
+                size = len(memoryview(data))
+                super().write(ERASE + bytes(data) + _frame)
+                return size
             return super().write(data)
         except BrokenPipeError:
             self._failed = True
@@ -59,9 +71,41 @@ class _MessageOutput(io.FileIO):
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
-            return super().write(data)
+            if not _frame:
+                return super().write(data)
+            size = len(memoryview(data))
+            super().write(ERASE + bytes(data) + _frame)  # at once: neither a thread nor a child comes between
+            return size
         except OSError:
             return len(memoryview(data))
+
+
+ERASE = b"\x1b[J"
+"""Clears the terminal from the cursor on."""
+_frame = b""
+"""Drawing below the lines of this process, in which the cursor returns to its place; empty without one."""
+
+
+def draw_below(text: str) -> None:
+    """Show one line of the terminal of stderr below all other lines, in place of the one before; "" shows none.
+
+    The cursor stays a row above it, so that text of other processes overwrites nothing.
+    """
+    global _frame
+    before = _frame
+    # Index down and up makes room at the bottom of the screen without losing the column.
+    line = b"\x1bD\x1b[A\x1b7\x1b[B\r" + text.encode(_encoding, errors=PLAIN) + b"\x1b8"
+    _frame = line if text else b""
+    if before or _frame:
+        with suppress(OSError):
+            os.write(2, ERASE + _frame)
+
+
+def writes_to_pipe() -> bool:
+    """Return whether records go to a pipe, which is another command's stdin."""
+    with suppress(OSError, ValueError):
+        return stat.S_ISFIFO(os.fstat((sys.stdout if _records is None else _records).fileno()).st_mode)
+    return False
 
 
 def output_error(error: OSError) -> StorageError:
@@ -78,7 +122,8 @@ def protect() -> None:
     written there. Each is opened on /dev/null in the opposite mode, so that its use raises the error of a closed one;
     a closed stderr discards messages.
     """
-    global _protected
+    global _protected, _encoding
+    _encoding = _text_encoding(sys.stdout or sys.stderr)
     for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         if _is_closed(number):
             _redirect(number, os.open(os.devnull, flags))
@@ -113,7 +158,50 @@ def words_to(number: int) -> TextIO:
 
 def _text(raw: io.FileIO, *, line_buffering: bool) -> TextIO:
     buffer = io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=line_buffering)
+    return io.TextIOWrapper(buffer, encoding=_encoding, errors=PLAIN, line_buffering=line_buffering)
+
+
+PLAIN = "slimectl-plain"
+"""Error handler that writes drawings and typographic signs in ASCII, and other characters as escapes."""
+LOOKALIKES = {
+    "…": "...", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x", "≤": "<=", "≥": ">=", "→": "->",
+    "─": "-", "━": "-", "│": "|", "┃": "|", "\u2800": " ",
+}  # fmt: skip
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Return the replacement of characters that an encoding lacks, and the position after them."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(LOOKALIKES.get(char) or _drawing(char) or _escape(char) for char in text), error.end
+
+
+def _drawing(char: str) -> str:
+    """Return ASCII for corners, blocks and dots (box drawing, block elements, braille); "" for other characters."""
+    return (
+        "+"
+        if "\u2500" <= char <= "\u257f"
+        else "*"
+        if "\u2580" <= char <= "\u259f" or "\u2800" < char <= "\u28ff"
+        else ""
+    )
+
+
+def _escape(char: str) -> str:
+    return char.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(PLAIN, _plain)
+
+
+def _text_encoding(stream: TextIO | None) -> str:
+    """Return utf-8 if the stream, or without one the locale, can take it, else ascii."""
+    name = getattr(stream, "encoding", None) or locale.getpreferredencoding(False)
+    try:
+        return "utf-8" if codecs.lookup(name).name.startswith("utf") else "ascii"
+    except LookupError:
+        return "ascii"
 
 
 def reserve_stdout() -> None:
@@ -150,7 +238,7 @@ def emit(text: str) -> None:
     if _records is None:
         print(text, flush=True)
         return
-    _records.write(f"{text}\n".encode(errors="backslashreplace"))
+    _records.write(f"{text}\n".encode(_encoding, errors=PLAIN))
     _records.flush()
 
 
@@ -194,6 +282,27 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def note(text: str, *, level: str = "info") -> None:
+    """Write a line of a command that is no error to stderr, unless the level of messages hides it (--quiet)."""
+    if shows_notes(level):
+        say(text)
+
+
+def shows_notes(level: str = "info") -> bool:
+    """Return whether messages of this level are shown."""
+    current = os.environ.get(LOG_LEVEL, "info").lower()
+    return LEVELS.index(level) >= LEVELS.index(current if current in LEVELS else "info")
+
+
+def quantity(number: int, noun: str) -> str:
+    """Return a count with its noun, in the singular for one.
+
+    >>> quantity(1, "step"), quantity(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class RedactSecrets(logging.Filter):
     """Masks secrets in the text of every record; keeps all records."""
 
@@ -205,17 +314,77 @@ class RedactSecrets(logging.Filter):
 logger.addFilter(RedactSecrets())
 
 
+LOG_LEVEL = "SLIMECTL_LOG_LEVEL"
+"""Variable with the level of messages, which the processes that are started inherit."""
+LEVELS = ("debug", "info", "warning", "error")
+POSITIONS = logging.Formatter("[%(asctime)s] %(filename)s:%(lineno)d - %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+FILES_ONLY = {"files_only": True}
+"""Argument `extra` of a message that a terminal shows in another form: it goes to files alone."""
+
+
 class StderrHandler(logging.Handler):
     """Writes messages to the present sys.stderr, a line each; those that cannot be written are lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "files_only", False):
+            return
         with suppress(OSError, ValueError):
             say(self.format(record))
 
 
-def log_to_stderr() -> None:
-    """Write all messages to stderr, and to no other handler: for a process that belongs to slimectl alone."""
-    logger.setLevel(logging.INFO)
+def log_to_stderr(*, positions: bool = False) -> None:
+    """Write messages from the level of SLIMECTL_LOG_LEVEL on to stderr, and to no other handler.
+
+    For a process that belongs to slimectl alone. With `positions`, and at level debug, a line begins with its time and
+    the place in the code. Files get messages from info on at any level. May be called again when the level has changed.
+    """
+    level = os.environ.get(LOG_LEVEL, "info").lower()
+    number = logging.getLevelNamesMapping()[level.upper() if level in LEVELS else "INFO"]
+    logger.setLevel(min(number, logging.INFO))
     logger.propagate = False
-    if not any(isinstance(handler, StderrHandler) for handler in logger.handlers):
-        logger.addHandler(StderrHandler())
+    handlers = [handler for handler in logger.handlers if isinstance(handler, StderrHandler)]
+    handler = handlers[0] if handlers else StderrHandler()
+    handler.setLevel(number)
+    handler.setFormatter(POSITIONS if positions or level == "debug" else None)
+    if not handlers:
+        logger.addHandler(handler)
+
+
+class WithLevel(logging.Formatter):
+    """The format of POSITIONS, with the level of warnings and errors before the place."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = POSITIONS.format(record)
+        return line if record.levelno < logging.WARNING else line.replace("] ", f"] {record.levelname} ", 1)
+
+
+class LogFile(logging.FileHandler):
+    """Appends messages to a file, which the first one creates; those that cannot be written are lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+
+@contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Append the messages of the block to a file too, each with its time and place, and the error that ends it."""
+    handler = LogFile(path, encoding="utf-8", delay=True)
+    handler.setFormatter(WithLevel())
+    logger.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        position = traceback.extract_tb(error.__traceback__)[-1]
+        text = redact_text(f"{type(error).__name__}: {error}")
+        handler.handle(logger.makeRecord(
+            logger.name, logging.ERROR, position.filename, position.lineno or 0, text, (), None
+        ))  # fmt: skip
+        raise
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

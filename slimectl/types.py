@@ -7,18 +7,21 @@ the others are used inside a process.
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Chat = list[dict[str, Any]]
+Method = TypeVar("Method", bound=Callable[..., Any])
 Metrics = dict[str, float]
 Reward = float | dict[str, Any] | None
+Label = str | int | float | list[Any] | dict[str, Any] | None
 TableRow = dict[str, str | float]
 """A row of a table of texts: values by column."""
 
@@ -31,6 +34,13 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+SampleStatus = Status
+"""Name of `Status` inside the class that has it as an attribute."""
+
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""Why an engine ended an answer, and the status of its sample."""
 
 
 @dataclass(slots=True)
@@ -46,12 +56,24 @@ class Prompt:
     """
 
     text: str | Chat
-    label: str | int | float | None = None
+    label: Label = None
     index: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     source_location: str = field(default="", compare=False)
     """FILE:LINE, for errors."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Keys of the row outside the schema, which its samples keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonGrammar:
+    """Texts that are `prefix`, JSON that a schema accepts, and `suffix`; `schema` is the JSON Schema as JSON."""
+
+    schema: str
+    prefix: str = ""
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +81,10 @@ class SamplingParams:
     """Sampling parameters of one answer.
 
     `seed` makes the answer reproducible in any batch. `temperature` 0 is greedy (evaluation only: the settings refuse
-    it for training). `stop` strings end the answer and are cut from its text, not from its tokens.
+    it for training). `stop` strings end the answer and are cut from its text, not from its tokens. Penalties and
+    `logit_bias`, pairs of a token and what is added to its logit, change the distribution that is sampled and its
+    log-probabilities: a policy that learns from such answers does not have these. `grammar` restricts the tokens that
+    can be drawn and leaves log-probabilities as they are, as top-k does; an engine without grammars refuses it.
     """
 
     temperature: float = 1.0
@@ -72,6 +97,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: JsonGrammar | None = None
+
+
+VersionSpan = list[Any]
+"""[weight version, start, end]: the version wrote the tokens [start, end) of a response."""
+VERSION_SPANS = "weight_version_spans"
+"""Key of a sample's metadata: the spans of the versions, where several wrote it."""
 
 
 @dataclass(slots=True)
@@ -79,7 +115,8 @@ class Completion:
     """An engine's completion: R new tokens and the log-probability of each.
 
     `log_probs` are log_softmax(logits / temperature) at the sampled token, not renormalised after top-k, top-p or
-    min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits. `finish_reason` is
+    min-p (the trainer computes the same quantity); with temperature 0, of the untempered logits; with penalties or
+    biases, of the logits after them. `finish_reason` is
     "stop" (end token, stop token or stop string), "length" or "abort".
     """
 
@@ -92,10 +129,36 @@ class Completion:
     extras: dict[str, Any] = field(default_factory=dict)
     """Further engine-specific values: routed experts, speculative decoding statistics."""
 
+    version_starts: list[int] = field(default_factory=list)
+    """Place of the first token of each version; empty if the engine does not say."""
+
     @property
     def finish(self) -> str:
         """Earlier name of `finish_reason`, which agents of users read."""
         return self.finish_reason
+
+    def version_spans(self, start: int = 0) -> list[VersionSpan]:
+        """Return the span of each version, where the tokens stand from `start` on; none if it is not known.
+
+        >>> Completion([5, 6, 7], [0.0] * 3, "abc", "stop", ["1", "2"], version_starts=[0, 2]).version_spans(10)
+        [['1', 10, 12], ['2', 12, 13]]
+        """
+        starts = self.version_starts or [0]
+        if len(starts) != len(self.weight_versions):
+            return []
+        ends = [*starts[1:], len(self.tokens)]
+        places = zip(self.weight_versions, starts, ends, strict=True)
+        return [[version, start + first, start + end] for version, first, end in places]
+
+
+def _ignoring_args(method: Method) -> Method:
+    """Let a method of a sample be called with the settings before its own arguments, which it does not need."""
+
+    @functools.wraps(method)
+    def call(self: Sample, *values: Any, **named: Any) -> Any:
+        return method(self, *(values[1:] if values and not hasattr(values[0], "__len__") else values), **named)
+
+    return cast(Method, call)
 
 
 @dataclass(slots=True)
@@ -106,7 +169,15 @@ class Sample:
     >>> sample.append_response_tokens([7, 8], log_probs=[-0.5, -0.1], text="2")
     >>> sample.tokens, sample.response_length, sample.loss_mask
     ([5, 6, 7, 8], 2, [1, 1])
+
+    Functions of users may set further attributes, which stand in `extra` and so in the record:
+
+    >>> sample.tool_calls = 3
+    >>> sample.tool_calls, sample.to_dict()["tool_calls"], Sample.from_dict(sample.to_dict()) == sample
+    (3, 3, True)
     """
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
 
     group_index: int = 0
     index: int = 0
@@ -115,17 +186,19 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    label: str | int | float | None = None
+    label: Label = None
     reward: Reward = None
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: SampleStatus = SampleStatus.PENDING
     weight_versions: list[str] = field(default_factory=list)
+    rollout_temperature: float | None = None
     rollout_routed_experts: dict[str, str] | None = None
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     teacher_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
+    ref_temperature: float | None = None
     remove_sample: bool = False
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -137,6 +210,23 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)
     """Keys outside the schema, written back unchanged."""
 
+    if not TYPE_CHECKING:  # the code of slimectl itself names fields, which mypy checks
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the user's. Only names that are no field arrive here."""
+            if name != "extra" and not name.startswith("__"):  # `extra` is not set yet while a sample is unpickled
+                if name in self.extra:
+                    return self.extra[name]
+                if name == "session_id":  # slime's key for sticky routing
+                    return None
+            raise AttributeError(f"Sample has no attribute {name!r}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in _SAMPLE_FIELDS or hasattr(Sample, name):  # a property refuses
+                object.__setattr__(self, name, value)
+            else:
+                self.extra[name] = value
+
     @property
     def trajectory_id(self) -> int:
         """The trajectory that this sample is, or is a part of: `rollout_id`, or `index` if that is None."""
@@ -146,22 +236,48 @@ class Sample:
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """Return the reward, or of a dict the number that `args.reward_key` names."""
+        return self.reward[args.reward_key] if args.reward_key and isinstance(self.reward, dict) else self.reward
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and further attributes by name, the status as a string."""
+        values = {name: getattr(self, name) for name in _SAMPLE_FIELDS if name != "extra"}
+        return self.extra | values | {"status": Status(self.status).value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Sample:
+        """Return the sample of `to_dict`; unknown keys become further attributes."""
+        field_values = {name: value for name, value in values.items() if name in _SAMPLE_FIELDS and name != "extra"}
+        if "status" in field_values:
+            field_values["status"] = Status(field_values["status"])
+        return cls(**field_values, extra={name: value for name, value in values.items() if name not in _SAMPLE_FIELDS})
+
     def mask(self) -> list[int]:
         """Return the loss mask of length R: zeros for a removed sample, ones if no mask is set."""
         if self.remove_sample:
             return [0] * self.response_length
         return [1] * self.response_length if self.loss_mask is None else self.loss_mask
 
+    @_ignoring_args
     def append_response_tokens(
         self,
         tokens: Sequence[int],
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         text: str | None = None,
+        meta_info: Mapping[str, Any] | None = None,
     ) -> None:
         """Append tokens of the policy (trainable) or of a tool (not trainable) to the response.
 
-        Raises ValueError if trainable tokens lack log-probabilities of the same number.
+        `meta_info` is that of a server's answer: its weight version is noted, and how it ended becomes the status.
+        `args` may come first, as in slime's functions. Raises ValueError if trainable tokens lack log-probabilities of
+        the same number.
         """
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
             count = "none" if log_probs is None else str(len(log_probs))
@@ -177,6 +293,20 @@ class Sample:
         self.rollout_log_probs = [*self.rollout_log_probs, *new_log_probs]
         if text is not None:
             self.response += text
+        if meta_info is not None:
+            self.update_from_meta_info(None, meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        """Take weight version and status from the `meta_info` of a server's answer; `args` are not needed."""
+        if "weight_version" in meta_info:
+            self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
+        reason = meta_info.get("finish_reason")
+        reason = reason.get("type") if isinstance(reason, Mapping) else reason
+        self.status = FINISHED.get(str(reason), self.status)
+
+
+_SAMPLE_FIELDS = {sample_field.name: None for sample_field in fields(Sample)}
+"""Names of a sample's fields, in their order."""
 
 
 def detached_copy(sample: Sample) -> Sample:
@@ -198,8 +328,8 @@ class TrainingSample:
 
     All lists but `tokens` have length R. `loss_weights` are the whole reduction: the loss of a step is the sum over its
     rows and tokens of weight times loss, so no policy needs a denominator, and the gradient cannot depend on ranks,
-    packs or micro-batches. `group` identifies the prompt: rows of one group with equal prompts may share its
-    computation. `values` are a critic's values before the round, `returns` its training targets.
+    packs or micro-batches. `group` identifies the prompt. `values` are a critic's values before the round, `returns`
+    its training targets.
     """
 
     tokens: list[int]
@@ -212,10 +342,20 @@ class TrainingSample:
     values: list[float] | None = None
     returns: list[float] | None = None
     group: int = 0
+    reward: float | None = None
+    """Reward of the sample, before any comparison."""
+
+    index: int | None = None
+    """Index of the sample."""
 
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    @property
+    def input_length(self) -> int:
+        """Number of tokens that a forward pass reads: the last of a response predicts nothing."""
+        return len(self.tokens) - (self.response_length > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +364,8 @@ class TokenBatch:
 
     `logprobs_T`, `entropy_T` (if the loss needs it), `predicted_T` and `logits_T` carry gradients; the others are
     constant. `row_T` [T] int64 is the row of each token in the pack, `rows` the number of rows, `total_lengths` the
-    number of tokens of each, its prompt included. In a critic's pack `logprobs_T` has the values.
+    number of tokens of each, its prompt included, `rewards_T` the reward of each token's sample. In a critic's pack
+    `logprobs_T` has the values.
     """
 
     logprobs_T: Tensor
@@ -238,6 +379,7 @@ class TokenBatch:
     rollout_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
     returns_T: Tensor | None = None
+    rewards_T: Tensor | None = None
     total_lengths: Sequence[int] = ()
     predicted_T: Tensor | None = None
     """Current values, if policy and critic share a backbone."""
@@ -307,7 +449,10 @@ class RolloutBatch:
 
 @dataclass(slots=True)
 class StepReport:
-    """One optimizer step as `train` and `run` report it; `to_json` is a line of metrics.jsonl."""
+    """One optimizer step as `train` and `run` report it; `to_json` is a line of metrics.jsonl.
+
+    A round whose rollouts fill no step has a report of its own: `is_step` is false, `step` the last one before it.
+    """
 
     step: int
     rollout_id: int
@@ -324,6 +469,11 @@ class StepReport:
 
     sampling: SamplerState | None = field(default=None, repr=False)
     """State of sampling after the round, for the checkpoint; not part of the JSON form."""
+
+    is_step: bool = True
+
+    train_data: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Records of the step's rows, with run.keep_samples = "train"; not part of the JSON form."""
 
     def to_json(self) -> dict[str, Any]:
         return {

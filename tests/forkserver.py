@@ -4,7 +4,10 @@ Such a command is a process like any other: its own pid, descriptors, environmen
 code. It lacks only the seconds of importing. Tests of start-up, of memory and of other interpreters start a new
 interpreter instead.
 
-This file is both ends: tests call `start`; run as a script it is the server, one for every pytest process.
+Programs of `python -c` start in the same way, and modules that PYTHONPATH of their environment names are found.
+
+This file is both ends: tests call `start` or `run_python`; run as a script it is the server, one for every process of
+pytest.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -115,6 +120,56 @@ def start(
     new_session: bool = False,
 ) -> ForkedProcess:
     """Start `slimectl ARGUMENTS`; `stdin`, `stdout` and `stderr` mean what they mean to subprocess.Popen."""
+    return _start(None, arguments, cwd, env, stdin, stdout, stderr, new_session)
+
+
+def start_python(
+    code: str,
+    arguments: Sequence[str] = (),
+    *,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    stdin: Any = None,
+    stdout: Any = None,
+    stderr: Any = None,
+) -> ForkedProcess:
+    """Start `python -c CODE ARGUMENTS`; streams as of `start`."""
+    return _start(code, [*arguments], cwd, env or {**os.environ}, stdin, stdout, stderr, False)
+
+
+def run_python(
+    code: str, arguments: Sequence[str] = (), *, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 90
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGUMENTS` to its end."""
+    pipe = subprocess.PIPE
+    with start_python(code, arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(["python", "-c", code], process.wait(), stdout.decode(), stderr.decode())
+
+
+LIMITED = """
+import resource, runpy, sys
+limit = int(sys.argv.pop(2))
+resource.setrlimit(getattr(resource, sys.argv.pop(1)), (limit, limit))
+runpy.run_module("slimectl", run_name="__main__", alter_sys=True)
+"""
+"""Code of `python -c` that runs slimectl under a limit: its arguments begin with the limit's name and value."""
+
+
+def _start(
+    code: str | None,
+    arguments: list[str],
+    cwd: Path,
+    env: dict[str, str],
+    stdin: Any,
+    stdout: Any,
+    stderr: Any,
+    new_session: bool,
+) -> ForkedProcess:
     streams: dict[str, IO[bytes] | None] = {"stdin": None, "stdout": None, "stderr": None}
     descriptors, temporary = [], []
     for number, (name, target) in enumerate([("stdin", stdin), ("stdout", stdout), ("stderr", stderr)]):
@@ -133,7 +188,7 @@ def start(
         else:
             descriptors.append(target if isinstance(target, int) else target.fileno())
     status, report = os.pipe()
-    request = {"arguments": arguments, "cwd": str(cwd), "env": env, "new_session": new_session}
+    request = {"code": code, "arguments": arguments, "cwd": str(cwd), "env": env, "new_session": new_session}
     server = _connection()
     socket.send_fds(server, [json.dumps(request).encode()], [*descriptors, report])
     for descriptor in [*temporary, report]:
@@ -161,21 +216,27 @@ def _connection() -> socket.socket:
 
 
 def preload() -> None:
-    """Import what takes time; nothing that starts a thread."""
+    """Import what takes time; nothing that starts a thread, or makes a folder that one child would remove for all."""
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # Megatron-core would import it, and it makes one
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     import slimectl.builders
     import slimectl.cli.app
-    import slimectl.runtime.run  # noqa: F401
+    import slimectl.runtime.run
 
+    with contextlib.suppress(ImportError):  # Megatron-core is an extra
+        import slimectl.policies.megatron.policy  # noqa: F401
+    del sys.modules["wandb"]
     assert threading.active_count() == 1
 
 
 def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork a process for every request. Returns twice: a request in each child, None at the end of the connection."""
+    gc.disable()  # collections would look at the objects of all modules, again and again
     preload()
     gc.freeze()  # a collection in a child would copy the pages of all these objects
+    gc.enable()
     reports: dict[int, int] = {}
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -217,11 +278,15 @@ def _reap(reports: dict[int, int]) -> None:
 
 
 def run_command(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """Become `slimectl ARGUMENTS`, as `python -m slimectl` would run it, and exit."""
+    """Become `slimectl ARGUMENTS`, as `python -m slimectl` would run it, or `python -c CODE ARGUMENTS`, and exit."""
     _take_over(request, descriptors)
     code = 1
     try:
-        runpy.run_module("slimectl", run_name="__main__", alter_sys=True)
+        if request["code"] is None:
+            runpy.run_module("slimectl", run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(request["code"], "<string>", "exec"), main.__dict__)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -240,6 +305,7 @@ def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     """Give this process the descriptors, environment and folder of the request."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started pytest may ignore it: nohup
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
@@ -250,8 +316,9 @@ def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     random.seed()
-    sys.argv = ["slimectl", *request["arguments"]]
-    sys.path[0] = request["cwd"]  # as `python -m` has it
+    sys.argv = ["slimectl" if request["code"] is None else "-c", *request["arguments"]]
+    paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [request["cwd"], *paths]  # as `python -m` and `python -c` have it
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ FLOORS = [
     ["algorithms", "architectures", "rewards", "sandbox", "settings", "user_code"],
     ["protocols", "data", "planner"],
     ["stages"],
-    ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks"],
+    ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks", "agents", "environments"],
     ["conversions"],
     ["builders", "recipes"],
     ["runtime"],
     ["api"],
+    ["viewer"],
     ["cli", "__main__"],
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
@@ -32,7 +33,7 @@ SAME_FLOOR = {
     ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
     ("registry", "errors"),
     ("rewards", "sandbox"), ("algorithms", "settings"),
-    ("policies", "checkpoints"),
+    ("policies", "checkpoints"), ("environments", "agents"),
     ("__main__", "cli"),
     ("transport", "errors"),
 }  # fmt: skip
@@ -174,7 +175,14 @@ def test_adapters_are_named_where_parts_are_put_together_only():
 
 
 @pytest.mark.parametrize(
-    "module", ["slimectl.cli.app", "slimectl.settings", "slimectl.recipes", "slimectl.data.metrics_catalogue"]
+    "module",
+    [
+        "slimectl.cli.app",
+        "slimectl.settings",
+        "slimectl.recipes",
+        "slimectl.data.metrics_catalogue",
+        "slimectl.api.stages",  # that is `slimectl score`
+    ],
 )
 def test_command_line_starts_without_heavy_libraries(module: str):
     code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])"

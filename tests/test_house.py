@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,20 +34,6 @@ EXAMPLES = [path for path in sorted((ROOT / "slimectl").rglob("*.py")) if ">>>" 
 def test_examples_in_docstrings_run(path: Path):
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     assert doctest.testmod(module).failed == 0
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completions_are_those_that_the_command_makes(shell: str):
-    """Make them anew with: _SLIMECTL_COMPLETE=source_SHELL slimectl > completions/slimectl.SHELL"""
-    script = Path(sys.executable).with_name("slimectl")
-    made = subprocess.run(
-        [script],
-        env={**os.environ, "_SLIMECTL_COMPLETE": f"source_{shell}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout == (ROOT / "completions" / f"slimectl.{shell}").read_text()
 
 
 def test_the_readme_has_the_two_commands_and_names_real_things():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from workshop import Workshop
 
 from slimectl.data import checks
 from slimectl.data.records import sample_from_json
 from slimectl.redaction import MASK, remember
-from slimectl.stdio import logger
+from slimectl.stdio import LOG_LEVEL, StderrHandler, log_to_file, logger
 
 WARNING = "Sample.rewrad: unknown key, kept as it is; did you mean reward?"
 
@@ -76,6 +80,75 @@ def test_stderr_of_a_process(set_up: str, stderr: str):
     assert (result.stdout, result.stderr) == ("", stderr)
 
 
+AT = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
+
+
+@pytest.mark.parametrize(
+    ("set_up", "level", "lines"),
+    [
+        ("from slimectl.executors.logs import redirect; redirect(None)", "info", [f"{AT}checks.py:\\d+ - Sample.rewrad",
+                                                                                 f"{AT}<string>:\\d+ - step 1"]),
+        ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "warning", ["Sample.rewrad"]),
+        ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
+        ("from slimectl.stdio import log_to_stderr; log_to_stderr(); log_to_stderr()", "none", ["Sample", "step 1"]),
+    ],
+    ids=["a rank", "a quiet command", "a command at level debug", "an unknown level"],
+)  # fmt: skip
+def test_a_level_decides_which_messages_come_and_whether_with_time_and_place(set_up: str, level: str, lines: list[str]):
+    program = [sys.executable, "-c", PROGRAM.format(set_up=set_up)]
+    environment = {**os.environ, LOG_LEVEL: level}
+    result = subprocess.run(program, capture_output=True, text=True, check=True, env=environment)
+    assert len(result.stderr.splitlines()) == len(lines)
+    for line, expected in zip(result.stderr.splitlines(), lines, strict=True):
+        assert re.match(expected, line), line
+
+
+def test_a_file_gets_messages_and_the_error_that_ends_the_work(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="slimectl")  # an attribute alone leaves the logger's cache of levels
+
+    def work() -> None:
+        logger.info("step 1")
+        logger.warning("slow")
+        raise ZeroDivisionError("of http://me:password@host")
+
+    with pytest.raises(ZeroDivisionError), log_to_file(tmp_path / "log.txt"):
+        work()
+    logger.info("step 2")
+    first, second, third = (tmp_path / "log.txt").read_text().splitlines()
+    assert re.fullmatch(AT + r"test_logging.py:\d+ - step 1", first)
+    assert re.fullmatch(AT + r"WARNING test_logging.py:\d+ - slow", second)
+    assert re.fullmatch(AT + rf"ERROR test_logging.py:\d+ - ZeroDivisionError: of http://{MASK}@host", third)
+
+
+def test_a_run_has_a_log_in_its_folder_whatever_the_terminal_shows(workshop: Workshop):
+    workshop.slimectl("run", "--log-level", "error", "-s", "run.num_rollout=1")
+    assert "step" not in workshop.stderr
+    log = (workshop.folder / "runs" / "a" / "log.txt").read_text()
+    assert re.search(AT + r"stdout.py:\d+ - step    1  reward 0", log)
+    workshop.slimectl("run", "--log-level", "loud", code=2)
+    assert "'loud' is none of debug, info, warning, error" in " ".join(workshop.stderr.replace("│", " ").split())
+
+
+def test_a_progress_bar_leaves_the_lines_of_the_steps_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    from slimectl.protocols import NO_PROGRESS
+    from slimectl.trackers.stdout import BarTracker
+
+    caplog.set_level(logging.INFO, logger="slimectl")
+    to_stderr = StderrHandler()
+    logger.addHandler(to_stderr)
+    try:
+        with log_to_file(tmp_path / "log.txt"):
+            tracker = BarTracker(NO_PROGRESS)
+            tracker.log({"rollout/step": 1, "rollout/raw_reward": 0.5, "train/step": 1}, step=1)
+            tracker.close()
+    finally:
+        logger.removeHandler(to_stderr)
+    assert re.search(AT + r"stdout.py:\d+ - step    1  reward 0.5\n", (tmp_path / "log.txt").read_text())
+    assert capsys.readouterr().err == ""
+
+
 def test_the_library_prints_nothing_to_stderr_itself():
     import ast
     from pathlib import Path
@@ -83,7 +156,7 @@ def test_the_library_prints_nothing_to_stderr_itself():
     import slimectl
 
     package = Path(slimectl.__file__).parent
-    apart = {"stdio.py", "sandbox/program.py", "trackers/stdout.py"}
+    apart = {"stdio.py", "sandbox/program.py", "sandbox/torch_file.py", "trackers/stdout.py"}
     names = {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
     library = {name for name in names if not name.startswith("cli/") and "/bootstrap/" not in name} - apart
     prints = [

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slimectl import stdio
+
 SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2], "response": "b", "response_length": 1,
           "label": "b", "status": "completed"}  # fmt: skip
 NOISY = """
@@ -92,8 +94,13 @@ def test_a_closed_or_full_stream_is_one_line(folder: Path, shell: str, code: int
         assert json.loads(result.stdout)["reward"] == 1.0
 
 
-@pytest.mark.parametrize(("shell", "code"), [(">&-", 1), (">/dev/full", 1), ("2>&-", 0), ("<&-", 0)])
-@pytest.mark.parametrize("words", ["--help", "--version", "score --help", "settings schema"])
+@pytest.mark.parametrize(
+    ("words", "shell", "code"),
+    [
+        *(("--help", shell, code) for shell, code in ((">&-", 1), (">/dev/full", 1), ("2>&-", 0), ("<&-", 0))),
+        *((words, shell, 1) for words in ("--version", "settings schema") for shell in (">&-", ">/dev/full")),
+    ],
+)
 def test_so_it_is_for_help_and_lists(folder: Path, words: str, shell: str, code: int):
     result = slimectl(folder, words, shell=shell, code=code)
     assert len(result.stderr.splitlines()) == (code == 1)
@@ -123,3 +130,24 @@ def test_a_function_that_reads_stdin_does_not_eat_records(folder: Path):
     (folder / "reads.py").write_text("import sys\ndef reward(sample):\n    return float(len(sys.stdin.read()))\n")
     result = slimectl(folder, "score - --custom-rm-path reads.py:reward", shell="< <(cat samples.jsonl samples.jsonl)")
     assert [json.loads(line)["reward"] for line in result.stdout.splitlines()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("encoding", "drawn"), [("ascii", False), ("latin-1", False), ("utf-8", True)])
+def test_texts_are_ascii_where_stdout_takes_no_utf_8_and_records_stay_utf_8(
+    folder: Path, encoding: str, drawn: bool
+) -> None:
+    environment = f"PYTHONIOENCODING={encoding}"
+    command = f"{environment} {sys.executable} -m slimectl"
+    shown = subprocess.run(["bash", "-c", f"{command} score --help"], cwd=folder, capture_output=True, check=True)
+    assert (max(shown.stdout) > 127) == drawn
+    (folder / "unicode.jsonl").write_text(json.dumps(SAMPLE | {"response": "\u00e9", "label": "\u00e9"}) + "\n")
+    scored = subprocess.run(
+        ["bash", "-c", f"{command} score unicode.jsonl --rm-type exact"], cwd=folder, capture_output=True, check=True
+    )
+    assert json.loads(scored.stdout.decode("utf-8"))["response"] == "\u00e9"
+
+
+def test_what_ascii_lacks_is_drawn_or_escaped() -> None:
+    drawing = "\u2524\u2800\u28ff\u2588 12 \u2026 \u00e9"
+    assert drawing.encode("ascii", stdio.PLAIN) == b"+ ** 12 ... \\xe9"
+    assert drawing.encode("utf-8", stdio.PLAIN) == drawing.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def raw_records(file: Path) -> Iterator[bytes]:
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + HEADER + length > len(data):
+            return  # its process was killed
         record += data[at + HEADER : at + HEADER + length]
         at += HEADER + length
         if kind in FULL_OR_LAST:
@@ -30,8 +33,8 @@ def raw_records(file: Path) -> Iterator[bytes]:
             record = b""
 
 
-def wandb_records(folder: Path, timeout_s: float = 10.0) -> list[Any]:
-    """Every record of every finished wandb run in `folder`, oldest first.
+def wandb_records(folder: Path, timeout_s: float = 10.0, killed: int = 0) -> list[Any]:
+    """Every record of every wandb run in `folder`, oldest first; as many as were `killed` may be unfinished.
 
     wandb 0.31 returns from finish() a moment before its service has written an offline run down.
     """
@@ -43,15 +46,15 @@ def wandb_records(folder: Path, timeout_s: float = 10.0) -> list[Any]:
             [Record.FromString(raw) for raw in raw_records(file)]
             for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))
         ]
-        if all(any(record.HasField("exit") for record in records) for records in runs):
+        if sum(not any(record.HasField("exit") for record in records) for records in runs) <= killed:
             return [record for records in runs for record in records]
         assert time.monotonic() < deadline, f"{folder}: a run was not finished"
         time.sleep(0.02)
 
 
-def wandb_rows(folder: Path) -> list[dict[str, float]]:
+def wandb_rows(folder: Path, killed: int = 0) -> list[dict[str, float]]:
     """Every line that was logged."""
-    histories = [record.history for record in wandb_records(folder) if record.HasField("history")]
+    histories = [record.history for record in wandb_records(folder, killed=killed) if record.HasField("history")]
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
         for history in histories
@@ -71,4 +74,17 @@ def swanlab_seen(folder: Path) -> Seen:
     for record in swanlab_records(folder):
         if record.HasField("scalar"):
             found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+    return found
+
+
+def trackio_seen(folder: Path) -> Seen:
+    """Every scalar of the only run in the only database of a folder, by Trackio's tables."""
+    (database,) = folder.glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("SELECT step, metrics, run_id FROM metrics ORDER BY id").fetchall()
+    assert len({run for _, _, run in rows}) == 1
+    found: Seen = {}
+    for step, metrics, _ in rows:
+        for name, value in json.loads(metrics).items():
+            found.setdefault(name, []).append((step, value))
     return found

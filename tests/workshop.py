@@ -68,6 +68,7 @@ path = "{model}"
 data = ["prompts.jsonl"]
 n_samples_per_prompt = 4
 max_response_len = 12
+apply_chat_template = false
 [score]
 custom_rm_path = "reward.py:reward"
 [train]

@@ -3,7 +3,8 @@
     python benchmarks/reliability/kills.py --seed 1 --count 60
     python benchmarks/reliability/kills.py --seed 1 --part folders
 
-Each mode (plain, over-sampling, partial rollouts, warm-up, two ranks, Megatron, servers, Ray) is run once undisturbed.
+Each mode (plain, over-sampling, partial rollouts, warm-up, two ranks, Megatron, servers, Ray, and `train` on
+demonstrations and on preferences) is run once undisturbed.
 An attack then kills a run of that mode at a named point (an open, rename, mkdir or removal in its folder) or at a
 random moment, and resumes it. It has survived if no exit code but a documented one was seen, nobody saw a traceback,
 metrics, weights, optimizer and state are those of the undisturbed run to the last bit, `latest` is right, and no
@@ -93,6 +94,7 @@ WARMUP = [
     "-s", "sft_warmup.batch_size=8",
 ]  # fmt: skip
 SERVER = ["--engines", "2", "-s", "sync.transport=tensor"]
+EPOCHS = ["-s", "run.num_rollout=none", "-s", "run.num_epoch=2", "-s", "run.rollout_batch_size=3"]
 MODES: dict[str, tuple[list[str], int]] = {
     "plain": ([], 8),
     "over-sampling": (FILTER, 4),
@@ -101,16 +103,20 @@ MODES: dict[str, tuple[list[str], int]] = {
     "Megatron": (["--backend", "megatron"], 4),
     "two ranks": (["-s", "cluster.actor_num_gpus_per_node=2"], 2),
     "servers": (SERVER, 2),
+    "SFT": (["--algorithm", "sft", *EPOCHS], 4),
+    "DPO": (["--algorithm", "dpo", *EPOCHS], 4),
     "Ray": (["--executor", "ray"], 0),
 }
-"""Options of each mode, and how many of 28 attacks it gets."""
+"""Options of each mode, and how many of 36 attacks it gets."""
+FILES = {"SFT": "prompts.jsonl", "DPO": "preferences.jsonl"}
+"""Samples of the modes that train on a file."""
 
 SIGNALS = {
     "KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP, "INT": signal.SIGINT,
     "INT twice": signal.SIGINT, "STOP then KILL": signal.SIGSTOP,
 }  # fmt: skip
-DOCUMENTED = {0, 130, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
-"""And 15 under Ray, whose own handler of SIGTERM exits with its number."""
+DOCUMENTED = {0, 129, 130, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
+"""By a signal itself where it comes before the command handles it, or while the interpreter cleans up."""
 GRACE_S = 30.0
 """How long what a run started may take to leave after it."""
 
@@ -124,6 +130,11 @@ class Mode:
     outcome: dict[str, Any] = field(default_factory=dict)
     points: list[str] = field(default_factory=list)
     duration_s: float = 0.0
+
+    def command(self, run: str, *, begun: bool) -> list[str]:
+        """Start a run, or resume one that has begun."""
+        stage = ["train", FILES[self.name], "-c", "slimectl.toml"] if self.name in FILES else ["run"]
+        return [stage[0], "--resume", f"runs/{run}"] if begun else [*stage, "--name", run, *self.options]
 
 
 class Killer:
@@ -145,7 +156,7 @@ class Killer:
         run, log = f"whole-{mode.name.replace(' ', '-')}", self.workshop.folder / "points"
         log.unlink(missing_ok=True)
         started = time.monotonic()
-        code = self.start(["run", "--name", run, *mode.options], run, None, 0, log=log).wait()
+        code = self.start(mode.command(run, begun=False), run, None, 0, log=log).wait()
         mode.duration_s = time.monotonic() - started
         assert code == 0, (self.workshop.folder / f"{run}.stderr").read_text()
         mode.outcome = outcome(self.workshop.folder / "runs" / run)
@@ -159,13 +170,13 @@ class Killer:
         for _ in range(self.draw.choice([1, 1, 2, 3])):
             name = self.draw.choice(list(SIGNALS))
             begun = (self.workshop.folder / "runs" / run / "run.toml").exists()
-            command = ["run", "--resume", f"runs/{run}"] if begun else ["run", "--name", run, *mode.options]
+            command = mode.command(run, begun=begun)
             code, place = self._killed(command, run, mode, name)
             steps.append(f"{name} at {place} ({code})")
-            if code not in DOCUMENTED | ({int(signal.SIGTERM)} if mode.name == "Ray" else set()):
+            if code not in DOCUMENTED:
                 faults.append(f"exit code {code} after {name}")
         begun = (self.workshop.folder / "runs" / run / "run.toml").exists()
-        command = ["run", "--resume", f"runs/{run}"] if begun else ["run", "--name", run, *mode.options]
+        command = mode.command(run, begun=begun)
         code = self.start(command, run, None, 0).wait()
         words = (self.workshop.folder / f"{run}.stderr").read_text(errors="replace")
         if code:
@@ -326,6 +337,10 @@ def main() -> int:
 
             return attack_folders(workshop, draw, arguments.seed)
         (workshop.folder / "reward.py").write_text(REWARD)
+        pairs = [
+            {"prompt": f"say {word}", "chosen": word, "rejected": "no"} for word in ("one", "two", "three", "four")
+        ]
+        (workshop.folder / "preferences.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         text = SETTINGS.format(model=folder / "model").replace("num_rollout = 6", "num_rollout = 4")
         (workshop.folder / "slimectl.toml").write_text(
             text.replace('keep_checkpoints = "none"', "keep_checkpoints = 2")

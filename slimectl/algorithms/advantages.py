@@ -45,9 +45,14 @@ def sequence_rewards(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_c
 def reinforce_returns(reward: float, kl_T: Tensor | None, mask_T: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
     """Return the discounted returns of one answer, [T]; zero where masked.
 
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`.
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: the returns of `sequence_rewards`. Actions are the unmasked tokens:
+    what a tool wrote between them is no step, and discounts nothing.
     """
-    return discounted(sequence_rewards(reward, kl_T, mask_T, kl_coef=kl_coef), gamma) * mask_T
+    is_action_T = mask_T != 0
+    returns_T = torch.zeros_like(mask_T)
+    rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=kl_coef)
+    returns_T[is_action_T] = discounted(rewards_T[is_action_T], gamma)
+    return returns_T
 
 
 def whitened(values: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:

@@ -62,6 +62,17 @@ def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algor
     )
 
 
+def penalized_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[float]:
+    """Return the compared reward of each row, less kl_coef times its divergence from the reference.
+
+    The sum of the token-level rewards of PPO from human feedback (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+    """
+    return [
+        batch.normalized_rewards[i] - algorithm.kl_coef * float((_reference_kl(row) * _mask(row)).sum())
+        for row, i in zip(batch.rows, batch.positions, strict=True)
+    ]
+
+
 def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:
     """Return the normalized reward of each answer, less kl_coef times its divergence, at every token.
 
@@ -104,7 +115,9 @@ def critic_relative(batch: TrainingBatch, algorithm: Ppo) -> list[Tensor]:
     for row, (reward, kl_T, mask_T) in zip(batch.rows, _token_inputs(batch, algorithm), strict=True):
         rewards_T = sequence_rewards(reward, kl_T, mask_T, kl_coef=algorithm.kl_coef)
         values_T = torch.tensor(row.values, dtype=torch.float64)
-        advantages.append(generalized_advantages(rewards_T, values_T, gamma=algorithm.gamma, lambd=algorithm.lambd))
+        advantages.append(
+            generalized_advantages(rewards_T, values_T, mask_T, gamma=algorithm.gamma, lambd=algorithm.lambd)
+        )
     return advantages
 
 

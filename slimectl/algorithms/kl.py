@@ -40,9 +40,11 @@ def unbiased_kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprob
     """Return `kl_estimate` times exp(logp - old), [T]: unbiased for tokens that an older policy sampled.
 
     DeepSeek-V3.2, arXiv:2512.02556, "Unbiased KL Estimate". Gradients flow through the ratio too, so that the gradient
-    of k3 is that of the divergence itself.
+    of k3 is that of the divergence itself. Of low_var_kl the product is clamped to ±10.
     """
-    return ratio(logprobs_T, old_logprobs_T.detach()) * kl_estimate(logprobs_T, ref_logprobs_T, kind)
+    estimate_T = kl_estimate(logprobs_T, ref_logprobs_T, "k3" if kind == "low_var_kl" else kind)
+    weighted_T = ratio(logprobs_T, old_logprobs_T.detach()) * estimate_T
+    return weighted_T.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT) if kind == "low_var_kl" else weighted_T
 
 
 def approx_kl_metrics(logprobs_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:

@@ -9,57 +9,43 @@ metric whose name ends in _max or _min is an extreme, and is combined over packs
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from slimectl.algorithms.importance_sampling import engine_mismatch_metrics, importance_weights, rejection_mask
 from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
-from slimectl.algorithms.surrogates import (
-    TokenRows,
-    cispo_loss,
-    clip_fraction,
-    gmpo_loss,
-    gspo_logprobs,
-    opsm_mask,
-    ppo_clip,
-    ratio_bound_metrics,
-    sapo_loss,
-)
+from slimectl.algorithms.surrogates import PpoClip, Surrogate, TokenRows, opsm_mask, ratio_bound_metrics
 from slimectl.errors import SettingsError
 from slimectl.types import TokenBatch
 
-PARTS = ("pg_loss", "kl_loss", "entropy_loss")
-"""Metrics that are terms of the loss, reduced like the loss."""
+PARTS = ("pg_loss", "kl_loss", "entropy_loss", "sft_loss", "positive_sft_loss", "negative_sft_loss")
+"""Metrics that are reduced like the loss: its terms, and what the loss of sft would be."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss.
 
-    pg_loss is the clipped loss of PPO and GRPO, or that of another `surrogate`: gspo, cispo, sapo, gmpo (see
-    surrogates.py).
+    pg_loss is that of the `surrogate`: the clipped loss of PPO and GRPO, or another one of surrogates.py.
 
     Schulman et al. 2017, arXiv:1707.06347, eq. 9; GRPO, arXiv:2402.03300, eq. 3. If the pack has no `old_logprobs_T`,
     the policy is the one that sampled: the ratio is 1 and the gradient A grad logp.
 
     Metrics: pg_loss (after the correction), pg_clipfrac, those of `approx_kl_metrics` and `ratio_bound_metrics`, and
-    the extremes ratio_max and ratio_min, where gspo's ratio is the sequence's; with a reference kl_loss; with entropy
-    entropy_loss; with rollout log-probabilities tis_clipfrac (whether or not the weights are applied), tis_masked
-    (tokens zeroed by TIS and rejection), those of `engine_mismatch_metrics` and the maximum tis_max. `tis_scale` is 1
-    over the step's mean weight if weights are normalised (importance_sampling.self_normalization), `report_scale` 1
-    over the sum of the step's `weights_T`. The loss itself is the first of the returned pair and not repeated among
-    the metrics.
+    the extremes ratio_max and ratio_min, where gspo's ratio is the sequence's; sft_loss, the negative log-probability,
+    and with rewards its parts positive_sft_loss (rewards above 0) and negative_sft_loss; with a reference kl_loss; with
+    entropy entropy_loss and its sum over tokens, token_entropy; with rollout log-probabilities tis_clipfrac (whether or
+    not the weights are applied), tis_masked (tokens zeroed by TIS and rejection), those of `engine_mismatch_metrics`
+    and the maximum tis_max. `tis_scale` is 1 over the step's mean weight if weights are normalised
+    (importance_sampling.self_normalization), `report_scale` 1 over the sum of the step's `weights_T`. The loss itself
+    is the first of the returned pair and not repeated among the metrics.
 
     Raises SettingsError if the pack lacks a column that a coefficient needs.
     """
 
-    surrogate: str = "ppo_clip"
-    eps_clip: float = 0.2
-    eps_clip_high: float | None = None
-    eps_clip_c: float | None = None
+    surrogate: Surrogate = field(default_factory=PpoClip)
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k1"
     use_unbiased_kl: bool = False
@@ -75,8 +61,6 @@ class PolicyLoss:
     rs_level: str = "geometric"
     rs_clip: float = 2.0
     rs_clip_low: float = 0.5
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     report_entropy: bool = False
@@ -98,11 +82,14 @@ class PolicyLoss:
             values_T["entropy_loss"] = entropy_T
             if self.entropy_coef:
                 loss_T = loss_T - self.entropy_coef * entropy_T
+        values_T |= _imitation(pack)
         metrics = {name: self._weighted_sum(pack, name, value_T.detach()) for name, value_T in values_T.items()}
         metrics = {name: value * (1.0 if name in PARTS else self.report_scale) for name, value in metrics.items()}
         if (weights_T != 0).any():
             ratio_T = values_T["ois"][weights_T != 0]
             metrics |= {"ratio_max": ratio_T.max(), "ratio_min": ratio_T.min()}
+            if entropy_T is not None:
+                metrics["token_entropy"] = entropy_T.detach()[weights_T != 0].sum()
             if "tis" in values_T:
                 metrics["tis_max"] = values_T["tis"][weights_T != 0].max()
         return self._total(pack, pg_T, loss_T), metrics
@@ -119,14 +106,13 @@ class PolicyLoss:
         """Return the corrected surrogate of each token, and its metrics."""
         if pack.advantages_T is None:
             raise SettingsError("a policy loss needs advantages; these samples carry none: score them first")
-        old_T = _old_logprobs(pack)
-        logprobs_T, advantages_T, mask_T = pack.logprobs_T, pack.advantages_T, pack.weights_T != 0
-        if self.surrogate == "gspo":
-            logprobs_T = gspo_logprobs(logprobs_T, old_T, TokenRows(mask_T, pack.row_T, pack.rows))
-        loss_T, clipped_T = self._surrogate_loss(pack, logprobs_T, old_T, advantages_T)
+        old_T, advantages_T = _old_logprobs(pack), pack.advantages_T
+        token_rows = TokenRows(pack.weights_T != 0, pack.row_T, pack.rows)
+        logprobs_T = self.surrogate.policy_logprobs(pack.logprobs_T, old_T, token_rows)
+        loss_T, clipped_T = self.surrogate(logprobs_T, old_T, advantages_T, token_rows)
         values_T = {"pg_clipfrac": clipped_T} | approx_kl_metrics(logprobs_T, old_T)
-        if self.surrogate != "sapo":
-            values_T |= ratio_bound_metrics(values_T["ois"], **self._ratio_bounds)
+        if (bounds := self.surrogate.ratio_bounds) is not None:
+            values_T |= ratio_bound_metrics(values_T["ois"], **bounds)
         if pack.rollout_logprobs_T is not None:
             values_T |= engine_mismatch_metrics(old_T, pack.rollout_logprobs_T)
             correction_T, values_T["tis_clipfrac"] = self._correction(pack, old_T, pack.rollout_logprobs_T)
@@ -136,9 +122,7 @@ class PolicyLoss:
             name = "use_tis" if self.use_tis else "use_rs"
             raise SettingsError(f"algorithm.{name} needs rollout_log_probs, which these samples lack; turn it off")
         if self.use_opsm:
-            kept_T = opsm_mask(
-                pack.logprobs_T, old_T, advantages_T, TokenRows(mask_T, pack.row_T, pack.rows), delta=self.opsm_delta
-            )
+            kept_T = opsm_mask(pack.logprobs_T, old_T, advantages_T, token_rows, delta=self.opsm_delta)
             loss_T, values_T["opsm_clipfrac"] = loss_T * kept_T, 1.0 - kept_T
         return loss_T, values_T
 
@@ -158,35 +142,6 @@ class PolicyLoss:
             kept_T = rejection_mask(*inputs, level=self.rs_level, low=self.rs_clip_low, high=self.rs_clip)
             factor_T = factor_T * kept_T
         return factor_T, changed_T
-
-    @property
-    def _bounds(self) -> dict[str, float]:
-        return {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
-
-    @property
-    def _ratio_bounds(self) -> dict[str, float]:
-        """Clip bounds of the ratio; those of gmpo are converted from bounds of its logarithm."""
-        bounds = self._bounds
-        if self.surrogate != "gmpo":
-            return bounds
-        return {"low": -math.expm1(-bounds["low"]), "high": math.expm1(bounds["high"])}
-
-    def _surrogate_loss(
-        self, pack: TokenBatch, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the surrogate of each token before any correction, and where it was clipped."""
-        mask_T, bounds = pack.weights_T != 0, self._bounds
-        if self.surrogate == "cispo":
-            return cispo_loss(logprobs_T, old_T, advantages_T, **bounds)
-        if self.surrogate == "sapo":
-            loss_T = sapo_loss(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
-            return loss_T, torch.zeros_like(loss_T)
-        if self.surrogate == "gmpo":
-            return gmpo_loss(logprobs_T, old_T, advantages_T, TokenRows(mask_T, pack.row_T, pack.rows), **bounds)
-        if self.surrogate not in ("ppo_clip", "gspo"):
-            raise ValueError(f"no surrogate {self.surrogate!r}; there are ppo_clip, gspo, cispo, sapo, gmpo")
-        loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **bounds)
-        return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **bounds)
 
     def _divergence(self, pack: TokenBatch) -> Tensor | None:
         """Return the KL estimate of each token if there is a reference; with gradients only if it is in the loss."""
@@ -221,6 +176,19 @@ class SftLoss:
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(pack.weights_T * pack.logprobs_T).sum()
         return loss, {"sft_loss": loss.detach()}
+
+
+def _imitation(pack: TokenBatch) -> dict[str, Tensor]:
+    """Return the negative log-probability of each token by metric: of all, of good answers and of the others.
+
+    What imitation of each kind would minimise (TOPR, arXiv:2503.14286, treats the two apart).
+    """
+    nll_T = -pack.logprobs_T.detach()
+    values_T = {"sft_loss": nll_T}
+    if pack.rewards_T is not None:
+        good_T = pack.rewards_T > 0
+        values_T |= {"positive_sft_loss": nll_T * good_T, "negative_sft_loss": nll_T * ~good_T}
+    return values_T
 
 
 def _old_logprobs(pack: TokenBatch) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from slimectl.types import Metrics, Sample, Status
 
@@ -36,8 +38,55 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metr
     if prompts:
         cached = sum(info["cached_tokens"] for s in samples if (info := s.prefix_cache_info))
         metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
+    metrics |= agent_metrics(samples) | environment_metrics(samples)
     metrics |= _speculation([s.spec_info for s in samples if s.spec_info])
     return metrics
+
+
+AGENT_MEANS = {"turn_count": "turns", "tool_calls": "tool_calls", "refused_requests": "refused_requests",
+               "timed_out": "timed_out"}  # fmt: skip
+"""Numbers of metadata.agent, and the metrics that are their means."""
+
+
+def agent_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Return the means over attempts of programs (`rollout.agent`); of several branches of one, the first counts."""
+    attempts = {sample.trajectory_id: sample.metadata["agent"] for sample in reversed(samples) if _is_attempt(sample)}
+    if not attempts:
+        return {}
+    reports = list(attempts.values())
+    means = {
+        f"rollout/agent/{metric}": sum(float(report.get(name, 0)) for report in reports) / len(reports)
+        for name, metric in AGENT_MEANS.items()
+    }
+    failed = sum(report["exit_code"] != 0 for report in reports)
+    return means | {"rollout/agent/failed": failed / len(reports)}
+
+
+ENVIRONMENT_MEANS = ("turns", "tool_calls", "errors", "failures", "timeouts")
+"""Numbers of metadata.env, whose means are metrics."""
+
+
+def environment_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Return the means over episodes (`rollout.env`), and over their turns of the reward of a turn."""
+    episodes: dict[int, Mapping[str, Any]] = {}
+    turn_rewards: list[float] = []
+    for sample in samples:
+        report = sample.metadata.get("env")
+        if isinstance(report, Mapping) and "turns" in report:
+            episodes.setdefault(sample.trajectory_id, report)
+            turn_rewards += [reward for reward in report.get("rewards", ()) if isinstance(reward, int | float)]
+    if not episodes:
+        return {}
+    metrics = {
+        f"rollout/env/{name}": fmean(float(report.get(name, 0)) for report in episodes.values())
+        for name in ENVIRONMENT_MEANS
+    }
+    return metrics | ({"rollout/env/turn_reward": fmean(turn_rewards)} if turn_rewards else {})
+
+
+def _is_attempt(sample: Sample) -> bool:
+    report = sample.metadata.get("agent")
+    return isinstance(report, dict) and "exit_code" in report
 
 
 def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
@@ -99,14 +148,17 @@ def average_at_n(rewards: Sequence[float]) -> float:
     return fmean(rewards)
 
 
-def majority_at_n(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
+def majority_at_n(
+    answers: Sequence[str | None], successes: Sequence[bool], same: Callable[[str, str], bool] = operator.eq
+) -> float:
     """Return the success of the most frequent answer (Wang et al. 2022, arXiv:2203.11171); one success per attempt.
 
     >>> majority_at_n(["7", "7", "3", None], [True, True, False, False])
     1.0
 
     Attempts without an answer (None) do not vote; if none has one the result is 0. Tied answers give the mean of their
-    successes, so the order of attempts does not matter. Answers are compared as strings: normalise them first.
+    successes, so the order of attempts does not matter. Answers that are the `same` vote together: equal strings, or
+    what a verifier holds equal.
 
     Raises ValueError if there are not as many answers as successes.
     """
@@ -115,7 +167,10 @@ def majority_at_n(answers: Sequence[str | None], successes: Sequence[bool]) -> f
     votes: dict[str, list[bool]] = defaultdict(list)
     for answer, success in zip(answers, successes, strict=True):
         if answer is not None:
-            votes[answer].append(success)
+            spelling = (
+                answer if answer in votes else next((earlier for earlier in votes if same(earlier, answer)), answer)
+            )
+            votes[spelling].append(success)
     if not votes:
         return 0.0
     max_votes = max(map(len, votes.values()))

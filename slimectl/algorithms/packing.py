@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from slimectl.errors import RecordError
+from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries, first_fit
 from slimectl.types import TrainingSample
 
 
@@ -64,42 +64,7 @@ def _cost(part: Sequence[int], costs: Sequence[float]) -> float:
     return sum(costs[i] for i in part)
 
 
-LONG_ANSWER = 4
-"""Answers longer than this multiple of their prompt do not share it: sharing would save less than its masks cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptGroup:
-    """Rows, by their position in the batch, that share one copy of their prompt.
-
-    >>> PromptGroup(rows=(0, 1), prompt_length=10, response_lengths=(3, 4)).tokens
-    15
-
-    The last response token of a row predicts nothing, so it is not computed: 10 + (3 - 1) + (4 - 1).
-    """
-
-    rows: tuple[int, ...]
-    prompt_length: int
-    response_lengths: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_length + sum(max(length - 1, 0) for length in self.response_lengths)
-
-    @property
-    def pairs(self) -> int:
-        """Number of attention pairs: a token and one that it attends to, itself included."""
-        P, answers = self.prompt_length, [max(length - 1, 0) for length in self.response_lengths]
-        return P * (P + 1) // 2 + sum(P * R + R * (R + 1) // 2 for R in answers)
-
-    def part(self, members: Sequence[int]) -> PromptGroup:
-        """Return the bundle of some of the rows, by their position in `rows`."""
-        return PromptGroup(
-            tuple(self.rows[i] for i in members), self.prompt_length, tuple(self.response_lengths[i] for i in members)
-        )
-
-
-Pack = list[PromptGroup]
+Pack = list[PrefixTrie]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +82,7 @@ class BatchingOptions:
 
     def cost(self, pack: Pack) -> float:
         """Return the compute cost of a pack, in tokens."""
-        pairs = self.pair_cost * sum(bundle.pairs for bundle in pack) if self.balance == "flops" else 0.0
+        pairs = self.pair_cost * sum(trie.pairs for trie in pack) if self.balance == "flops" else 0.0
         return tokens_of(pack) + pairs
 
 
@@ -126,64 +91,16 @@ DYNAMIC = BatchingOptions()
 
 def tokens_of(pack: Pack) -> int:
     """Return the number of tokens that a forward pass over the pack computes."""
-    return sum(bundle.tokens for bundle in pack)
+    return sum(trie.tokens for trie in pack)
 
 
-def group_by_prompt(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> list[PromptGroup]:
-    """Bundle rows of one group with equal prompts, as far as `max_tokens` allows; each row is in one bundle.
-
-    Raises RecordError for a row without a prompt token: nothing predicts its first response token.
-    """
-    siblings: dict[object, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.prompt_length < 1:
-            raise RecordError(
-                f"row {i}: {len(row.tokens)} tokens with a response of {row.response_length}; a row needs at least one"
-                " prompt token, which predicts the first response token"
-            )
-        key = (row.group, tuple(row.tokens[: row.prompt_length])) if share else i
-        siblings.setdefault(key, []).append(i)
-    bundles = []
-    for members in siblings.values():
-        family = PromptGroup(
-            tuple(members), rows[members[0]].prompt_length, tuple(rows[i].response_length for i in members)
-        )
-        bundles += _split_to_fit(family, max_tokens)
-    return bundles
-
-
-def _split_to_fit(family: PromptGroup, max_tokens: int) -> list[PromptGroup]:
-    """First-fit the answers into bundles of at most `max_tokens`, each with its copy of the prompt."""
-    if sum(family.response_lengths) > LONG_ANSWER * family.prompt_length * len(family.rows):
-        return [family.part([i]) for i in range(len(family.rows))]
-    room = max_tokens - family.prompt_length
-    costs = [max(length - 1, 0) for length in family.response_lengths]
-    return [family.part(members) for members in _first_fit(costs, room)]
-
-
-def _first_fit(costs: Sequence[int], room: int) -> list[list[int]]:
-    """Return positions by bin; each is put into the first bin with room, an oversize one into its own."""
-    bins: list[list[int]] = []
-    free_space: list[int] = []
-    for i, cost in enumerate(costs):
-        for j, space in enumerate(free_space):
-            if cost <= space:
-                bins[j].append(i)
-                free_space[j] -= cost
-                break
-        else:
-            bins.append([i])
-            free_space.append(room - cost)
-    return bins
-
-
-def pack(bundles: Sequence[PromptGroup], *, max_tokens: int) -> list[Pack]:
-    """Pack bundles first-fit by decreasing size; a bundle larger than `max_tokens` gets its own pack.
+def pack(tries: Sequence[PrefixTrie], *, max_tokens: int) -> list[Pack]:
+    """Pack tries first-fit by decreasing size; one larger than `max_tokens` gets its own pack.
 
     At most 11/9 times the minimum number of packs, plus 4: Johnson et al. 1974, doi:10.1137/0203025.
     """
-    by_size = sorted(bundles, key=lambda bundle: -bundle.tokens)
-    return [[by_size[i] for i in members] for members in _first_fit([b.tokens for b in by_size], max_tokens)]
+    by_size = sorted(tries, key=lambda trie: -trie.tokens)
+    return [[by_size[i] for i in members] for members in first_fit([trie.tokens for trie in by_size], max_tokens)]
 
 
 def assign_to_ranks(packs: Sequence[Pack], *, ranks: int, batching: BatchingOptions = DYNAMIC) -> list[list[Pack]]:
@@ -208,10 +125,10 @@ def _can_split(pack: Pack) -> bool:
 
 
 def _split_pack(pack: Pack) -> list[Pack]:
-    """Split a pack into two of nearly equal size; a single bundle is split between answers and its prompt copied."""
+    """Split a pack into two of nearly equal size; a single trie is split between rows, what both need is copied."""
     if len(pack) > 1:
-        return [[pack[i] for i in half] for half in _split_evenly([bundle.tokens for bundle in pack])]
-    return [[pack[0].part(half)] for half in _split_evenly(pack[0].response_lengths)]
+        return [[pack[i] for i in half] for half in _split_evenly([trie.tokens for trie in pack])]
+    return [[half] for half in pack[0].halves()]
 
 
 def _split_evenly(costs: Sequence[int]) -> list[list[int]]:
@@ -235,12 +152,25 @@ def plan_batches(
 ) -> list[list[Pack]]:
     """Return the packs of every rank; each row is in exactly one pack. Raises RecordError.
 
-    `share`: answers to a prompt share one copy of it; not in packs of a fixed number of rows.
+    `share`: tokens that rows of a pack begin with are computed once.
     """
     size = batching.micro_batch_size
     if size is None:
-        packs = pack(group_by_prompt(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
+        packs = pack(build_tries(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
     else:
-        alone = group_by_prompt(rows, max_tokens=max_tokens, share=False)
-        packs = [alone[start : start + size] for start in range(0, len(alone), size)]
+        packs = [_micro_batch(rows, range(start, min(start + size, len(rows))), share)
+                 for start in range(0, len(rows), size)]  # fmt: skip
     return assign_to_ranks(packs, ranks=ranks, batching=batching)
+
+
+def _micro_batch(rows: Sequence[TrainingSample], members: Sequence[int], share: bool) -> Pack:
+    """Return the pack of the rows `members`, of any number of tokens."""
+    tokens = sum(len(rows[i].tokens) for i in members)
+    tries = build_tries([rows[i] for i in members], max_tokens=tokens, share=share)
+    return [replace(trie, rows=tuple(members[i] for i in trie.rows)) for trie in tries]
+
+
+def shared_fraction(packs: Iterable[Pack]) -> float:
+    """Return the fraction of the rows' tokens that a forward pass over the packs does not compute again."""
+    tries = [trie for pack in packs for trie in pack]
+    return sum(sum(trie.shared) for trie in tries) / max(1, sum(sum(trie.lengths) for trie in tries))

@@ -1,7 +1,7 @@
 """The algorithms: each has a settings class, an estimator of advantages, and a loss.
 
-An algorithm is added by its settings class (settings/rollout_algorithms.py, and the union in settings/algorithm.py),
-one line here, and at most one function: an estimator (estimators.py) or a surrogate (surrogates.py).
+An algorithm of rollouts is added by its settings class (settings/rollout_algorithms.py) and what is new in it: a
+surrogate (surrogates.py), or an estimator of advantages (estimators.py) with its line in `ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slimectl.algorithms.estimators import (
 from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import LinearizedLoss
-from slimectl.algorithms.surrogates import TokenRows
+from slimectl.algorithms.surrogates import SURROGATES, TokenRows
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.settings import algorithm as names
 from slimectl.settings import rollout_algorithms as rollouts
@@ -34,7 +34,7 @@ from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.types import Loss, TrainingSample
 
 COMPUTED = {"surrogate", "report_scale", "tis_scale"}
-"""Fields of PolicyLoss that `policy_loss` computes; every other one is the setting of the same name."""
+"""Fields of PolicyLoss that `policy_loss` makes; every other one is the setting of the same name."""
 
 LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 
@@ -42,8 +42,9 @@ LOSS_SETTINGS = {field.name for field in fields(PolicyLoss)} - COMPUTED
 def policy_loss(algorithm: PolicyGradient, rows: Sequence[TrainingSample]) -> PolicyLoss:
     """Return the policy-gradient loss of a step over `rows`, which have their loss weights."""
     total = math.fsum(weight for row in rows for weight in row.loss_weights)
+    surrogate = SURROGATES[algorithm.surrogate]
     return PolicyLoss(
-        surrogate=algorithm.surrogate,
+        surrogate=surrogate(**algorithm.model_dump(include={field.name for field in fields(surrogate)})),
         report_scale=1 / total if total else 1.0,
         tis_scale=1 / _mean_weight(rows, algorithm) if algorithm.use_tis and algorithm.tis_batch_normalize else 1.0,
         **algorithm.model_dump(include=LOSS_SETTINGS),
@@ -111,17 +112,11 @@ class Algorithm:
     """Adds the critic's loss to the policy's if the two are one model."""
 
 
-ALGORITHMS = {
-    "grpo": Algorithm(rollouts.Grpo, policy_loss, group_relative),
-    "dr_grpo": Algorithm(rollouts.DrGrpo, policy_loss, group_relative),
-    "dapo": Algorithm(rollouts.Dapo, policy_loss, group_relative),
-    "gspo": Algorithm(rollouts.Gspo, policy_loss, group_relative),
-    "cispo": Algorithm(rollouts.Cispo, policy_loss, group_relative),
-    "sapo": Algorithm(rollouts.Sapo, policy_loss, group_relative),
-    "gmpo": Algorithm(rollouts.Gmpo, policy_loss, group_relative),
-    "rloo": Algorithm(rollouts.Rloo, policy_loss, group_relative),
-    "opo": Algorithm(rollouts.Opo, policy_loss, group_relative),
-    "maxrl": Algorithm(rollouts.MaxRl, policy_loss, group_relative),
+ALGORITHMS: dict[str, Algorithm] = {
+    name: Algorithm(settings, policy_loss, group_relative)
+    for name, settings in names.ALGORITHMS.items()
+    if issubclass(settings, PolicyGradient)
+} | {
     "reinforce_plus_plus": Algorithm(rollouts.ReinforcePlusPlus, policy_loss, reinforce),
     "reinforce_plus_plus_baseline": Algorithm(rollouts.ReinforcePlusPlusBaseline, policy_loss, group_relative_tokens),
     "ppo": Algorithm(rollouts.Ppo, policy_loss, critic_relative, _critic_loss, _joint_loss),
@@ -130,3 +125,4 @@ ALGORITHMS = {
     "dpo": Algorithm(names.Dpo, _pair_loss),
     "reward_model": Algorithm(names.RewardModel, _pair_loss),
 }
+"""Algorithms by name: a policy gradient compares the answers of a group unless it has a line here."""

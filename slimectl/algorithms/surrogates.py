@@ -1,10 +1,15 @@
 """Surrogate objectives of policy gradients: one value per token, before any reduction.
 
+A surrogate is added by a function of its paper and a class in `SURROGATES` that gives it the settings of an algorithm.
+
 T tokens
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -183,3 +188,103 @@ def opsm_mask(
     """
     distance_T = row_means((old_T - logprobs_T).detach(), token_rows)
     return 1.0 - ((advantages_T < 0) & (distance_T > delta)).to(logprobs_T.dtype)
+
+
+@dataclass(frozen=True)
+class Surrogate(ABC):
+    """Surrogate of an algorithm; its fields are the settings of the same names in the algorithm's section."""
+
+    @abstractmethod
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, to minimise, and 1.0 where it is clipped; each [T]."""
+
+    def policy_logprobs(self, logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
+        """Return the log-probabilities whose ratio to `old_T` the surrogate takes; [T]."""
+        return logprobs_T
+
+    @property
+    def ratio_bounds(self) -> dict[str, float] | None:
+        """Bounds of the ratio as `ratio_bound_metrics` takes them; None without any."""
+        return None
+
+
+@dataclass(frozen=True)
+class BoundedSurrogate(Surrogate):
+    """Surrogate with a bound on either side of its ratio, or of its logarithm."""
+
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Distances to the lower and the upper bound."""
+        return {"low": self.eps_clip, "high": self.eps_clip if self.eps_clip_high is None else self.eps_clip_high}
+
+    @property
+    def ratio_bounds(self) -> dict[str, float] | None:
+        return self.bounds
+
+
+@dataclass(frozen=True)
+class PpoClip(BoundedSurrogate):
+    """The clipped surrogate of PPO and GRPO, `ppo_clip` (arXiv:1707.06347, eq. 7)."""
+
+    eps_clip_c: float | None = None
+
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        loss_T = ppo_clip(logprobs_T, old_T, advantages_T, dual=self.eps_clip_c, **self.bounds)
+        return loss_T, clip_fraction(logprobs_T, old_T, advantages_T, **self.bounds)
+
+
+@dataclass(frozen=True)
+class Gspo(PpoClip):
+    """The clipped surrogate with one ratio per sequence, `gspo_logprobs` (arXiv:2507.18071, eq. 7)."""
+
+    def policy_logprobs(self, logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
+        return gspo_logprobs(logprobs_T, old_T, token_rows)
+
+
+@dataclass(frozen=True)
+class Cispo(BoundedSurrogate):
+    """The clipped weight of CISPO, `cispo_loss` (arXiv:2506.13585, eq. 4)."""
+
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        return cispo_loss(logprobs_T, old_T, advantages_T, **self.bounds)
+
+
+@dataclass(frozen=True)
+class Sapo(Surrogate):
+    """The soft gate of SAPO, `sapo_loss` (arXiv:2511.20347), which clips nothing."""
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        loss_T = sapo_loss(logprobs_T, old_T, advantages_T, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+        return loss_T, torch.zeros_like(loss_T)
+
+
+@dataclass(frozen=True)
+class Gmpo(BoundedSurrogate):
+    """The geometric mean of GMPO, `gmpo_loss` (arXiv:2507.20673), whose bounds are on the log-ratio."""
+
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        return gmpo_loss(logprobs_T, old_T, advantages_T, token_rows, **self.bounds)
+
+    @property
+    def ratio_bounds(self) -> dict[str, float]:
+        return {"low": -math.expm1(-self.bounds["low"]), "high": math.expm1(self.bounds["high"])}
+
+
+SURROGATES: dict[str, type[Surrogate]] = {"ppo_clip": PpoClip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo}
+"""Surrogates by the name that the settings of an algorithm have."""

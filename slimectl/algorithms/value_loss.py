@@ -16,16 +16,19 @@ from slimectl.errors import SettingsError
 from slimectl.types import Loss, TokenBatch
 
 
-def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambd: float) -> Tensor:
-    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; [T], [T] to [T].
+def generalized_advantages(
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, *, gamma: float, lambd: float
+) -> Tensor:
+    """Return GAE: A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; each [T].
 
-    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Value and advantage after the last token are 0: it is terminal.
-    The returns on which a critic is trained are A + V.
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. Steps are actions, the unmasked tokens: t + 1 is the next of them,
+    and what a tool wrote in between gets 0. Value and advantage after the last one are 0: it is terminal. The returns
+    on which a critic is trained are A + V.
     """
-    check_tokens("generalized_advantages", rewards_T=rewards_T, values_T=values_T)
-    advantages_T = torch.empty_like(rewards_T)
+    check_tokens("generalized_advantages", rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
+    advantages_T = torch.zeros_like(rewards_T)
     advantage = value_after = rewards_T.new_zeros(())
-    for t in range(len(rewards_T) - 1, -1, -1):
+    for t in reversed(mask_T.nonzero().flatten().tolist()):
         advantage = rewards_T[t] + gamma * value_after - values_T[t] + gamma * lambd * advantage
         advantages_T[t], value_after = advantage, values_T[t]
     return advantages_T
@@ -38,7 +41,10 @@ def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, *, cl
     """
     check_tokens("clipped_value_loss", values_T=values_T, old_T=old_T, returns_T=returns_T)
     unclipped_T = (values_T - returns_T).square()
-    clipped_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+    change_T = values_T - old_T
+    # Within the bounds the two differ by rounding alone.
+    bounded_T = (old_T + change_T.clamp(-clip, clip) - returns_T).square()
+    clipped_T = torch.where(change_T.abs() > clip, bounded_T, unclipped_T)
     return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).to(values_T.dtype)
 
 

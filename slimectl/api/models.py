@@ -15,7 +15,7 @@ from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import Critic, Engine, Policy, WeightReceiver
+from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
 from slimectl.stages.rollout import demonstrations
@@ -103,17 +103,24 @@ class Trainer(_Closing):
         return load_state(load, self.policy)
 
     def train(
-        self, samples: Iterable[Sample] | Iterable[Prompt], *, left_out: LeftOut = lambda prompt: None
+        self,
+        samples: Iterable[Sample] | Iterable[Prompt],
+        *,
+        left_out: LeftOut = lambda prompt: None,
+        progress: Progress = NO_PROGRESS,
     ) -> Iterator[StepReport]:
-        """Train on scored samples, lazily; yield a report for every optimizer step.
+        """Train on scored samples, lazily; yield a report for every optimizer step, and for a round that fills none.
 
-        The algorithm sft also takes prompts with labels; those that are too long go to `left_out`.
+        The algorithm sft also takes prompts with labels; those that are too long go to `left_out`. `progress` is
+        told the phase under way.
         """
         stream = self._samples(samples, left_out)
         for field, model in self._models.asked.items():
-            stream = attach_log_probs(stream, model, field)
+            stream = attach_log_probs(stream, model, field, temperature=self.settings.policy_temperature)
         hooks = UserHooks(self.settings)
-        return train_stage(stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks)
+        return train_stage(
+            stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks, progress=progress
+        )
 
     def _samples(self, items: Iterable[Any], left_out: LeftOut) -> Iterator[Sample]:
         """Yield samples, and for prompts their demonstrations."""
@@ -144,7 +151,7 @@ class Trainer(_Closing):
         engine.load_weights(self.policy.weights(), version=self.policy.weight_version)
 
     def save(self, path: Path | str, *, force: bool = False, manifest_fields: dict[str, Any] | None = None) -> None:
-        """Write weights, optimizer and a separate critic to a directory, which is also a Hugging Face checkpoint.
+        """Write weights, optimizer and a separate critic to a directory, which is also a model.
 
         `force` replaces a checkpoint that slimectl wrote; anything else there is refused with SettingsError.
         """
@@ -168,7 +175,7 @@ def convert(
     *,
     to: Literal["hf", "torch_dist"] = "hf",
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    quantize: Literal["fp8", "int4"] | None = None,
+    quantize: Literal["fp8", "fp8_tensor", "fp8_channel", "int4"] | None = None,
     force: bool = False,
     **options: Any,
 ) -> dict[str, Any]:

@@ -6,23 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from slimectl import builders, recipes
-from slimectl.api.models import Sampler, Trainer
 from slimectl.data.atomic_replace import refuse_existing
+from slimectl.data.streams import tee
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import Agent, LogProbModel, RewardFn
-from slimectl.runtime.run import TrainingRun
+from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
 from slimectl.settings import Settings
-from slimectl.settings.loading import Layer, from_environment, from_file, nested, resolve, settings_toml
+from slimectl.settings.keys import settings_toml
+from slimectl.settings.layers import Layer, from_environment, from_file, nested
+from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete
 from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
 from slimectl.stages.evaluate import evaluate as evaluate_stage
 from slimectl.stages.score import score as score_stage
-from slimectl.types import Metrics, Prompt, Sample, StepReport
+from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
+
+if TYPE_CHECKING:  # with torch, which scoring does without
+    from slimectl.api.models import Sampler
 
 QUIET: dict[str, Any] = {"track.with": [], "track.plot": False}
 """Defaults of this interface that differ from the commands': nothing is printed."""
@@ -50,11 +54,14 @@ def load_settings(
 def prompts(settings: Settings, *sources: str, epochs: int | None = 1, shuffle: bool = True) -> Iterator[Prompt]:
     """Read the prompts of rollout.data, or of `sources`, for a number of epochs (None: without end)."""
     names = list(sources or settings.rollout.data)
-    return builders.prompts(settings, names, epochs=epochs, shuffle=shuffle)
+    demonstrations = settings.algorithm.trains_on == "demonstrations"
+    return builders.prompts(settings, names, epochs=epochs, shuffle=shuffle, demonstrations=demonstrations)
 
 
 def rollout(prompts: Iterable[Prompt], settings: Settings) -> Iterator[Sample]:
     """Sample answers with the model at model.path, whose engine is up until the iterator ends. See `Sampler`."""
+    from slimectl.api.models import Sampler
+
     with Sampler(settings) as sampler:
         yield from sampler.rollout(prompts)
 
@@ -74,7 +81,10 @@ def score(
     """
     grader = builders.reward(settings) if reward is None else reward
     with closing(builders.executor(settings, trains=False)) as executor:
-        yield from score_stage(samples, grader, settings.score, executor=executor, reference=reference, skip=skip)
+        yield from score_stage(
+            samples, grader, settings.score, executor=executor, reference=reference,
+            temperature=settings.policy_temperature, skip=skip,
+        )  # fmt: skip
 
 
 def train(
@@ -88,6 +98,8 @@ def train(
 
     At the end the weights are written to the directory `save`; `force` replaces a checkpoint there.
     """
+    from slimectl.api.models import Trainer
+
     if save is not None:
         refuse_existing(Path(save), force=force)
     with Trainer(settings) as trainer:
@@ -99,22 +111,31 @@ def train(
 def evaluate(settings: Settings, *, sampler: Sampler | None = None) -> Metrics:
     """Sample and grade every dataset of [eval]; return accuracy, avg@n, pass@k and more by name.
 
-    Without a `sampler` the model at model.path is measured. Raises SettingsError without datasets.
+    Without a `sampler` the model at model.path is measured. The trackers of [track] get the metrics, at the training
+    step of the model. Raises SettingsError without datasets.
     """
-    evaluation = Evaluation(settings)
-    with Sampler(settings) if sampler is None else nullcontext(sampler) as engine:
+    from slimectl.api.models import Sampler
+
+    with Evaluation(settings) as evaluation, nullcontext(sampler) if sampler else Sampler(settings) as engine:
         for _ in evaluation.samples(engine):
             pass
     return evaluation.metrics
 
 
 class Evaluation:
-    """An evaluation of all datasets, checked before any model is loaded; `metrics` is filled as samples are read."""
+    """An evaluation of all datasets, checked before any model is loaded; `metrics` is filled as samples are read.
+
+    Its trackers run within a `with` block: one that cannot start is found before any model is loaded, too.
+    """
 
     def __init__(self, settings: Settings) -> None:
         if not settings.eval.data:
             raise SettingsError("eval.data: no datasets are given; add eval.data.NAME = PROMPTS")
+        builders.check_trackers(settings)
         self.metrics: Metrics = {}
+        self._settings = settings
+        self._tables: dict[str, list[TableRow]] = {}
+        self._trackers: list[Tracker] = []
         self._datasets: dict[str, tuple[Settings, Iterator[Prompt], RewardFn, Agent | None]] = {}
         for name, source in settings.eval.sources.items():
             own = resolve_dataset_settings(settings, name)
@@ -122,10 +143,21 @@ class Evaluation:
             questions = builders.prompts(own, [source], shuffle=False)
             self._datasets[name] = own, questions, builders.reward(own), builders.agent(own)
 
+    def __enter__(self) -> Self:
+        self._trackers = builders.evaluation_trackers(self._settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
-        """Yield the graded samples of every dataset."""
+        """Yield the graded samples of every dataset; trackers get the metrics after the last."""
         with closing(builders.graders()) as graders:
             for name, (settings, questions, reward, agent) in self._datasets.items():
+                if getattr(sampler.engine, "addresses", None):
+                    settings = builders.hook_settings(settings, sampler.engine, sampler.folder)
+                    reward, agent = builders.reward(settings), builders.agent(settings)
                 too_long: list[Prompt] = []
                 graded = evaluate_stage(
                     questions,
@@ -138,13 +170,24 @@ class Evaluation:
                     left_out=too_long.append,
                     hooks=UserHooks(settings),
                 )
-                answer = answer_extractor(reward)
-                yield from with_summary(name, graded, self.metrics, settings, answer=answer, too_long=too_long)
+                answer, collected = answer_extractor(reward), list[Sample]()
+                summarized = with_summary(name, graded, self.metrics, settings, answer=answer, too_long=too_long)
+                yield from tee(summarized, collected.append if self._trackers else lambda sample: None)
+                self._tables[name] = builders.sample_table(self._trackers, self._settings, name, collected)
+        self._track(int(builders.version_of(sampler.folder)))
+
+    def _track(self, step: int) -> None:
+        """Log metrics and tables at the training step of the model."""
+        for tracker in self._trackers:
+            tracker.log(self.metrics | {"eval/step": float(step)}, step=step)
+        for name, table in self._tables.items():
+            builders.log_samples(self._trackers, self._settings, name, table, step=step)
 
 
 def run(
     settings: Settings,
     *,
+    samples: str | PathLike[str] | None = None,
     resume: bool = False,
     force: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
@@ -153,7 +196,17 @@ def run(
 
     The folder has metrics, checkpoints and evaluations, as of the command. `resume` goes on from its last checkpoint,
     `force` replaces a run. When `interrupted()` is true, the run is saved after the round and ends; a caller that
-    leaves the loop ends it at once, without saving.
+    leaves the loop ends it at once, without saving. With a file of `samples` nothing is sampled: the run trains on
+    them, as `slimectl train --name` does.
     """
+    from slimectl.runtime.rounds import RecordedRounds
+    from slimectl.runtime.run import TrainingRun
+
+    rounds = None
+    if samples is not None:
+        data = settings.rollout.model_copy(update={"data": [str(samples)]})
+        settings = settings.model_copy(update={"rollout": data})
+        rounds = RecordedRounds(settings, str(samples))
     check_complete(settings.model_dump(by_alias=True))
-    return TrainingRun(settings, interrupted=interrupted).reports(settings_toml(settings), resume=resume, force=force)
+    job = TrainingRun(settings, interrupted=interrupted, rounds=rounds)
+    return job.reports(settings_toml(settings), resume=resume, force=force)

@@ -1,6 +1,7 @@
 """Model cards: TOML descriptions of architectures, used if there is no checkpoint yet (models/*.toml).
 
 family = "qwen3"            the weight mapping in weights/
+aliases = ["deepseek-r1"]   other models of this architecture, by which the card is found too
 parameters = 596_049_920    and `activated`, if a token does not pass through all of them
 null = ["q_lora_rank"]      keys of [config] that are null in config.json: TOML has no null
 [config]                    the contents of config.json
@@ -10,6 +11,7 @@ null = ["q_lora_rank"]      keys of [config] that are null in config.json: TOML 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -44,14 +46,27 @@ def _by_number(name: str) -> list[tuple[float, str]]:
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
 
 
+@functools.cache
+def aliases(cards: Path) -> dict[str, str]:
+    """Return the card of every other model that a card in this folder describes, by the model's name."""
+    by_name: dict[str, str] = {}
+    for file in sorted(cards.glob("*.toml")):
+        with file.open("rb") as content:
+            by_name |= dict.fromkeys(tomllib.load(content).get("aliases", []), file.stem)
+    return by_name
+
+
 def path_of(name: str) -> Path:
-    """Return the file of a card. Raises SettingsError with the nearest name."""
-    if name not in (cards := names()):
-        lowered = {card.lower(): card for card in cards}
+    """Return the file of a card, by its name or an alias in any case. Raises SettingsError with the nearest name."""
+    cards = names()
+    if name in cards:
+        return folder() / f"{name}.toml"
+    lowered = {known.lower(): card for known, card in [*aliases(folder()).items(), *((card, card) for card in cards)]}
+    if (card := lowered.get(name.lower())) is None:
         matches = difflib.get_close_matches(name.lower(), lowered, n=1)
         hint = f"did you mean {lowered[matches[0]]}?" if matches else f"known are {', '.join(cards)}"
         raise SettingsError(f"model.card: no card {name!r}; {hint}")
-    return folder() / f"{name}.toml"
+    return folder() / f"{card}.toml"
 
 
 def load(name: str) -> dict[str, Any]:

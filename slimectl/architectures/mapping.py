@@ -8,14 +8,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from slimectl.errors import CheckpointError
 
+if TYPE_CHECKING:  # the planner counts parameters by these classes, without torch
+    from torch import Tensor
+
 Shape = tuple[int, ...]
+
+
+def _cat(parts: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(parts), dim=dim)
+
+
+def _stack(parts: Sequence[Tensor], *, dim: int) -> Tensor:
+    import torch
+
+    return torch.stack(list(parts), dim=dim)
 
 
 class Merge(Protocol):
@@ -47,10 +59,11 @@ class ConcatRows:
     """Tensors concatenated by rows, such as gate over up."""
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts))
+        return _cat(parts)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-        return torch.split(merged, [shape[0] for shape in shapes])
+        split: tuple[Tensor, ...] = merged.split([shape[0] for shape in shapes])
+        return split
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -68,12 +81,12 @@ class InterleaveGroups:
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         banded = [part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:]) for part in parts]
-        return torch.cat(banded, dim=1).flatten(0, 1)
+        return _cat(banded, dim=1).flatten(0, 1)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         bands = merged.reshape(self.groups, merged.shape[0] // self.groups, *merged.shape[1:])
         sizes = [shape[0] // self.groups for shape in shapes]
-        return tuple(band.flatten(0, 1) for band in torch.split(bands, sizes, dim=1))
+        return tuple(band.flatten(0, 1) for band in bands.split(sizes, dim=1))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -101,7 +114,7 @@ class InterleaveGatedGroups:
         query_and_gate, *kv_shapes = shapes
         half = (query_and_gate[0] // 2, *query_and_gate[1:])
         query, gate, *key_and_value = InterleaveGroups(self.groups).parts(merged, [half, half, *kv_shapes])
-        pairs = torch.stack([part.reshape(-1, self.dim, *part.shape[1:]) for part in (query, gate)], dim=1)
+        pairs = _stack([part.reshape(-1, self.dim, *part.shape[1:]) for part in (query, gate)], dim=1)
         return (pairs.flatten(0, 2), *key_and_value)
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -123,11 +136,11 @@ class Deinterleave:
         bands = []
         for part, rows in zip(parts, self.bands, strict=True):
             grouped = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
-            bands += [band.flatten(0, 1) for band in torch.split(grouped, list(rows), dim=1)]
-        return torch.cat(bands)
+            bands += [band.flatten(0, 1) for band in grouped.split(list(rows), dim=1)]
+        return _cat(bands)
 
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-        band_iterator = iter(torch.split(merged, [self.groups * rows for bands in self.bands for rows in bands]))
+        band_iterator = iter(merged.split([self.groups * rows for bands in self.bands for rows in bands]))
         return tuple(InterleaveGroups(self.groups).whole([next(band_iterator) for _ in bands]) for bands in self.bands)
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -148,17 +161,17 @@ class TensorParallelSplit:
     def shard(self, full: Tensor, rank: int, ranks: int) -> Tensor:
         """Return the shard of `rank`. Raises CheckpointError if a block cannot be split evenly."""
         shards = []
-        for block in torch.split(full, list(self.blocks) or [full.shape[self.axis]], dim=self.axis):
+        for block in full.split(list(self.blocks) or [full.shape[self.axis]], dim=self.axis):
             if block.shape[self.axis] % ranks:
                 raise CheckpointError(f"{block.shape[self.axis]} rows or columns cannot be cut in {ranks} equal parts")
             shards.append(block.chunk(ranks, dim=self.axis)[rank])
-        return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.axis)
+        return shards[0] if len(shards) == 1 else _cat(shards, dim=self.axis)
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
         """Concatenate the shards of all ranks, in order of rank, to the full parameter."""
         sizes = [size // len(shards) for size in self.blocks] or [shards[0].shape[self.axis]]
-        blocks_by_rank = [torch.split(shard, sizes, dim=self.axis) for shard in shards]
-        return torch.cat([parts[i] for i in range(len(sizes)) for parts in blocks_by_rank], dim=self.axis)
+        blocks_by_rank = [shard.split(sizes, dim=self.axis) for shard in shards]
+        return _cat([parts[i] for i in range(len(sizes)) for parts in blocks_by_rank], dim=self.axis)
 
 
 @dataclass(frozen=True)
@@ -189,6 +202,8 @@ class ParamMapping:
     @property
     def expert(self) -> int | None:
         """Index of the routed expert (split by expert tensor parallelism); None for other parameters."""
+        if ".local_experts." not in self.megatron:
+            return None
         match = re.search(r"\.local_experts\.(\d+)\.", self.megatron)
         return int(match[1]) if match else None
 

@@ -86,6 +86,36 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
     yield from _check_world(layout, world)
 
 
+def prefix_obstacle(
+    layout: ParallelLayout, transformer: Mapping[str, Any], args: Mapping[str, Any], *, replays_routing: bool
+) -> str:
+    """Return why rows cannot share the tokens that they begin with; "" if they can.
+
+    Sharing must leave loss and gradient as they are. `args` are fields of mcore's configurations that replace those of
+    `transformer`.
+    """
+    if layout.context > 1:
+        return "context parallelism divides whole sequences over ranks"
+    if transformer.get("linear_attention_freq"):
+        return "linear attention has one state for each sequence"
+    if replays_routing:
+        return "the same token may have another routing to replay in every sample"
+    fields = {**transformer, **args}
+    return next((f"{name} {reason}" for name, reason in COUNTS_TOKENS.items() if fields.get(name)), "")
+
+
+COUNTS_TOKENS = {
+    "moe_aux_loss_coeff": "weighs every token of every sample",
+    "moe_z_loss_coeff": "weighs every token of every sample",
+    "moe_router_bias_update_rate": "counts every token of every sample",
+    "moe_expert_capacity_factor": "drops tokens by their number",
+    "moe_input_jitter_eps": "draws noise for every token",
+    "moe_router_force_load_balancing": "draws experts for every token",
+    "hidden_dropout": "draws noise for every token",
+}
+"""Fields of mcore's configuration under which a token that several rows share is not computed alike for all."""
+
+
 def _check_divides(name: str, size: int, count: int | None, dimension: str) -> Iterator[str]:
     if count and count % size:
         yield f"{SETTINGS[name]}: {size} does not divide {count} {dimension}; possible are {_divisors(count, name)}"

@@ -66,9 +66,9 @@ def parameters(config: Config) -> Parameters:
     """Count parameters from shapes alone; a tied head counts as the embedding, a router's bias is not a parameter."""
     family = family_of(config)
     architecture = family.architecture(config)
-    trained = [link for link in family.links(config) if not link.buffer]
-    total = sum(math.prod(link.shape) for link in trained)
-    routed = sum(math.prod(link.shape) for link in trained if link.expert is not None)
+    sizes = [(math.prod(link.shape), link.expert is not None) for link in family.links(config) if not link.buffer]
+    total = sum(size for size, _ in sizes)
+    routed = sum(size for size, expert in sizes if expert)
     if not routed:
         return Parameters(total, total)
     topk = int(architecture.transformer["moe_router_topk"])

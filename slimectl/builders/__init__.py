@@ -3,59 +3,95 @@
 from slimectl.builders.data import (
     agent,
     check_pipes,
+    check_rows,
+    count_rows,
     data_source,
+    has_plain_rows,
+    hook_settings,
     prompts,
     reward,
     rollout_samples,
     training_samples,
 )
-from slimectl.builders.engines import engine, keys
+from slimectl.builders.engines import engine, engine_reads, keys
 from slimectl.builders.executors import check_executor, executor, graders, placement
-from slimectl.builders.frozen_models import PeriodicReference, reference, teacher, trainable_models
+from slimectl.builders.frozen_models import (
+    PeriodicReference,
+    TrainableModels,
+    reference,
+    sampling_models,
+    teacher,
+    trainable_models,
+)
 from slimectl.builders.models import (
+    TOKENIZER_REMEDY,
     context_length,
     convert,
     create_model,
     device,
+    has_tokenizer,
     is_gguf,
     model_folder,
     source_of,
     tokenizer,
+    version_of,
 )
-from slimectl.builders.policies import check_policy, critic, frozen, policy, total_steps
+from slimectl.builders.policies import check_policy, critic, frozen, policy, round_timer, total_steps
 from slimectl.builders.servers import auxiliary_servers, check_engine, client, engine_gpus, engines, server_pool
-from slimectl.builders.trackers import check_trackers, identity, trackers
+from slimectl.builders.shared_run import tracked_executor
+from slimectl.builders.streaming import stream_answer
+from slimectl.builders.trackers import (
+    check_trackers,
+    evaluation_trackers,
+    flush_trackers,
+    identity,
+    log_samples,
+    sample_table,
+    step_table,
+    trackers,
+)
 from slimectl.builders.trainers import layout
 from slimectl.builders.weight_sync import in_process, keyed, synchronizer, to_servers, urls, workers
 
 __all__ = [
+    "TOKENIZER_REMEDY",
     "PeriodicReference",
+    "TrainableModels",
     "agent",
     "auxiliary_servers",
     "check_engine",
     "check_executor",
     "check_pipes",
     "check_policy",
+    "check_rows",
     "check_trackers",
     "client",
     "context_length",
     "convert",
+    "count_rows",
     "create_model",
     "critic",
     "data_source",
     "device",
     "engine",
     "engine_gpus",
+    "engine_reads",
     "engines",
+    "evaluation_trackers",
     "executor",
+    "flush_trackers",
     "frozen",
     "graders",
+    "has_plain_rows",
+    "has_tokenizer",
+    "hook_settings",
     "identity",
     "in_process",
     "is_gguf",
     "keyed",
     "keys",
     "layout",
+    "log_samples",
     "model_folder",
     "placement",
     "policy",
@@ -63,16 +99,23 @@ __all__ = [
     "reference",
     "reward",
     "rollout_samples",
+    "round_timer",
+    "sample_table",
+    "sampling_models",
     "server_pool",
     "source_of",
+    "step_table",
+    "stream_answer",
     "synchronizer",
     "teacher",
     "to_servers",
     "tokenizer",
     "total_steps",
+    "tracked_executor",
     "trackers",
     "trainable_models",
     "training_samples",
     "urls",
+    "version_of",
     "workers",
 ]

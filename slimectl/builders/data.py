@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,13 +16,25 @@ from slimectl.stages.score import Grader
 from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
+    from slimectl.data.tables import Table
+    from slimectl.environments.episode import Specification
     from slimectl.protocols import Agent, Engine
+    from slimectl.stages.recorded_rounds import Numbered
 
 
 def prompts(
-    settings: Settings, sources: list[str], *, epochs: int | None = 1, start: int = 0, shuffle: bool = True
+    settings: Settings,
+    sources: list[str],
+    *,
+    epochs: int | None = 1,
+    start: int = 0,
+    shuffle: bool = True,
+    demonstrations: bool = False,
 ) -> Iterator[Prompt]:
-    """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end)."""
+    """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end).
+
+    Chats of `demonstrations` keep the answers that are to be imitated.
+    """
     from slimectl.data.prompts import open_prompts
 
     if not sources:
@@ -38,7 +51,37 @@ def prompts(
         mix_seed=options.seed,
         epochs=epochs,
         start=start,
+        demonstrations=demonstrations,
+        named=EnvironmentTables(settings),
     )
+
+
+class EnvironmentTables:
+    """Opens the sources `env` and `env:eval`, the tasks of rollout.env."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def open(self, source: str, *, unbounded: bool) -> Table | None:
+        """Return the tasks of a split; None for another source. Raises SettingsError without rollout.env."""
+        name, _, split = source.partition(":")
+        if name != "env" or split not in ("", "train", "eval"):
+            return None
+        if self._settings.rollout.env is None:
+            if Path(source).exists():
+                return None
+            raise SettingsError(f"{source}: stands for the tasks of rollout.env, which is not set; add --env KIND:ID")
+        from slimectl.environments.tasks import task_table
+
+        return task_table(environment(self._settings), split or "train", unbounded=unbounded)
+
+
+def environment(settings: Settings) -> Specification:
+    """Return the specification of rollout.env."""
+    from slimectl.environments.agent import specification_of
+
+    rollout = settings.rollout
+    return specification_of(str(rollout.env), rollout.env_args, rollout.env_python)
 
 
 def check_pipes(settings: Settings) -> None:
@@ -62,15 +105,20 @@ def training_samples(
     on_line: Callable[[str], None] = lambda location: None,
     context: int | None = None,
     left_out: Callable[[Prompt], Any] = lambda prompt: None,
-) -> Iterator[Sample]:
+    epochs: int | None = 1,
+    start: int = 0,
+) -> Iterator[Numbered]:
     """Yield the samples to train on; for sft also plain demonstrations: prompts with a label, or chats with answers.
 
     Pairwise algorithms also take plain preferences: rows with the answers `chosen` and `rejected`. `left_out` is called
-    for demonstrations and preferences longer than `context`.
+    for demonstrations and preferences longer than `context`. The file is read `epochs` times (None: without end), from
+    occurrence `start` on; each sample comes with the occurrence of its row.
     """
     from slimectl.data.jsonl import read_samples
+    from slimectl.stages.recorded_rounds import repeated
 
-    if settings.algorithm.trains_on == "preferences" and path != "-" and not _has_tokens(path):
+    plain = has_plain_rows(settings, path)
+    if plain and settings.algorithm.trains_on == "preferences":
         from slimectl.data.preferences import open_preferences
         from slimectl.stages.preferences import preferred
 
@@ -81,13 +129,42 @@ def training_samples(
             metadata_key=options.metadata_key,
             tool_key=options.tool_key,
             shuffle_seed=options.seed if options.shuffle else None,
+            epochs=epochs,
+            start=start,
         )
-        return preferred(pairs, text, options, context=context, left_out=left_out)
-    if settings.algorithm.trains_on == "demonstrations" and path != "-" and not _has_tokens(path):
+        return _by_row(preferred(pairs, text, options, context=context, left_out=left_out))
+    if plain:
         from slimectl.stages.rollout import demonstrations
 
-        return demonstrations(prompts(settings, [path]), text, settings.rollout, context=context, left_out=left_out)
-    return read_samples(path, on_error=on_error, report=report, on_line=on_line)
+        rows = prompts(settings, [path], epochs=epochs, start=start, demonstrations=True)
+        return _by_row(demonstrations(rows, text, settings.rollout, context=context, left_out=left_out))
+    read = partial(read_samples, path, on_error=on_error, report=report, on_line=on_line)
+    return repeated(read, epochs=epochs, start=start)
+
+
+def _by_row(samples: Iterator[Sample]) -> Iterator[Numbered]:
+    """Yield samples of plain rows with the occurrence of their row, which is the number of their group."""
+    return ((sample.group_index, sample) for sample in samples)
+
+
+def has_plain_rows(settings: Settings, path: str) -> bool:
+    """Return whether a file has demonstrations or preferences, from which samples are made, instead of samples."""
+    return settings.algorithm.trains_on != "rollouts" and path != "-" and not _has_tokens(path)
+
+
+def check_rows(path: str) -> None:
+    """Raise RecordError for a file without any row, SettingsError if there is none."""
+    from slimectl.data.prompts import ordered_rows
+
+    if next(ordered_rows([path]), None) is None:
+        raise RecordError(f"{path}: no samples came; look at what the stage before said")
+
+
+def count_rows(path: str) -> int:
+    """Return the number of rows of a source."""
+    from slimectl.data.sources import open_table
+
+    return len(open_table([path], replay=True))
 
 
 def _has_tokens(path: str) -> bool:
@@ -110,7 +187,11 @@ def reward(settings: Settings) -> Grader:
 
 
 def agent(settings: Settings) -> Agent | None:
-    """Return the user's generate function, which may take the settings; None without one."""
+    """Return the agent: of rollout.env, the program of rollout.agent, or the user's function; None without one."""
+    if settings.rollout.env:
+        return environment_agent(settings)
+    if settings.rollout.agent:
+        return command_agent(settings)
     user_fn, args = hook(settings, "rollout.custom_generate_function_path"), FlatSettings(settings)
     if user_fn is None:
         return None
@@ -118,6 +199,57 @@ def agent(settings: Settings) -> Agent | None:
     from slimectl.hooks.rollout import as_agent
 
     return as_agent(user_fn, args)
+
+
+def command_agent(settings: Settings) -> Agent:
+    """Return the program of rollout.agent as an agent; its reward counts where no verifier is named."""
+    from slimectl.agents.command import CommandAgent, CommandOptions
+
+    rollout = settings.rollout
+    return CommandAgent(
+        CommandOptions(
+            command=rollout.agent or "",
+            timeout_s=rollout.agent_timeout_s,
+            max_turns=rollout.agent_max_turns,
+            retries=rollout.agent_retries,
+            concurrency=rollout.agent_concurrency,
+            model=rollout.agent_model,
+            gives_reward=not settings.names_verifier,
+        )
+    )
+
+
+def environment_agent(settings: Settings) -> Agent:
+    """Return the agent that plays episodes of rollout.env; its reward counts where no verifier is named."""
+    from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions
+    from slimectl.stages.generation import single_turn
+
+    rollout = settings.rollout
+    options = EnvironmentOptions(
+        specification=environment(settings),
+        timeout_s=rollout.env_timeout_s,
+        max_turns=rollout.env_max_turns,
+        turn_tokens=rollout.env_turn_tokens,
+        retries=rollout.env_retries,
+        concurrency=rollout.env_concurrency,
+        gives_reward=not settings.names_verifier,
+        template_kwargs=rollout.apply_chat_template_kwargs,
+    )
+    return EnvironmentAgent(options, single_turn)
+
+
+def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -> Settings:
+    """Return the settings as hooks read them: engine.url has the addresses of the servers that were started.
+
+    The list is the engine's own, so it follows servers that are started again. With the model's `folder`, model.path
+    is that: a run may have made the model itself.
+    """
+    changes: dict[str, Any] = {}
+    if addresses := getattr(engine, "addresses", None):
+        changes["engine"] = settings.engine.model_copy(update={"url": addresses})
+    if folder is not None:
+        changes["model"] = settings.model.model_copy(update={"path": str(folder)})
+    return settings.model_copy(update=changes)
 
 
 def data_source(settings: Settings) -> Any:
@@ -141,6 +273,7 @@ def rollout_samples(
     from slimectl.stages.rollout import rollout
     from slimectl.stages.whole_rounds import whole_round_samples
 
+    settings = hook_settings(settings, engine)
     user_hooks, user_agent = UserHooks(settings), agent(settings)
     shared: dict[str, Any] = {"source": source, "epochs": settings.run.num_epoch or 1, "left_out": left_out}
     if user_hooks.sample_rounds is None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from slimectl.builders.backends import backend
 from slimectl.builders.executors import executor_backend
-from slimectl.builders.models import device, first_line, version_of
+from slimectl.builders.models import device, first_line, is_torch_dist, version_of
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
 from slimectl.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.registry import ENGINES
@@ -40,6 +40,9 @@ class EngineBackend:
 
     takes_router: ClassVar[bool] = True
     """Whether sglang-router forwards requests to its servers."""
+
+    reads_torch_dist: ClassVar[bool] = False
+    """Whether it starts from a model directory in Megatron's layout; else it gets a conversion of it."""
 
     settings_class: ClassVar[type[BaseModel] | None] = None
     """Settings of the engine's own, in a section of its name; None if it has none."""
@@ -95,12 +98,13 @@ class EmbeddedBackend(EngineBackend):
     """The engine of slimectl itself, in this process or as `slimectl serve`."""
 
     in_process = True
+    reads_torch_dist = True
 
     def engine(self, settings: Settings, folder: Path, text: Any, *, load: bool) -> Any:
         import torch
         from transformers import AutoConfig
 
-        from slimectl.checkpoints.hf import HFCheckpoint
+        from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.engines.embedded.engine import EmbeddedEngine
 
         try:
@@ -113,13 +117,14 @@ class EmbeddedBackend(EngineBackend):
                 max_running=settings.engine.max_running_requests,
                 max_context=settings.rollout.max_context_len,
                 end_token_ids=_end_tokens(folder),
+                prefix_cache_gib=settings.engine.prefix_cache_gib,
             )
         except SlimectlError:
             raise
         except Exception as error:
             raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
         if load:
-            embedded.load_weights(HFCheckpoint().read(folder), version=version_of(folder))
+            embedded.load_weights(ModelCheckpoint().read(folder), version=version_of(folder))
         return embedded
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
@@ -128,6 +133,7 @@ class EmbeddedBackend(EngineBackend):
         return serve_server(
             spec.model.absolute(),
             max_running=settings.engine.max_running_requests,
+            prefix_cache_gib=settings.engine.prefix_cache_gib,
             wait_for_weights=waiting,
             pause_timeout_s=settings.sync.timeout_s,
             **server_options(settings, log),
@@ -147,6 +153,11 @@ def server_api(name: str) -> ServerApi:
 def engine(settings: Settings, folder: Path, text: Any, *, load: bool = True) -> Any:
     """Build the engine of this process for a model directory; without `load` the first push brings its weights."""
     return engine_backend(settings).engine(settings, folder, text, load=load)
+
+
+def engine_reads(settings: Settings, folder: Path) -> bool:
+    """Return whether the engines of the settings read this model directory; servers of engine.url read none."""
+    return bool(settings.engine.url) or engine_backend(settings).reads_torch_dist or not is_torch_dist(folder)
 
 
 def server_options(settings: Settings, log: Path) -> dict[str, Any]:

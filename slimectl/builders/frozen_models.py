@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,36 +97,64 @@ Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 @dataclass
 class TrainableModels:
-    """Policy, critic, and the models that fill in missing fields of a sample, by field.
+    """Policy and critic, initialized from the model in `folder`, and by field the models that fill in a sample's.
 
-    A reward model is policy and critic in one.
+    A reward model is policy and critic in one. A run that samples has its `reference` and `teacher` apart, since they
+    are asked about every sample.
     """
 
+    folder: Path
     policy: Any
     critic: Any
     asked: dict[Field, LogProbModel] = field(default_factory=dict)
+    reference: Policy | None = None
+    teacher: LogProbModel | None = None
+
+    @property
+    def separate_critic(self) -> Any:
+        """The critic, unless it is the policy."""
+        return None if self.critic is self.policy else self.critic
 
     def save(self, path: Path) -> None:
         """Save the policy into `path`, a separate critic into `path`/critic."""
         self.policy.save(path)
-        if self.critic is not None and self.critic is not self.policy:
+        if self.separate_critic is not None:
             (path / "critic").mkdir()
             self.critic.save(path / "critic")
 
     def close(self) -> None:
-        parts = [self.policy, *self.asked.values(), *([] if self.critic in (None, self.policy) else [self.critic])]
-        for part in parts:
-            part.close()
+        for part in (self.policy, *self.asked.values(), self.reference, self.teacher, self.separate_critic):
+            if part is not None:
+                part.close()
 
 
-def trainable_models(settings: Settings, folder: Path, *, executor: Executor) -> TrainableModels:
-    """Build the models that train on samples, initialized from the model in `folder`."""
+def sampling_models(settings: Settings, folder: Path, *, executor: Executor) -> TrainableModels:
+    """Build the models of a run that samples its own rounds, initialized from the model in `folder`."""
+    with ExitStack() as opened:
+        models = TrainableModels(
+            folder, policy(settings, folder, total_steps=total_steps(settings), executor=executor), None
+        )
+        opened.callback(models.close)
+        models.reference = reference(settings, folder, executor=executor)
+        models.teacher = teacher(settings, folder, executor=executor)
+        models.critic = critic(settings, folder, executor=executor)
+        opened.pop_all()
+    return models
+
+
+def trainable_models(
+    settings: Settings, folder: Path, *, executor: Executor, rollouts: int | None = None
+) -> TrainableModels:
+    """Build the models that train on samples, initialized from the model in `folder`.
+
+    `rollouts` is the number that the samples' file has, if the end of a schedule depends on it.
+    """
     check_hooks(settings, *TRAINING_HOOKS)
-    steps, algorithm = total_steps(settings), settings.algorithm
+    steps, algorithm = total_steps(settings, rollouts=rollouts), settings.algorithm
     values = critic(settings, folder, total_steps=steps, executor=executor)
     if algorithm.trained_output == "values":
-        return TrainableModels(values, values)
-    models = TrainableModels(policy(settings, folder, total_steps=steps, executor=executor), values)
+        return TrainableModels(folder, values, values)
+    models = TrainableModels(folder, policy(settings, folder, total_steps=steps, executor=executor), values)
     # The KL divergence is measured where samples were scored, unless a reference is part of the algorithm itself.
     if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
         models.asked["ref_log_probs"] = ref_model

@@ -6,26 +6,32 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
+from slimectl.architectures.config_checks import check_config
+from slimectl.data.hugging_face import fetch_command, hub_name, snapshot
 from slimectl.data.integrity import check_integrity
 from slimectl.data.template_check import check_template
-from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import check_model_files, read_json
+from slimectl.errors import CheckpointError, SettingsError, missing_library
+from slimectl.model_files import check_model_files, policy_folder, read_json
 from slimectl.settings import Settings
+from slimectl.stdio import logger
 
 PANIC = "PanicException"
 """Name of the error that the tokenizers library raises at some broken files; it is no Exception."""
+TOKENIZER_REMEDY = "copy tokenizer.json and tokenizer_config.json of its Hugging Face model into it"
 
 
 def model_folder(path: str | None, *, setting: str = "model.path", verify: bool = False) -> Path:
-    """Return the Hugging Face directory that a setting names, after checking its files and their manifest.
+    """Return the model directory that a setting names, after checking its files and their manifest.
 
-    `verify` hashes weights of any size. Raises SettingsError or CheckpointError.
+    It is in Hugging Face's layout, or in torch_dist with a config.json. `verify` hashes weights of any size. Raises
+    SettingsError or CheckpointError.
     """
     if path is None:
         remedies = {"algorithm.opd_teacher_load": "name the teacher's, or its servers by algorithm.opd_teacher_url"}
@@ -34,17 +40,65 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
     folder = Path(path)
     if is_gguf(path):
         raise CheckpointError(f"{path}: is a GGUF; convert it first: slimectl convert {path} DIR --to hf")
+    if not folder.exists():
+        folder = hub_model(path) or folder
     if not folder.is_dir():
-        raise CheckpointError(f"{path}: no such model directory; give a Hugging Face checkpoint directory")
-    if (folder / "policy" / "config.json").exists():
-        folder = folder / "policy"  # a checkpoint of a run: runs/NAME/step_000042, or runs/NAME/latest
+        raise CheckpointError(
+            f"{path}: no such model directory; give a Hugging Face checkpoint directory{_hub_remedy(path)}"
+        )
+    folder = policy_folder(folder)
+    if folder.parent.parent == Path(path):
+        _announce_newest(path, folder.parent.name)
     if not (folder / "config.json").exists():
-        kind = "a torch_dist checkpoint" if (folder / ".metadata").exists() else "not a Hugging Face checkpoint"
-        raise CheckpointError(f"{path}: no config.json; this is {kind}")
+        raise CheckpointError(f"{path}: no config.json; {_without_config(folder)}")
     check_model_files(folder)
-    raw_config(folder)
+    config = raw_config(folder)
+    if is_torch_dist(folder):
+        from slimectl.checkpoints.torch_dist.metadata import weight_bytes
+
+        check_config(config, str(folder / "config.json"), weight_bytes=weight_bytes(folder))
     check_integrity(folder, full=verify)
     return folder
+
+
+def served_model(settings: Settings, model: Path) -> Path:
+    """Return the checkpoint that engines hold: that of engine.load, or the policy's `model`."""
+    return model_folder(settings.engine.load, setting="engine.load") if settings.engine.load else model
+
+
+def hub_model(name: str) -> Path | None:
+    """Return the folder of a model of the hub, cached or downloaded; None if there is none of this name."""
+    repository = hub_name(name)
+    return None if repository is None or repository[1] else snapshot(repository[0], "model")
+
+
+def _hub_remedy(name: str) -> str:
+    """Return the end of a message that says how to fetch what may be a model of the hub."""
+    repository = hub_name(name)
+    return f", or fetch one of the hub: {fetch_command(name, 'model')}" if repository and not repository[1] else ""
+
+
+@cache
+def _announce_newest(run: str, step: str) -> None:
+    """Say, once, which checkpoint of a run is taken: checks before a start open the folder too."""
+    logger.info(f"{run}: is a run; its newest checkpoint is taken, {step}")
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Return whether a model directory is in Megatron's torch_dist layout. Raises CheckpointError."""
+    from slimectl.checkpoints.torch_dist import metadata
+
+    return metadata.is_torch_dist(folder)
+
+
+def _without_config(folder: Path) -> str:
+    """Return the rest of the message for a directory without config.json: its layout, and the remedy."""
+    if not is_torch_dist(folder):
+        return "this is not a Hugging Face checkpoint"
+    return (
+        "this is a torch_dist checkpoint; copy config.json and tokenizer.json, tokenizer_config.json of its Hugging"
+        " Face model into it"
+    )
 
 
 def is_gguf(path: str) -> bool:
@@ -56,7 +110,7 @@ def source_of(source: str) -> Path:
     """Resolve a model source to a directory or file."""
     from slimectl.conversions.sources import resolve_source
 
-    return resolve_source(source)
+    return resolve_source(source if Path(source).exists() else hub_model(source) or source)
 
 
 def tokenizer(folder: Path) -> Any:
@@ -71,9 +125,16 @@ def tokenizer(folder: Path) -> Any:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
+        if not has_tokenizer(folder):
+            raise CheckpointError(f"{folder}: no tokenizer; {TOKENIZER_REMEDY}") from error
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     check_template(loaded, folder)
     return loaded
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model directory has a vocabulary."""
+    return any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab.*", "*.tiktoken"))
 
 
 @contextmanager
@@ -133,7 +194,10 @@ def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
 
 def device(requested: str) -> str:
     """Return cpu or cuda; `auto` is the GPU if there is one. Raises SettingsError if cuda is requested and absent."""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise missing_library(error, wanted_by="a model") or error from None
 
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

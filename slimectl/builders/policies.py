@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.builders.models import device, model_folder
 from slimectl.builders.trainers import Role, policy_backend
+from slimectl.errors import SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
     from slimectl.protocols import Critic, Executor, Policy
+    from slimectl.stages.round_timer import Packer, RoundTimer
 
 
 def policy(
@@ -126,7 +129,7 @@ def _build(
     options = settings.algorithm.critic_options
     shares_critic = trains and options is not None and options.shared
     if not values:
-        shared["temperature"] = settings.rollout.temperature
+        shared["temperature"] = settings.policy_temperature
     role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
     return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared)
 
@@ -147,6 +150,51 @@ def _batching(settings: Settings, folder: Path) -> BatchingOptions:
     config = read_config(folder)
     family = family_of(config)
     return BatchingOptions(size, "flops", pair_cost(parts_of(family.links(config)), family.architecture(config)))
+
+
+def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: Progress = NO_PROGRESS) -> RoundTimer:
+    """Return the timer of a run's rounds; it knows the FLOPs of a policy of a known family, and peaks of known devices.
+
+    Measures the peak of every rank with track.measure_peak; the slowest counts. `progress` is told the phases.
+    """
+    from slimectl.architectures.config import read_config
+    from slimectl.planner.devices import device_peak, measured_peak
+    from slimectl.planner.flops import model_flops
+    from slimectl.planner.plan import model_of
+    from slimectl.stages.round_timer import ArithmeticRate, RoundTimer, on_ranks
+
+    train, log_memory = settings.train, settings.track.log_memory
+    if settings.algorithm.trained_output != "log_probs":
+        return RoundTimer(log_memory=log_memory, progress=progress)
+    try:
+        model = model_of(read_config(folder), lora_rank=train.lora_rank, lora_targets=train.lora_targets)
+    except SlimectlError:  # a family whose shapes are unknown
+        return RoundTimer(log_memory=log_memory, progress=progress)
+    peaks: list[float | None] = []
+    if settings.track.measure_peak:
+        peaks = [*on_ranks(policy, measured_peak, device(train.device), train.dtype)]
+    elif train.dtype != "float32" and device(train.device) == "cuda":
+        peaks = on_ranks(policy, device_peak)
+    known = [peak for peak in peaks if peak is not None]
+    rate = ArithmeticRate(model_flops(model.all[0]), settings.cluster.ranks, min(known) if known else None)
+    return RoundTimer(log_memory=log_memory, rate=rate, pack=_packer(settings, folder), progress=progress)
+
+
+def _packer(settings: Settings, folder: Path) -> Packer | None:
+    """Return the function that packs rows as the policy does; None for a trainer that does not say how it packs."""
+    from slimectl.algorithms.packing import plan_batches
+
+    packing = policy_backend(settings).packing(settings, folder)
+    if packing is None:
+        return None
+    batching = _batching(settings, folder)
+    return partial(
+        plan_batches,
+        max_tokens=packing.max_tokens,
+        ranks=packing.ranks,
+        share=packing.shares_prefixes,
+        batching=batching,
+    )
 
 
 def _lora(settings: Settings) -> LoraOptions | None:
@@ -175,12 +223,18 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None) ->
         warmup_steps=train.lr_warmup_iters if lr is None else 0,
         decay_steps=train.lr_decay_iters or total_steps,
         min_lr=train.min_lr if lr is None else 0.0,
+        state_dtype=train.optimizer_state_dtype,
     )
 
 
-def total_steps(settings: Settings) -> int | None:
-    """Return the optimizer steps of a whole run; None if its length is unknown."""
+def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
+    """Return the optimizer steps of a whole run; None if its length is unknown.
+
+    `rollouts` is the number that a file of samples has; pairs count as one.
+    """
     rounds = settings.run.num_rollout
+    if rounds is None and rollouts is not None:
+        return -(-rollouts * (settings.run.num_epoch or 1) // settings.rollouts_per_step)
     return None if rounds is None else rounds * settings.steps_per_round
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slimectl.builders.engines import EngineBackend, engine, engine_backend, keys
+from slimectl.builders.engines import EngineBackend, engine, engine_backend, engine_reads, keys
 from slimectl.builders.executors import executor as executor_of
-from slimectl.builders.models import device
-from slimectl.builders.weight_sync import keyed, urls
+from slimectl.builders.executors import executor_backend
+from slimectl.builders.models import convert, device, served_model
+from slimectl.builders.weight_sync import keyed, pushed_precision, urls
+from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
@@ -31,10 +33,12 @@ def engine_gpus(settings: Settings) -> float:
 
 
 def check_engine(settings: Settings) -> None:
-    """Check, before anything is built, that the servers can be started here.
+    """Check, before anything is built, that the servers can be started here, and get weights as they hold them.
 
-    Raises BackendError or SettingsError. On a Ray cluster the machines that start them say so.
+    Raises BackendError, SettingsError or CheckpointError. On a Ray cluster the machines that start them say so.
     """
+    if settings.engine.load:
+        pushed_precision(settings, served_model(settings, Path()))  # refuses
     if settings.engine.url:
         return
     backend = engine_backend(settings)
@@ -55,18 +59,26 @@ def server_pool(
     With `waiting` they answer no request before a first push; otherwise they have the weights in `model`. Their output
     goes to engine-0.log, … in `folder`/logs.
     """
+    pool = new_pool(settings, model, executor=executor, folder=folder, waiting=waiting)
+    if pool is not None:
+        pool.start()
+    return pool
+
+
+def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool | None:
+    """Make the pool of `server_pool`, not yet started."""
     if settings.engine.url or not settings.uses_servers:
         return None
     from slimectl.engines.supervisor.server_pool import ServerPool
 
     options, logs = settings.engine, folder / "logs"
-    specs = [spec for spec in _specs(settings, model) if spec.gets_weights]
+    specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
 
     def make(i: int) -> Any:
         recipe = partial(_server, settings, specs[i], log=logs / f"{specs[i].name}.log", waiting=waiting)
         return executor.host(recipe, name=specs[i].name, gpus=engine_gpus(settings))
 
-    pool = ServerPool(
+    return ServerPool(
         make,
         len(specs),
         router=_router(settings, logs),
@@ -77,8 +89,6 @@ def server_pool(
         max_restarts=options.max_restarts,
         watch=options.use_fault_tolerance,
     )
-    pool.start()
-    return pool
 
 
 def auxiliary_servers(
@@ -199,11 +209,13 @@ def client(
 @contextmanager
 def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
     """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
-    if not settings.uses_servers:
-        yield engine(settings, model, text)
-        return
-    settings = keyed(settings)
     with ExitStack() as closing:
+        if not engine_reads(settings, model):
+            model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))
+        if not settings.uses_servers:
+            yield engine(settings, model, text)
+            return
+        settings = keyed(settings)
         executor = executor_of(settings, trains=False)
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
@@ -217,3 +229,13 @@ def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: asyncio.run(http_engine.close()))
         yield http_engine
+
+
+def _converted(settings: Settings, model: Path, folder: str) -> Path:
+    """Convert a torch_dist model into a temporary folder. Raises SettingsError if engines run on other machines."""
+    command, name = f"slimectl convert {model} DIR --to hf", settings.engine.backend
+    if executor_backend(settings).spans_machines(settings):
+        raise SettingsError(f"{model}: torch_dist, which {name} does not read; convert it: {command}")
+    logger.info(f"converting {model}, since {name} does not read torch_dist; to do it once: {command}")
+    convert(str(model), Path(folder) / "model")
+    return Path(folder) / "model"

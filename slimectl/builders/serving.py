@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -14,6 +15,7 @@ from slimectl.builders.models import tokenizer, version_of
 from slimectl.redaction import remember
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
+from slimectl.types import Sample
 
 
 def listening(host: str, port: int) -> socket:
@@ -79,10 +81,14 @@ def serve(
     interval: int = 1,
     incremental: bool = False,
     pause_timeout_s: float = 60.0,
+    record: Callable[[Sample], None] | None = None,
 ) -> tuple[int, bool]:
-    """Serve a model directory until a signal; returns (its number, whether all threads have ended)."""
+    """Serve a model directory until a signal; returns (its number, whether all threads have ended).
+
+    With `record` the APIs for agents are those that record, and it gets the samples of each session that ends.
+    """
     from slimectl.architectures.config import read_config
-    from slimectl.checkpoints.hf import HFCheckpoint
+    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
     from slimectl.engines.server.access import Guard, own_names
     from slimectl.engines.server.app import serve as serving
     from slimectl.engines.server.state import ServerConfig, Streaming
@@ -94,7 +100,7 @@ def serve(
         tokenizer=text,
         dtype=settings.engine.dtype,
         max_running=settings.engine.max_running_requests,
-        read=HFCheckpoint().read,
+        read=ModelCheckpoint().read,
         version=version_of(folder),
     )
     embedded = engine(settings, folder, text, load=False)
@@ -103,4 +109,15 @@ def serve(
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    if record is not None:
+        limits["extension"] = session_recorder(settings, text, embedded.max_context, record)
     return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
+
+
+def session_recorder(settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None]) -> Any:
+    """Return the recorder of a server's sessions; [rollout] has the sampling parameters that a request leaves out."""
+    from slimectl.agents.recorder import SessionRecorder
+    from slimectl.stages.generation import sampling_params
+
+    params = replace(sampling_params(settings.rollout), max_tokens=context)
+    return SessionRecorder(record, tokenizer, params, context)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimectl.errors import MissingExtraError
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.redaction import redact
 from slimectl.registry import TRACKERS
 from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
+from slimectl.stages.evaluate import resolve_dataset_settings, table_of
+from slimectl.types import Metrics, Sample, StepReport, TableRow
 
 if TYPE_CHECKING:
     from slimectl.protocols import Tracker
@@ -23,40 +30,80 @@ ID_LENGTH = 8
 SUFFIX_LENGTH = 6
 
 
+def roll_metrics(metrics: Metrics, *, prompts_per_round: int) -> Metrics:
+    """Return the metrics that ROLL has, under its names."""
+    from slimectl.trackers.roll_names import roll_named
+
+    return roll_named(metrics, prompts_per_round=prompts_per_round)
+
+
 def check_trackers(settings: Settings) -> None:
     """Check, without loading any library, that the trackers can start.
 
-    Raises MissingExtraError for a library that is not installed, BackendError for a package that is broken.
+    Raises MissingExtraError for a library that is not installed, BackendError for a package that is broken,
+    SettingsError for a shared run that is to be offline.
     """
     for name in settings.track.with_:
         library = TRACKERS.fact(name, "library")
         if library is not None and find_spec(library) is None:
             raise MissingExtraError(library, extra=library, wanted_by="track.with")
+    _check_shared_mode(settings)
+    if settings.track.prometheus_port is not None and find_spec("prometheus_client") is None:
+        raise MissingExtraError("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port")
 
 
-def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None, done: int = 0) -> list[Tracker]:
+def _check_shared_mode(settings: Settings) -> None:
+    """Raise SettingsError where a run of wandb's shared mode would have another mode too."""
+    if settings.track.mode != "shared":
+        return
+    modes = {
+        "track.kwargs.wandb.mode": settings.track.kwargs.get("wandb", {}).get("mode"),
+        "WANDB_MODE": os.environ.get("WANDB_MODE"),
+    }
+    for source, mode in modes.items():
+        if mode in ("offline", "dryrun", "disabled"):
+            raise SettingsError(
+                f"track.mode: shared contradicts {source} = {mode}: a run that several processes write into is on "
+                f"wandb's server, and wandb has no such mode offline; drop {source}, or set track.mode = {mode}"
+            )
+
+
+def trackers(
+    settings: Settings,
+    folder: Path,
+    *,
+    resumed: bool = False,
+    resumed_at: int | None = None,
+    rounds: int | None = None,
+    done: int = 0,
+    progress: Progress = NO_PROGRESS,
+) -> list[Tracker]:
     """Build the trackers of [track]; the run's metrics.jsonl is written independently of them.
+
+    `rounds` is the number of rounds, if known, of which so many are `done`; `resumed` says that the run has recorded
+    something before; `progress` is what shows the run on a terminal.
 
     Raises MissingExtraError, SettingsError or BackendError if one cannot start; those that have started are closed.
     """
-    from slimectl.trackers.base import FaultTolerantTracker, TrackedRun
+    from slimectl.trackers.base import FaultTolerantTracker
 
-    track = settings.track
-    run = TrackedRun(
-        folder,
-        partial(identity, settings, folder),
-        log_dir=Path(track.dir) if track.dir else None,
-        one_axis=track.always_use_train_step,
+    run = replace(
+        tracked_run(settings, folder),
+        resumed=resumed,
         resumed_at=resumed_at,
-        rounds=settings.run.num_rollout,
+        rounds=rounds,
         rounds_done=done,
+        progress=progress,
     )
     started: list[Tracker] = []
     try:
-        for name in track.with_:
+        for name in settings.track.with_:
             tracker = _start(name, run, settings)
             renames = TRACKERS.fact(name, "renames", False)
             started.append(FaultTolerantTracker(name, tracker if renames else _renamed(tracker, settings)))
+        if settings.track.prometheus_port is not None:
+            endpoint = _renamed(_endpoint(run, settings), settings)
+            started.append(FaultTolerantTracker("the endpoint", endpoint, setting="track.prometheus_port"))
     except BaseException:
         for tracker in started:
             tracker.close()
@@ -64,16 +111,83 @@ def trackers(settings: Settings, folder: Path, *, resumed_at: int | None = None,
     return started
 
 
+def tracked_run(settings: Settings, folder: Path) -> TrackedRun:
+    """Return the run as [track] describes it to every tracker."""
+    from slimectl.trackers.base import TrackedRun
+
+    track = settings.track
+    return TrackedRun(
+        folder,
+        partial(identity, settings, folder),
+        log_dir=Path(track.dir) if track.dir else None,
+        one_axis=track.always_use_train_step,
+    )
+
+
+def flush_trackers(trackers: Sequence[Tracker]) -> None:
+    """Let the trackers write down what their libraries hold back, so that nothing before a checkpoint can be lost."""
+    from slimectl.trackers.base import flush
+
+    for tracker in trackers:
+        flush(tracker)
+
+
+def sample_table(
+    trackers: Sequence[Tracker], settings: Settings, name: str, samples: Iterable[Sample]
+) -> list[TableRow]:
+    """Return the samples of the dataset `name` that its trackers get: track.samples, or what the terminal shows."""
+    rows = max((_table_rows(tracker, settings) for tracker in trackers), default=0)
+    return table_of(samples, rows, reward_key=resolve_dataset_settings(settings, name).score.reward_key)
+
+
+def log_samples(
+    trackers: Sequence[Tracker], settings: Settings, name: str, table: Sequence[TableRow], *, step: int
+) -> None:
+    """Log a table of samples of the dataset `name`, to each tracker as many rows as it gets."""
+    for tracker in trackers:
+        if rows := table[: _table_rows(tracker, settings)]:
+            tracker.table(f"eval/{name}/samples", rows, step=step)
+
+
+def _table_rows(tracker: Tracker, settings: Settings) -> int:
+    from slimectl.trackers.base import shown_rows
+
+    return max(settings.track.samples, shown_rows(tracker))
+
+
+def evaluation_trackers(settings: Settings) -> list[Tracker]:
+    """Build the trackers of an evaluation that belongs to no run; the terminal has its summary already.
+
+    Their files go into the folder NAME-eval under run.dir, so that evaluations of one name make one curve. No endpoint
+    is opened: it would close at once.
+    """
+    names = [name for name in settings.track.with_ if name != "stdout"]
+    if not names:
+        return []
+    folder = Path(settings.run.dir) / "-".join(filter(None, (settings.run.name, "eval")))
+    folder.mkdir(parents=True, exist_ok=True)
+    track = settings.track.model_copy(update={"with_": names, "prometheus_port": None})
+    return trackers(settings.model_copy(update={"track": track}), folder)
+
+
 def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:
     """Call a tracker's class with the run, its track.kwargs and, if it brings settings, its own section."""
     from slimectl.trackers.base import starting
 
-    make, arguments = TRACKERS.load(name), dict(settings.track.kwargs.get(name, {}))
+    make = TRACKERS.load(name)
+    arguments = reveal(settings.track.kwargs.get(name, {}), setting=f"track.kwargs.{name}")
     if TRACKERS.is_third_party(name) and (cls := getattr(make, "settings_class", None)):
         arguments["settings"] = settings.part_section(name, cls)
     with starting(name, way_out=f"repair {TRACKERS.package(name)}, or drop {name} from track.with"):
         tracker: Tracker = make(run, **arguments)
     return tracker
+
+
+def _endpoint(run: TrackedRun, settings: Settings) -> Tracker:
+    """Open the endpoint of track.prometheus_port."""
+    from slimectl.trackers.prometheus import PrometheusTracker
+
+    return PrometheusTracker(run, host=settings.track.prometheus_host, port=settings.track.prometheus_port or 0)
 
 
 def _renamed(tracker: Tracker, settings: Settings) -> Tracker:
@@ -108,5 +222,19 @@ def identity(settings: Settings, folder: Path) -> Identity:
         group=track.group,
         mode=track.mode,
         host=track.host,
+        api_key=reveal(track.api_key, setting="track.api_key"),
         config=config,
     )
+
+
+def step_table() -> Callable[[StepReport], Iterator[str]]:
+    """Return a function that formats reports as rows of a table for a terminal, under a header before the first."""
+    from slimectl.trackers.stdout import table_header, table_row
+
+    headers = iter([table_header()])
+
+    def lines(report: StepReport) -> Iterator[str]:
+        yield from headers
+        yield table_row(report.metrics, report.step)
+
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from slimectl.architectures import cards
-from slimectl.architectures.parallel import ParallelLayout, problems
+from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle, problems
 from slimectl.builders.backends import backend
 from slimectl.builders.models import is_gguf, model_folder
 from slimectl.errors import MissingExtraError, SettingsError
@@ -19,9 +20,19 @@ from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.policies.megatron.hooks import UserFunctions
+    from slimectl.policies.recompute import Recompute
 
 Role = Literal["policy", "critic", "actor_critic"]
 """What a model is: a policy, a critic of its own, or a policy that is its own critic."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a trainer packs rows: tokens of a pack, data-parallel ranks, and whether rows share their first tokens."""
+
+    max_tokens: int
+    ranks: int
+    shares_prefixes: bool
 
 
 class PolicyBackend:
@@ -36,6 +47,10 @@ class PolicyBackend:
         Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
         """
 
+    def packing(self, settings: Settings, folder: Path) -> Packing | None:
+        """Return how the trainer of a model directory packs rows, for perf metrics; None if that is its own affair."""
+        return None
+
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
         """Make the model of this rank, a Policy or a Critic, from a model directory.
 
@@ -49,17 +64,21 @@ class PolicyBackend:
 class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
 
+    def packing(self, settings: Settings, folder: Path) -> Packing:
+        return Packing(settings.train.max_tokens_per_gpu, settings.cluster.ranks, settings.train.share_prompt_prefix)
+
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
-        from slimectl.checkpoints.hf import HFCheckpoint
+        from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
         from slimectl.policies.fsdp.policy import FsdpPolicy
 
         cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
         return cls(
             folder,
-            HFCheckpoint(),
-            gradient_checkpointing=settings.train.gradient_checkpointing,
-            share_prompts=settings.train.share_prompt_prefix,
+            ModelCheckpoint(),
+            recompute=_recompute(settings),
+            offload=settings.train.offload,
+            share_prefixes=settings.train.share_prompt_prefix,
             **options,
         )
 
@@ -84,27 +103,44 @@ class MegatronBackend(PolicyBackend):
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
 
+    def packing(self, settings: Settings, folder: Path) -> Packing:
+        from slimectl.architectures.config import read_config
+        from slimectl.architectures.registry import family_of
+
+        config, parallel, megatron = read_config(folder), layout(settings), settings.megatron
+        transformer = family_of(config).architecture(config).transformer
+        obstacle = prefix_obstacle(parallel, transformer, megatron.args, replays_routing=megatron.use_routing_replay)
+        tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
+        return Packing(tokens, ranks, settings.train.share_prompt_prefix and not obstacle)
+
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
-        from slimectl.checkpoints.hf import HFCheckpoint
-        from slimectl.policies.megatron.config import Recompute
+        from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
         from slimectl.policies.megatron.policy import MegatronPolicy
 
-        train, megatron = settings.train, settings.megatron
-        granularity = "full" if train.gradient_checkpointing else megatron.recompute_granularity or "none"
+        megatron = settings.megatron
         cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]
         return cls(
             folder,
-            HFCheckpoint(),
+            ModelCheckpoint(),
             layout=layout(settings),
-            recompute=Recompute(granularity, tuple(megatron.recompute_modules)),
+            share_prefixes=settings.train.share_prompt_prefix,
+            recompute=_recompute(settings),
             distributed_optimizer=megatron.use_distributed_optimizer,
-            optimizer_cpu_offload=megatron.optimizer_cpu_offload,
+            optimizer_cpu_offload=megatron.optimizer_cpu_offload or settings.train.offload == "optimizer",
             routing_replay=megatron.use_routing_replay,
             user_functions=_user_functions(settings, store_prefix),
             args=megatron.args,
+            save_format="hf" if role == "critic" else megatron.save_format,
             **options,
         )
+
+
+def _recompute(settings: Settings) -> Recompute:
+    """Return what the backward pass computes again."""
+    from slimectl.policies.recompute import Recompute
+
+    return Recompute(settings.recompute_granularity or "none", tuple(settings.recompute_modules))
 
 
 def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:

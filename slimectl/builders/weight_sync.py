@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slimectl.builders.engines import engine_backend
-from slimectl.builders.models import device
+from slimectl.builders.models import device, served_model
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.settings import Settings
@@ -17,7 +18,7 @@ from slimectl.settings.secret import reveal, revealed_score
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
-    from slimectl.weight_sync.base import WatchedServers, WeightSynchronizer
+    from slimectl.weight_sync.base import Precision, WatchedServers, WeightSynchronizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -74,8 +75,6 @@ def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
 ) -> WeightSync:
     """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
-    import torch
-
     from slimectl.weight_sync.base import WeightSyncBase
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
@@ -83,7 +82,8 @@ def to_servers(
     from slimectl.weight_sync.memory import TensorSync
     from slimectl.weight_sync.verify import VerifiedSync
 
-    sync, dtype = settings.sync, getattr(torch, settings.engine.dtype)
+    model = served_model(settings, model)
+    sync, dtype = settings.sync, pushed_precision(settings, model)
     files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
     write = partial(_whole_checkpoint, model.absolute())
     common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
@@ -111,6 +111,28 @@ def to_servers(
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def pushed_precision(settings: Settings, folder: Path) -> Precision:
+    """Return the precision of pushed weights: that of engine.load at `folder` if it is quantized, else engine.dtype.
+
+    Raises CheckpointError for a quantization that pushes cannot make, SettingsError for one that needs another dtype.
+    """
+    import torch
+
+    from slimectl.architectures.config import read_config
+    from slimectl.checkpoints.hf import HFWeights
+    from slimectl.checkpoints.quantization import Int4Groups, QuantizedStream, scheme_of
+
+    dtype: torch.dtype = getattr(torch, settings.engine.dtype)
+    scheme = scheme_of(read_config(folder)) if settings.engine.load else None
+    if scheme is None:
+        return dtype
+    if isinstance(scheme, Int4Groups):
+        raise CheckpointError(f"engine.load: {folder} holds int4, which pushes do not make; give one in fp8")
+    if dtype == torch.float32:
+        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16; add engine.dtype = bfloat16")
+    return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
 
 
 def synchronizer(sync: WeightSync, policy: Policy, *, pool: WatchedServers | None = None) -> WeightSynchronizer:

@@ -35,6 +35,8 @@ def create_model(config: dict[str, Any], path: Path, *, seed: int, tokenizer: st
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    # A text ends with <|end|>, a turn of the chat template with <|im_end|>.
+    model.generation_config.eos_token_id = [text.eos_token_id, text.convert_tokens_to_ids("<|im_end|>")]
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     text.save_pretrained(path)

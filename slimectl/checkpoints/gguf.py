@@ -6,11 +6,12 @@ bytes that claims 2^60 of them is read until memory is exhausted. Delete when it
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -139,7 +140,7 @@ class GGUFFile:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
             # Not AutoModel.from_pretrained(gguf_file=…): that needs accelerate, and drops tensors that it cannot map.
-            with redirect_stderr(io.StringIO()):  # its progress bar
+            with self._read_once(), redirect_stderr(io.StringIO()):  # its progress bar
                 loaded = load_gguf_checkpoint(
                     str(self.path), return_tensors=True, model_to_load=model, torch_dtype=dtype
                 )
@@ -150,6 +151,26 @@ class GGUFFile:
         for name in model.state_dict():
             if name in tensors:
                 yield name, tensors.pop(name)
+
+    @contextmanager
+    def _read_once(self) -> Iterator[None]:
+        """Let transformers take the reader that is open and one table of names.
+
+        It would parse the whole vocabulary at every call, and make the table for each module: half of the time that a
+        small model takes. Delete when transformers takes an open reader.
+        """
+        import gguf
+
+        shared = {
+            "GGUFReader": lambda path: self._reader,
+            "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map),
+        }
+        originals = {name: getattr(gguf, name) for name in shared}
+        try:
+            vars(gguf).update(shared)
+            yield
+        finally:
+            vars(gguf).update(originals)
 
     def _check_tensors(self, tensors: dict[str, Tensor], model: Any) -> None:
         expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -179,7 +200,8 @@ class GGUFFile:
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         try:
-            fields = load_gguf_checkpoint(str(self.path))["config"]
+            with self._read_once():
+                fields = load_gguf_checkpoint(str(self.path))["config"]
             # GGUF holds float32: 1e-5 is written there as 9.999999747378752e-06.
             fields = {key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in fields.items()}
             fields.pop("_model_name_or_path", None)

@@ -1,9 +1,10 @@
-"""fp8 weights in the format of DeepSeek-V3: float8_e4m3fn with one float32 scale per block."""
+"""Quantized weights: fp8 (float8_e4m3fn) with a scale per block, matrix or row, and int4 in groups of columns."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
-from slimectl.protocols import Weights
+from slimectl.protocols import NamedTensors, Weights
 
 LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
@@ -71,6 +72,58 @@ class Fp8Blocks:
         blocks = [self.rows, self.columns]
         config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {**config, "modules_to_not_convert": list(untouched)} if untouched else config
+
+
+@dataclass(frozen=True)
+class Fp8Scale:
+    """One scale for a matrix, or with `per_row` for each of its rows; `weight = weight_fp8 * weight_scale`.
+
+    The format of vLLM's and SGLang's per-tensor and per-channel fp8. The error of a value is that of Fp8Blocks.
+    """
+
+    per_row: bool = False
+    parts = ("weight", "weight_scale")
+
+    def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
+        """Forms of the stored parts of a weight of `form`."""
+        (rows, columns), _ = form
+        scale = (rows, 1) if self.per_row else (1,)
+        return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale": (scale, torch.float32)}
+
+    def refusal(self, form: TensorSpec) -> str | None:
+        """Reason why a weight of `form` cannot be stored in this scheme; None if it can."""
+        return None
+
+    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+        values = weight.float()
+        scale = (values.abs().amax(dim=1, keepdim=True) if self.per_row else values.abs().amax().view(1)) / LARGEST
+        scale[scale == 0] = 1.0
+        small = (values / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return {"weight": small, "weight_scale": scale}
+
+    def weight_form(self, forms: Mapping[str, TensorSpec], dtype: torch.dtype) -> TensorSpec:
+        return forms["weight"][0], dtype
+
+    def weight(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Dequantize a weight. Raises ValueError if there is not one scale for it, or for each row."""
+        small, scale = parts["weight"], parts["weight_scale"].float()
+        count = small.shape[0] if self.per_row else 1
+        if scale.numel() != count:
+            raise ValueError(f"scales of shape {list(scale.shape)}, expected {count}")
+        return (small.float() * scale.view(-1, 1)).to(dtype)
+
+    def config(self, untouched: Sequence[str]) -> dict[str, Any]:
+        """Build `quantization_config` of config.json; `untouched` are the linear layers that are not quantized."""
+        if not self.per_row:
+            config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+            return {**config, "ignored_layers": list(untouched)} if untouched else config
+        fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights, inputs = {**fp8, "strategy": "channel"}, {**fp8, "strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": list(untouched), "kv_cache_scheme": None,
+        }  # fmt: skip
 
 
 PER_INT32 = 8
@@ -146,7 +199,7 @@ class Int4Groups:
         }
 
 
-Scheme = Fp8Blocks | Int4Groups
+Scheme = Fp8Blocks | Fp8Scale | Int4Groups
 
 KEPT = re.compile(
     r"norm|(^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b))\.weight$"
@@ -252,19 +305,66 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     if not quantization:
         return None
     method = quantization.get("quant_method")
-    if (
-        method == "fp8"
-        and len(quantization.get("weight_block_size") or ()) == 2
-        and quantization.get("scale_fmt", "float") == "float"
-    ):
-        return Fp8Blocks(*quantization["weight_block_size"])
-    if method == "compressed-tensors" and quantization.get("format") == "pack-quantized":
+    if method == "fp8" and quantization.get("scale_fmt", "float") == "float":
+        block = quantization.get("weight_block_size")
+        if block is not None and len(block) == 2:
+            return Fp8Blocks(*block)
+        if block is None and quantization.get("activation_scheme", "dynamic") == "dynamic":
+            return Fp8Scale()
+    if method == "compressed-tensors":
         groups = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
         schemes = [(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("symmetric")) for w in groups]
-        if schemes == [(4, "int", "group", True)] and not groups[0].get("actorder"):
+        layout = quantization.get("format")
+        if layout == "pack-quantized" and schemes == [(4, "int", "group", True)] and not groups[0].get("actorder"):
             return Int4Groups(groups[0]["group_size"])
+        if layout == "float-quantized" and schemes in [[(8, "float", kind, True)] for kind in ("tensor", "channel")]:
+            return Fp8Scale(per_row=schemes[0][2] == "channel")
     layout = quantization.get("format") or quantization.get("fmt") or "plain"
     raise CheckpointError(
         f"config.json: weights quantized as {method or 'unknown'} ({layout}) cannot be read;"
-        " known are fp8 with weight_block_size and compressed-tensors' symmetric int4 groups"
+        " known are fp8 with weight_block_size or one scale a matrix, and compressed-tensors' fp8 and symmetric int4"
     )
+
+
+class QuantizedStream:
+    """Recodes a stream of full weights into the parts that an engine's fp8 checkpoint has, in its scheme.
+
+    Picklable: it runs in the process that holds the weights.
+    """
+
+    def __init__(self, stored: Mapping[str, TensorSpec], scheme: Fp8Blocks | Fp8Scale, dtype: torch.dtype) -> None:
+        """`stored`: forms of the tensors in the engine's checkpoint; `dtype` is that of weights that are not fp8."""
+        self.scheme, self.dtype = scheme, dtype
+        scale = scheme.parts[1]
+        self.forms = {
+            name: (shape, stored[name.removesuffix("weight") + scale][0])
+            for name, (shape, stored_dtype) in stored.items()
+            if name.endswith(".weight") and stored_dtype == torch.float8_e4m3fn
+        }
+        """Shapes of weight and scale of every fp8 weight, by name."""
+
+    def __call__(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Yield fp8 weights followed by their scales, and all other tensors unchanged.
+
+        Raises CheckpointError if the policy's weights are not those of the engine's checkpoint.
+        """
+        remaining = set(self.forms)
+        for name, tensor in tensors:
+            if name not in self.forms:
+                yield name, tensor
+                continue
+            remaining.discard(name)
+            shape, scale_shape = self.forms[name]
+            weight, scale = self.scheme.quantized(tensor.detach()).values()
+            if tuple(weight.shape) != shape or scale.numel() != math.prod(scale_shape):
+                raise CheckpointError(
+                    f"engine.load: {name} has shape {list(shape)} and {math.prod(scale_shape)} scales, the policy's"
+                    f" {list(weight.shape)} and {scale.numel()}; convert the policy's model anew"
+                )
+            yield name, weight
+            yield name.removesuffix("weight") + self.scheme.parts[1], scale.view(scale_shape)
+        if remaining:
+            raise CheckpointError(
+                f"engine.load: the policy has no {min(remaining)}, which the engine holds in fp8; name a checkpoint of"
+                " the same model"
+            )

@@ -1,9 +1,7 @@
 """The command line: options in, one stage, records out."""
 
 import os
-import signal
 import sys
-import threading
 
 
 def main() -> None:
@@ -12,11 +10,19 @@ def main() -> None:
     # variable must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from slimectl import stdio
+    from slimectl.cli.signals import end_at_once, end_by_signals
     from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, StorageError
 
     stdio.protect()
     stdio.log_to_stderr()
     try:
+        if shell := os.environ.get("_SLIMECTL_COMPLETE"):
+            from slimectl.cli.app import app
+            from slimectl.cli.completion import print_candidates
+
+            print_candidates(app, shell, os.environ.get("_SLIMECTL_LINE", ""))
+            return
+        end_by_signals()
         from slimectl.cli.app import app
 
         try:  # the help is written outside of every command
@@ -28,10 +34,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_READER_GONE)
-    except KeyboardInterrupt:  # while commands are imported; later ones are handled by the command
-        stdio.say("slimectl: interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:  # while commands are imported; later ones are handled by the command
+        stdio.say(f"slimectl: {error or 'interrupted'}")
+        sys.exit(getattr(error, "exit_code", EXIT_INTERRUPTED))
     finally:
-        # A late Ctrl-C must not interrupt the exit handlers of libraries.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_at_once()  # a late Ctrl-C must not interrupt the exit handlers of libraries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import traceback
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
@@ -12,27 +11,45 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from slimectl import __version__, stdio
+from slimectl.cli.ask import ask
+from slimectl.cli.chat import chat
+from slimectl.cli.completion import completion
 from slimectl.cli.convert import convert
 from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
 from slimectl.cli.inspect import inspect
 from slimectl.cli.metrics import metrics
 from slimectl.cli.models import models
+from slimectl.cli.options import with_messages
 from slimectl.cli.plan import plan
 from slimectl.cli.rollout import rollout
 from slimectl.cli.run import run
+from slimectl.cli.runs import runs
 from slimectl.cli.score import score
 from slimectl.cli.serve import serve
 from slimectl.cli.settings import settings
+from slimectl.cli.signals import end_at_once
 from slimectl.cli.train import train
-from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, HookError, SlimectlError
+from slimectl.cli.view import view
+from slimectl.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_READER_GONE,
+    HookError,
+    SlimectlError,
+    Terminated,
+    missing_library,
+)
 
 OLD_OPTIONS = {"policy": "backend"}
 """Old names of options, still accepted and shown nowhere."""
 
+NAMES = {"evaluate": "eval", "from_": "from"}
+"""Commands that have another name than their function."""
+
 app = typer.Typer(
     name="slimectl",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={
@@ -59,11 +76,17 @@ def guarded(command: Callable[..., None], *, runs_user_code: bool = False) -> Ca
             for line in str(error).splitlines():
                 stdio.say(f"slimectl: {line}")
             leave(error.exit_code)
+        except ModuleNotFoundError as error:
+            missing = missing_library(error, wanted_by=f"`slimectl {NAMES.get(command.__name__, command.__name__)}`")
+            if missing is None:
+                raise
+            stdio.say(f"slimectl: {missing}")
+            leave(missing.exit_code)
         except BrokenPipeError:  # the reader left (`| head -1`)
             leave(EXIT_READER_GONE)
-        except KeyboardInterrupt:
-            stdio.say("slimectl: interrupted")
-            leave(EXIT_INTERRUPTED)
+        except KeyboardInterrupt as error:
+            stdio.say(f"slimectl: {error if isinstance(error, Terminated) else 'interrupted'}")
+            leave(error.exit_code if isinstance(error, Terminated) else EXIT_INTERRUPTED)
         except SystemExit as error:  # not from slimectl: raised by a task or library that a user's function started
             stdio.say(
                 f"slimectl: a user's function called sys.exit({error.code!r:.40}){_location(error)}; mend it there"
@@ -81,7 +104,7 @@ def _location(error: BaseException) -> str:
 
 def leave(code: int) -> NoReturn:
     """Exit, ignoring further interrupts so that they do not break the interpreter's clean-up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_at_once()
     raise typer.Exit(code)
 
 
@@ -104,13 +127,20 @@ def root(
 STAGES = "Stages: each alone on files and pipes"
 command: Callable[..., None]
 for command in (run, rollout, score, train, evaluate, convert, serve):
-    name = "eval" if command is evaluate else None
-    app.command(name=name, rich_help_panel=STAGES)(guarded(command, runs_user_code=command not in (convert, serve)))
+    app.command(name=NAMES.get(command.__name__), rich_help_panel=STAGES)(
+        guarded(with_messages(command), runs_user_code=command not in (convert, serve))
+    )
+
+TALK = "A model on the terminal"
+for command in (ask, chat):
+    app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (plan, doctor, inspect, metrics, models):
-    app.command(rich_help_panel=ABOUT)(guarded(command))
-settings_app = typer.Typer(no_args_is_help=True, help="Show, check and explain settings.")
+for command in (plan, doctor, inspect, view, runs, metrics, models, completion):
+    app.command(rich_help_panel=ABOUT)(guarded(with_messages(command)))
+settings_app = typer.Typer(
+    no_args_is_help=True, help="Show, check and explain settings, or take them from another stack."
+)
 for command in settings:
-    settings_app.command()(guarded(command))
+    settings_app.command(name=NAMES.get(command.__name__))(guarded(with_messages(command)))
 app.add_typer(settings_app, name="settings", rich_help_panel=ABOUT)

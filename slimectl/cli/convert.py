@@ -23,7 +23,9 @@ class ConvertOptions:
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as it is if not given")
     ] = None
-    quantize: Annotated[str | None, typer.Option("--quantize", help="fp8 (blocks) or int4 (groups)")] = None
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="fp8 (blocks), fp8_tensor, fp8_channel (rows) or int4 (groups)")
+    ] = None
     block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of a block of fp8")] = (128, 128)
     group: Annotated[int, typer.Option("--group", help="Columns of a group of int4")] = 128
     config: Annotated[
@@ -39,14 +41,17 @@ class ConvertOptions:
     ] = None
 
 
-@with_options("source target to dtype quantize block group config card verify logits force dry_run")
+@with_options("source target to dtype quantize block group config card verify logits unpickle force dry_run")
 def convert(
     options: ConvertOptions,
     common: CommonOptions,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make; of a .pt file samples (JSONL)")],
+    unpickle: Annotated[
+        bool, typer.Option("--unpickle", help="Samples of slime's rollout dump (.pt), read in a sandbox")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and do nothing")] = False,
 ) -> None:
     """Convert a model between layouts: GGUF, Hugging Face, Megatron's torch_dist, a run's checkpoint, quantized.
@@ -57,13 +62,47 @@ def convert(
     """
     if options.to not in LAYOUTS:
         raise SettingsError(f"--to {options.to}: not among the layouts that can be written: {', '.join(LAYOUTS)}")
+    if unpickle or source.endswith(".pt"):
+        _convert_dump(Path(source), target, unpickle=unpickle, force=common.force, dry_run=dry_run)
+        return
     from slimectl import builders
 
     if dry_run:
         precision = options.quantize or options.dtype or "precision as it is"
-        stdio.say(f"{builders.source_of(source)} -> {target} ({options.to}, {precision})")
+        stdio.emit(f"{builders.source_of(source)} -> {target} ({options.to}, {precision})")
         return
-    summary = builders.convert(source, target, force=common.force, **asdict(options))
-    stdio.say(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    from slimectl.cli.progress import ProgressBar
+
+    with ProgressBar("tensors") as progress:
+        summary = builders.convert(source, target, force=common.force, progress=progress, **asdict(options))
+    stdio.note(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
+    if not builders.has_tokenizer(target):
+        stdio.note(f"{target}: no tokenizer; {builders.TOKENIZER_REMEDY} before it is used as a model")
     if not summary.get("verified", True) and options.verify is None:
-        stdio.say("not read back, because the model is large; --verify does it")
+        stdio.note("not read back, because the model is large; --verify does it")
+
+
+def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dry_run: bool) -> None:
+    """Write the samples of slime's rollout dump as records."""
+    from slimectl.cli.output import write_out
+    from slimectl.data.atomic_replace import refuse_existing
+    from slimectl.data.hashing import content_hash
+    from slimectl.data.manifest import Manifest
+    from slimectl.data.slime_dumps import slime_samples
+
+    if source.suffix != ".pt":
+        raise SettingsError(f"--unpickle: {source}: reads rollout dumps of slime's (.pt); drop it for a model")
+    if not unpickle:
+        raise SettingsError(
+            f"{source}: a pickle, which could run code; --unpickle reads the samples of a rollout dump in a process "
+            f"without rights"
+        )
+    if not source.is_file():
+        raise SettingsError(f"{source}: no such file; give a dump of --save-debug-rollout-data")
+    refuse_existing(target, force=force)
+    if dry_run:
+        stdio.emit(f"{source} -> {target} (samples)")
+        return
+    manifest = Manifest("convert", {}, {str(source): content_hash(source)})
+    counts = write_out(slime_samples(source), str(target), manifest, [str(source)])
+    stdio.note(f"{target}: {stdio.quantity(counts['out'], 'sample')}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimectl import stdio
@@ -12,20 +14,56 @@ if TYPE_CHECKING:
     from slimectl.runtime.run import TrainingRun
 
 
+INDEX_S = 2.0
+"""Seconds that the end of a run spends on the samples of its last evaluation."""
+MAX_PROMPT = 40
+"""Longest prompt that stands in a command; a longer one is named by its group."""
+
+
 def closing_words(job: TrainingRun, recipe: Recipe) -> None:
-    """Print the reward curve, accuracies before and after, and next commands."""
+    """Print the curve of rewards or losses, accuracies before and after, and next commands."""
     journal = job.journal
     if job.settings.track.plot and len(journal.scores) > 1:
-        stdio.say(curve(journal.scores, title="mean reward of each round"))
+        value = "mean reward" if job.settings.algorithm.trains_on == "rollouts" else "loss"
+        stdio.note(curve(journal.scores, title=f"{value} of each round"))
     before_after = journal.evaluations
     for name in job.settings.eval.data:
-        key = f"eval/{name}_accuracy"
-        if len(before_after) > 1:
-            first, last = before_after[0][1][key], before_after[-1][1][key]
-            stdio.say(f"{name}: accuracy {first:.3f} before, {last:.3f} after ({last - first:+.3f})")
-    commands = [line.format(run=job.folder.path) for line in recipe.words.get("next", [])]
-    if commands:
-        stdio.say("try next:\n" + "\n".join(f"  {line}" for line in commands))
+        for result, key in (("accuracy", f"eval/{name}_accuracy"), ("loss", f"eval/{name}/loss")):
+            values = [metrics[key] for _, metrics in before_after if key in metrics]
+            if len(values) > 1:
+                change = f"{values[0]:.3f} before, {values[-1]:.3f} after ({values[-1] - values[0]:+.3f})"
+                stdio.note(f"{name}: {result} {change}")
+    path = job.folder.path
+    commands = [f"slimectl view {path}", *_sample_commands(path, is_verified=job.settings.score.custom_rm_path is None)]
+    commands += [line.format(run=path) for line in recipe.words.get("next", [])]
+    stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
+
+
+def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
+    """Yield the commands that show the worst answers of the last evaluation, and how the worst one changed over rounds.
+
+    Those that a verifier graded are shown with the reason.
+    """
+    import numpy as np
+
+    from slimectl.viewer.library import Library
+    from slimectl.viewer.queries import prompt_text
+
+    library = Library([run])
+    file = next((file for file in list(library.files().values())[::-1] if file.kind == "evaluation"), None)
+    if file is None:
+        return
+    index = library.index(file)
+    index.extend(INDEX_S)
+    rewards = index.columns()["reward"]
+    if not np.isfinite(rewards).any():
+        return
+    record = index.record(int(np.nanargmin(rewards)))
+    text = prompt_text(record.get("prompt", ""))
+    name = text if text.isprintable() and 0 < len(text) <= MAX_PROMPT else str(record.get("group_index", 0))
+    explain, reason = (" --explain", ", and why") if is_verified else ("", "")
+    yield f"slimectl inspect {shlex.quote(str(file.path))} --sort reward{explain}    # the worst answers{reason}"
+    yield f"slimectl inspect {shlex.quote(str(run))} --prompt {shlex.quote(name)}    # how this one changed"
 
 
 def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:

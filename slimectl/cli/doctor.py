@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, with_options
+from slimectl.cli.options import CLUSTER, SETTINGS, AsJson, CommonOptions, with_options
 from slimectl.errors import SettingsError, SlimectlError
 
 
-@with_options("engine steps model backend", CLUSTER, "engine_url", SETTINGS)
+@with_options("engine steps model backend", CLUSTER, "engine_url", SETTINGS, "as_json")
 def doctor(
     options: CommonOptions,
     engine: Annotated[
         bool, typer.Option("--engine", help="Run the loop with learning rate 0: do engine and trainer agree?")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of it")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Look at this machine; with --engine, at whether the engine samples what the trainer computes.
 
@@ -26,11 +28,13 @@ def doctor(
 
         slimectl doctor --engine --model models/smollm2 -s engine.backend=embedded
     """
-    from slimectl.runtime.self_test import CheckResult, machine, self_test
+    from slimectl.runtime.machine import CheckResult, machine
 
     findings: list[CheckResult] = []
     checks = machine()
     if engine:
+        from slimectl.runtime.self_test import self_test
+
         settings = options.resolve().settings
         if settings.model.path is None:
             raise SettingsError("model.path: no model is given; add --model DIR, a Hugging Face checkpoint directory")
@@ -43,7 +47,7 @@ def doctor(
             tested["rollout"] = settings.rollout.model_copy(update=source)
         checks = self_test(settings.model_copy(update=tested), steps=steps)
     for finding in checks:
-        print(finding, flush=True)
+        print(json.dumps(finding.to_json()) if as_json else finding, flush=True)
         findings.append(finding)
     if failed := [finding.what for finding in findings if finding.fine is False]:
         raise SlimectlError(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}")

@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, output_name, print_settings, with_options
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, output_name, print_preflight, with_options
 from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from slimectl.settings import Settings
     from slimectl.types import Metrics
 
 
-@with_options("data model n temperature rm_type eval_config out", CLUSTER, ENGINES, SETTINGS, "dry_run")
+@with_options(
+    "data input_key label_key model agent env n temperature rm_type eval_config custom_config out",
+    CLUSTER,
+    ENGINES,
+    SETTINGS,
+    "dry_run",
+)
 def evaluate(
     options: CommonOptions,
     data: Annotated[
@@ -28,7 +36,7 @@ def evaluate(
         typer.Option("--out", "-o", metavar="FILE", help="Where graded samples go", callback=output_name),
     ] = None,
 ) -> None:
-    """Measure a model on held-out prompts: accuracy, avg@n, pass@k; metrics as JSON on stdout.
+    """Measure a model on held-out prompts: accuracy, avg@n, pass@k; metrics as JSON on stdout, on a terminal a table.
 
     Example:
 
@@ -47,13 +55,17 @@ def evaluate(
     if not settings.eval.data:
         raise SettingsError("eval.data: no datasets are given; add --data NAME=PROMPTS")
     if options.dry_run:
-        print_settings(resolution)
+        print_preflight(resolution, "model", "engine", "datasets", "hooks")
         return
     import json
 
     metrics = _measure(settings, out)
+    if out != "-" and stdio.is_terminal():
+        for line in table(list(settings.eval.data), metrics):
+            stdio.emit(line)
+        return
     for name in settings.eval.data:
-        stdio.say(summary_line(name, metrics))
+        stdio.note(summary_line(name, metrics))
     (stdio.say if out == "-" else stdio.emit)(json.dumps(metrics))
 
 
@@ -63,29 +75,101 @@ def _measure(settings: Settings, out: str | None) -> Metrics:
     from slimectl.api.models import Sampler
     from slimectl.api.stages import Evaluation
     from slimectl.cli.output import print_summary, up_to_date, write_out
+    from slimectl.cli.progress import ProgressBar
+    from slimectl.data.streams import tee
 
-    evaluation = Evaluation(settings)
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
-    with Sampler(settings, folder) as sampler:
-        if out is None:
-            for _ in evaluation.samples(sampler):
-                pass
-        else:
-            inputs = [*settings.eval.sources.values(), str(folder)]
-            manifest = up_to_date("eval", settings, inputs, out, force=True)
-            assert manifest is not None
-            print_summary(write_out(evaluation.samples(sampler), out, manifest, inputs), {})
+    with Evaluation(settings) as evaluation, Sampler(settings, folder) as sampler:
+        with ProgressBar("answers", total=_answer_count(settings)) as progress:
+            samples = tee(evaluation.samples(sampler), lambda sample: progress.advance())
+            if out is None:
+                for _ in samples:
+                    pass
+            else:
+                inputs = [*settings.eval.sources.values(), str(folder)]
+                manifest = up_to_date("eval", settings, inputs, out, force=True)
+                assert manifest is not None
+                counts = write_out(samples, out, manifest, inputs)
+        if out is not None:
+            print_summary(counts, {})
     return evaluation.metrics
 
 
+def _answer_count(settings: Settings) -> int | None:
+    """Return the number of answers to all datasets; None if one of them is no plain file."""
+    from slimectl.cli.progress import line_count
+    from slimectl.stages.evaluate import resolve_dataset_settings
+
+    total = 0
+    for name, source in settings.eval.sources.items():
+        if (lines := line_count([source])) is None:
+            return None
+        total += lines * resolve_dataset_settings(settings, name).eval.n_samples_per_prompt
+    return total
+
+
+def table(names: Sequence[str], metrics: Metrics) -> Iterator[str]:
+    """Yield a table with a row for each dataset: means with their standard errors over prompts, pass@k, lengths."""
+    rates = sorted({rate for name in names for key in metrics if (rate := _rate(name, key))}, key=_rate_order)
+    rows = [["dataset", "answers", "accuracy", "mean reward", *rates, "length", "cut"]]
+    for name in names:
+        prefix = f"eval/{name}"
+        rates_of_dataset = [metrics.get(f"{prefix}-{rate}") for rate in rates]
+        rows.append(
+            [
+                name,
+                f"{metrics[f'{prefix}_samples']:.0f}",
+                _with_error(metrics, f"{prefix}_accuracy"),
+                _with_error(metrics, f"{prefix}_avg_reward"),
+                *("-" if rate is None else f"{rate:.3f}" for rate in rates_of_dataset),
+                f"{metrics[f'{prefix}/response_len/mean']:.0f}",
+                f"{metrics[f'{prefix}-truncated_ratio']:.0%}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        yield "  ".join([cells[0].ljust(widths[0]), *aligned])
+    for name in names:
+        if notes := _notes(name, metrics):
+            yield f"{name}: {notes}"
+
+
+def _with_error(metrics: Metrics, key: str) -> str:
+    error = metrics.get(f"{key}_stderr")
+    return f"{metrics[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _rate(name: str, key: str) -> str:
+    """Return the kind of a rate over several answers (`pass@4`), if `key` is one of this dataset; else ""."""
+    rate = key.removeprefix(f"eval/{name}-")
+    return rate if rate != key and rate.startswith(("avg@", "maj@", "pass@")) else ""
+
+
+def _rate_order(rate: str) -> tuple[str, int]:
+    kind, _, count = rate.partition("@")
+    return kind, int(count)
+
+
 def summary_line(name: str, metrics: Metrics) -> str:
-    """One line with the accuracy of a dataset (failed attempts count as wrong), failures and skipped prompts."""
+    """One line with the accuracy of a dataset (failed attempts count as wrong), failures and skipped prompts.
+
+    Where rewards are graded, so that their mean is another number, it stands beside.
+    """
+    accuracy, mean = metrics[f"eval/{name}_accuracy"], metrics[f"eval/{name}_avg_reward"]
+    reward = f", mean reward {mean:.3f}" if abs(mean - accuracy) > 1e-9 else ""
+    notes = _notes(name, metrics)
+    return f"{name}: accuracy {accuracy:.3f}{reward}" + (f", {notes}" if notes else "")
+
+
+def _notes(name: str, metrics: Metrics) -> str:
+    """Failures by kind and skipped prompts; empty without any."""
     prefix = f"eval/{name}/error/"
     failed = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    suffix = "".join(f", {count:.0f} failed of {kind}" for kind, count in failed.items())
-    too_long = metrics.get(f"eval/{name}/prompts_too_long", 0)
-    suffix += f", {too_long:.0f} prompts left out as too long" if too_long else ""
-    return f"{name}: accuracy {metrics[f'eval/{name}_accuracy']:.3f}{suffix}"
+    notes = [f"{count:.0f} failed of {kind}" for kind, count in failed.items()]
+    if too_long := metrics.get(f"eval/{name}/prompts_too_long"):
+        notes.append(f"{too_long:.0f} prompts left out as too long")
+    return ", ".join(notes)
 
 
 def _parse_dataset(item: str) -> tuple[str, str]:

@@ -7,42 +7,103 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import SETTINGS, CommonOptions, with_options
+from slimectl.cli import tokens
+from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
 from slimectl.errors import SettingsError
 
 
-@with_options("path rows mask model", SETTINGS)
+@with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")
 def inspect(
     options: CommonOptions,
-    path: Annotated[Path, typer.Argument(help="A run's folder, a samples file, or anything with a manifest")],
-    rows: Annotated[int, typer.Option("--rows", help="Samples to print of a file")] = 3,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH…", help="A run, a round's folder, a samples file, or anything with a manifest"),
+    ],
+    rows: Annotated[int, typer.Option("--rows", help="Samples to print of a file", min=0)] = 3,
+    condition: Annotated[
+        str, typer.Option("--where", metavar="EXPR", help="Samples that meet it: \"reward < 0.5 and 'so' in response\"")
+    ] = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="FIELD", help="Field of samples to sort by; -FIELD from the largest on")
+    ] = "",
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="TEXT", help="One prompt over rounds, by a part of it or a group's number"),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new samples as they arrive")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Compare two files, rounds or runs on the same prompts")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why each sample has its reward: the run's verifier grades it again")
+    ] = False,
+    color_by: Annotated[
+        str, typer.Option("--color-by", metavar="NUMBER", help=f"Colour tokens by {', '.join(tokens.NAMES)}")
+    ] = "",
     mask: Annotated[
         bool, typer.Option("--mask", help="Show which tokens are taught: green, or in [[ ]] without colours")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what a run, a samples file or a model directory is and where it came from.
+    """Say what a run, a samples file or a model directory is and where it came from; show samples.
 
-    With --mask, a samples file (or chats to imitate; preferences with -s algorithm.name=dpo) is shown token by token:
-    what the model is taught, and what it only reads. The model is the one that the file's manifest names, or --model;
-    rows are read as `train` would with the same -c and -s.
+    Samples of a run are those that it keeps of its rounds and evaluations. With --mask, a samples file (or chats to
+    imitate; preferences with -s algorithm.name=dpo) is shown token by token: what the model is taught, and what it only
+    reads. The model is the one that the file's manifest names, or --model; rows are read as `train` would with the same
+    -c and -s.
 
     Example:
 
         slimectl inspect runs/quickstart
     """
-    if not path.exists():
-        raise SettingsError(f"{path}: no such file or folder")
+    from slimectl.cli import inspect_samples, inspect_views
+
+    modes = {"--mask": mask, "--diff": diff, "--prompt": prompt is not None, "--follow": follow}
+    _check(
+        paths,
+        [name for name, is_set in modes.items() if is_set],
+        condition=condition,
+        sort=sort,
+        color_by=color_by,
+        explain=explain,
+    )
+    if mask and as_json:
+        raise SettingsError("--mask and --json exclude each other; a sample's mask is its loss_mask in --json")
+    path = paths[0]
+    selection = inspect_samples.Selection(rows, condition, sort, color_by, as_json, explain, options.model)
     if mask:
-        from slimectl.cli.inspect_views import show_masks
+        inspect_views.show_masks(path, rows, options.resolve().settings)
+    elif diff:
+        inspect_samples.show_difference(path, paths[1], selection)
+    elif prompt is not None:
+        inspect_samples.show_prompt(path, prompt, selection)
+    elif follow:
+        from slimectl.cli.follow import follow_samples
 
-        show_masks(path, rows, options.resolve().settings)
-        return
-    from slimectl.cli import inspect_views
-
-    if (path / "run.toml").exists():
-        inspect_views.show_run(path)
-    elif path.is_dir():
-        inspect_views.show_folder(path)
+        follow_samples(path, selection)
+    elif condition or sort or color_by or explain:
+        inspect_samples.show_selection(path, selection)
     else:
-        inspect_views.show_samples(path, rows)
-    inspect_views.show_manifest(path)
+        inspect_views.show(path, rows, as_json=as_json)
+
+
+def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, color_by: str, explain: bool) -> None:
+    """Raise SettingsError for a path that is missing, or for options that do not go together."""
+    if color_by and color_by not in tokens.NAMES:
+        raise SettingsError(f"--color-by: {color_by!r:.40} is none of {', '.join(tokens.NAMES)}")
+    if len(modes) > 1:
+        raise SettingsError(f"{modes[0]} and {modes[1]} exclude each other; give one")
+    refused = {
+        "--where": condition and modes and modes not in (["--follow"], ["--diff"]),
+        "--sort": sort and modes and modes != ["--diff"],
+        "--color-by": color_by and modes in (["--mask"], ["--diff"]),
+        "--explain": explain and modes,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise SettingsError(f"{modes[0]} and {name} exclude each other; give one")
+    if modes == ["--diff"] and len(paths) != 2:
+        raise SettingsError("--diff: compares two; write slimectl inspect --diff A B")
+    if modes != ["--diff"] and len(paths) != 1:
+        raise SettingsError(f"{paths[1]}: one path is shown at a time; two are compared by --diff")
+    for path in paths:
+        if not path.exists() and modes != ["--follow"]:
+            raise SettingsError(f"{path}: no such file or folder")

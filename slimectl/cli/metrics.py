@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from slimectl.cli.options import AsJson
 
 if TYPE_CHECKING:
     from slimectl.data.metrics_catalogue import Metric
@@ -14,6 +18,7 @@ def metrics(
     pattern: Annotated[str | None, typer.Argument(help="Part of a name")] = None,
     naming: Annotated[str | None, typer.Option("--naming", help="slime or roll; both where not given")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for documentation")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List every metric with its unit and definition.
 
@@ -26,11 +31,11 @@ def metrics(
 
     if naming not in (None, "slime", "roll"):
         raise SettingsError(f"--naming {naming}: give slime or roll")
-    if markdown:
+    if markdown and not as_json:
         print("| name | unit | axis | definition |\n|---|---|---|---|")
     for metric in CATALOGUE:
         if (pattern is None or pattern in metric.name) and naming in (None, metric.naming):
-            print(_row(metric) if markdown else _entry(metric))
+            print(json.dumps(asdict(metric)) if as_json else _row(metric) if markdown else _entry(metric))
 
 
 def _entry(metric: Metric) -> str:

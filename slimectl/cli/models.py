@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,8 @@ import typer
 
 from slimectl import stdio
 from slimectl.architectures import cards
-from slimectl.errors import SettingsError
+from slimectl.cli.options import AsJson
+from slimectl.errors import SettingsError, StorageError
 from slimectl.planner.workload import parameters
 
 USAGE = "models: write `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
@@ -21,6 +23,7 @@ def models(
     name: Annotated[str | None, typer.Argument(help="A card's name")] = None,
     target: Annotated[Path | None, typer.Argument(metavar="DIR", help="Checkpoint to check, or model to make")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the new weights")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """List the model cards, show one, check a checkpoint against one, or create a model of random weights from it.
 
@@ -28,24 +31,38 @@ def models(
 
         slimectl models create tiny models/tiny-0 --seed 0
     """
-    if action in (None, "list"):
+    if action in (None, "list") and as_json:
+        for card in cards.names():
+            print(json.dumps(facts(card)))
+    elif action in (None, "list"):
         print_table([COLUMNS, *(row(card) for card in cards.names())])
+    elif action == "show" and name is not None and as_json:
+        print(json.dumps(cards.load(name)))
     elif action == "show" and name is not None:
         print(cards.path_of(name).read_text(encoding="utf-8"), end="")
     elif action == "check" and name is not None and target is not None:
-        check(name, target)
+        check(name, target, as_json=as_json)
     elif action == "create" and name is not None:
         create(name, target, seed)
     else:
         raise SettingsError(USAGE)
 
 
-def row(name: str) -> tuple[str, ...]:
+def facts(name: str) -> dict[str, Any]:
+    """Return the columns of a card."""
     card = cards.load(name)
     config = cards.language_model(card["config"])
     total = card["parameters"]
-    layers, hidden = str(config["num_hidden_layers"]), str(config["hidden_size"])
-    return name, card["family"], parameters(total), parameters(card.get("activated", total)), layers, hidden
+    values = (name, card["family"], total, card.get("activated", total), config["num_hidden_layers"])
+    return dict(zip(COLUMNS, (*values, config["hidden_size"]), strict=True))
+
+
+def row(name: str) -> tuple[str, ...]:
+    """Format the columns of a card as text."""
+    return tuple(
+        parameters(value) if column in ("parameters", "activated") else str(value)
+        for column, value in facts(name).items()
+    )
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
@@ -57,7 +74,7 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
         print("  ".join(left_cells + right_cells))
 
 
-def check(name: str, folder: Path) -> None:
+def check(name: str, folder: Path, *, as_json: bool = False) -> None:
     """Print the differences between a checkpoint and a card, with exit code 1 if there are any."""
     from slimectl import builders
     from slimectl.architectures.config import read_config
@@ -65,10 +82,12 @@ def check(name: str, folder: Path) -> None:
     card: dict[str, Any] = cards.load(name)
     differences = cards.differences(card, read_config(builders.model_folder(str(folder), setting="models check")))
     for difference in differences:
-        print(cards.describe_difference(difference))
+        key, in_card, in_checkpoint = difference
+        entry = {"key": key, "card": in_card, "checkpoint": in_checkpoint}
+        print(json.dumps(entry) if as_json else cards.describe_difference(difference))
     if differences:
         raise typer.Exit(1)
-    stdio.say(f"{folder}: agrees with the card {name}")
+    stdio.note(f"{folder}: agrees with the card {name}")
 
 
 def create(name: str, target: Path | None, seed: int) -> None:
@@ -77,6 +96,12 @@ def create(name: str, target: Path | None, seed: int) -> None:
         raise SettingsError(f"models create: give a directory that does not exist yet, not {target}")
     from slimectl import builders
     from slimectl.data.run_dir import write_folder
+    from slimectl.planner.workload import sized
+    from slimectl.runtime.capacity import MASTER_BYTES, available_memory, free_space
 
+    size = MASTER_BYTES * card["parameters"]
+    for place, free in (("on disk", free_space(target)), ("in memory", available_memory("cpu"))):
+        if free is not None and size > free:
+            raise StorageError(f"{target}: {name} takes {sized(size)} {place}, where {sized(free)} are free; free some")
     write_folder(target, lambda staged: builders.create_model(name, staged, seed=seed))
-    stdio.say(f"{target}: a new {card['family']} of random weights, seed {seed}")
+    stdio.note(f"{target}: a new {card['family']} of random weights, seed {seed}")

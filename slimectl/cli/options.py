@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from slimectl import stdio
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, SlimectlError
 from slimectl.redaction import redact, secrets_in
 
 if TYPE_CHECKING:  # the settings' classes take a quarter of a second to build, which help avoids
@@ -27,10 +28,49 @@ def output_name(out: str | None) -> str | None:
     return "-" if out in STDOUT_NAMES else out
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; of a list, one object a line")]
 CLUSTER = "executor ray_address"
 ENGINES = "engine engines engine_url"
 SETTINGS = "config assign"
 """Names of options that commands take together."""
+
+
+def set_log_level(level: str | None) -> str | None:
+    """Apply --log-level to this process and those that it starts. Raises BadParameter for an unknown level."""
+    if level is not None:
+        if level.lower() not in stdio.LEVELS:
+            known = ", ".join(stdio.LEVELS)
+            raise typer.BadParameter(f"{level!r} is none of {known}")
+        os.environ[stdio.LOG_LEVEL] = level.lower()
+        stdio.log_to_stderr()
+    return level
+
+
+def set_quiet(quiet: bool) -> bool:
+    """Apply --quiet: messages of level error alone, in this process and those that it starts."""
+    if quiet:
+        set_log_level("error")
+    return quiet
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MessageOptions:
+    """Options of every command (`with_messages`): which messages are shown."""
+
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            "--log-level",
+            metavar="LEVEL",
+            envvar=stdio.LOG_LEVEL,
+            callback=set_log_level,
+            help="Messages that are shown: debug (with time and place), info, warning or error",
+        ),
+    ] = None
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", callback=set_quiet, help="Errors and the result only; as --log-level error"),
+    ] = False
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,7 +80,7 @@ class CommonOptions:
     config: Annotated[
         list[Path] | None,
         typer.Option(
-            "-c", "--config", metavar="FILE", help="Settings file (TOML); several may be given, later ones win"
+            "-c", "--config", metavar="FILE", help="Settings file (TOML or YAML); several may be given, later ones win"
         ),
     ] = None
     assign: Annotated[
@@ -51,6 +91,13 @@ class CommonOptions:
     data: Annotated[list[str] | None, typer.Option("--data", metavar="PROMPTS", help="Prompt source; - is stdin")] = (
         None
     )
+    input_key: Annotated[
+        str | None, typer.Option("--input-key", metavar="KEY", help="Key of the prompt in a row, e.g. question")
+    ] = None
+    label_key: Annotated[
+        str | None,
+        typer.Option("--label-key", metavar="KEY", help="Key of the ground truth, e.g. reward_model.ground_truth"),
+    ] = None
     backend: Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")] = None
     executor: Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")] = None
     ray_address: Annotated[
@@ -65,8 +112,22 @@ class CommonOptions:
             "--engine-url", metavar="URL", help="Running server (SGLang, vLLM, `slimectl serve`); may be repeated"
         ),
     ] = None
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", metavar="COMMAND", help="Program that is each attempt, e.g. 'python agent.py'"),
+    ] = None
+    env: Annotated[
+        str | None,
+        typer.Option("--env", metavar="KIND:ID", help="Environment to play in, e.g. gymnasium:FrozenLake-v1"),
+    ] = None
     eval_config: Annotated[
         Path | None, typer.Option("--eval-config", metavar="FILE", help="Datasets and their settings (YAML or TOML)")
+    ] = None
+    custom_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--custom-config", metavar="FILE", help="Settings of your own functions, for [custom] (YAML, TOML)"
+        ),
     ] = None
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FILE", help="Where samples go; - is stdout", callback=output_name)
@@ -82,9 +143,9 @@ class CommonOptions:
     on_error: Annotated[str, typer.Option("--on-error", help="A bad line: stop, or skip (counted and reported)")] = (
         "stop"
     )
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings with their origins and do nothing")] = (
-        False
-    )
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that is needed, print the settings that are set, do nothing")
+    ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace what is already there")] = False
 
     def flags(self) -> dict[str, Any]:
@@ -92,6 +153,10 @@ class CommonOptions:
         return {
             "model.path": self.model,
             "rollout.data": self.data,
+            "rollout.input_key": self.input_key,
+            "rollout.label_key": self.label_key,
+            "rollout.agent": self.agent,
+            "rollout.env": self.env,
             "train.backend": self.backend,
             "cluster.executor": "ray" if self.ray_address and self.executor is None else self.executor,
             "cluster.ray_address": self.ray_address,
@@ -105,27 +170,50 @@ class CommonOptions:
     def resolve(self, flags: Mapping[str, Any] = MappingProxyType({}), *, recipe: Layer | None = None) -> Resolved:
         """Resolve settings: defaults < recipe < files < environment < -s < flags; unset flags (None, []) are ignored.
 
-        `flags` are those of the command's own options. Raises SettingsError.
+        `flags` are those of the command's own options. Raises SettingsError with a line for every error.
         """
-        from slimectl.settings import Layer, resolve
-        from slimectl.settings.loading import from_assignments, from_environment, from_eval_config, from_file
+        from slimectl.settings import resolve
+
+        layers, problems = self._layers(flags, recipe)
+        return resolve(layers, problems)
+
+    def examine(self) -> tuple[Resolved, list[str]]:
+        """Resolve the settings as far as they are valid; also return a line for every error."""
+        from slimectl.settings.loading import examine
+
+        layers, problems = self._layers({}, None)
+        resolution, errors = examine(layers)
+        return resolution, [*problems, *errors]
+
+    def _layers(self, flags: Mapping[str, Any], recipe: Layer | None) -> tuple[list[Layer], list[str]]:
+        """Return the layers, later ones above earlier ones, and what is wrong with those that cannot be read."""
+        from slimectl.settings import Layer
+        from slimectl.settings.layers import (
+            from_custom_config,
+            from_environment,
+            from_eval_config,
+            from_file,
+            read_assignments,
+            read_layers,
+        )
 
         if self.on_error not in ("stop", "skip"):
             raise SettingsError(f"--on-error: {self.on_error!r} is neither stop nor skip")
-        layers = [recipe] if recipe else []
-        layers += [from_file(path) for path in self.config or []]
-        layers += [from_eval_config(self.eval_config)] if self.eval_config else []
-        assigned = from_assignments(self.assign or [])
+        files = [functools.partial(from_file, path) for path in self.config or []]
+        files += [functools.partial(from_eval_config, self.eval_config)] if self.eval_config else []
+        files += [functools.partial(from_custom_config, self.custom_config)] if self.custom_config else []
+        read, problems = read_layers(files)
+        assigned, mistakes = read_assignments(self.assign or [])
         if next(secrets_in(assigned.values), None) is not None:
             way_out = "give a secret as env:NAME or file:PATH"
-            stdio.say(f"slimectl: -s: everybody on this machine can read a command line; {way_out}")
-        layers += [from_environment(), assigned]
+            stdio.note(f"slimectl: -s: everybody on this machine can read a command line; {way_out}", level="warning")
         values: dict[str, dict[str, Any]] = {}
         for name, value in {**self.flags(), **flags}.items():
             if value is not None and value != []:
                 section, key = name.split(".")
                 values.setdefault(section, {})[key] = value
-        return resolve([*layers, Layer("flag", values)])
+        layers = [*([recipe] if recipe else []), *read, from_environment(), assigned, Layer("flag", values)]
+        return layers, [*problems, *mistakes]
 
 
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -166,6 +254,22 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
+def with_messages(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of MessageOptions behind its own; their callbacks apply them."""
+    options = _options_of(MessageOptions)
+
+    @functools.wraps(command)
+    def body(**values: Any) -> None:
+        command(**{name: value for name, value in values.items() if name not in options})
+
+    signature = inspect.signature(command, eval_str=True)
+    params = [*signature.parameters.values(), *options.values()]
+    params = [param.replace(kind=inspect.Parameter.KEYWORD_ONLY) for param in params]
+    body.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+    body.__annotations__ = {param.name: param.annotation for param in params}
+    return body
+
+
 @functools.cache
 def _options_of(group: Any) -> dict[str, inspect.Parameter]:
     """Return the fields of a dataclass as parameters."""
@@ -178,18 +282,41 @@ def _options_of(group: Any) -> dict[str, inspect.Parameter]:
     }
 
 
-def print_settings(resolution: Resolved) -> None:
-    """Print every setting with the layer that set it, on stdout."""
-    width = max(len(name) for name in resolution.origins)
+def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:
+    """Print the settings with the layers that set them, on stdout: all, or those that differ from their defaults."""
+    from slimectl.settings.keys import changed
+
+    names = list(changed(resolution.settings)) if only_changed else list(resolution.origins)
+    width = max(map(len, names), default=0)
     for name, value in shown(resolution):
-        stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
+        if name in names:
+            stdio.emit(f"{name:<{width}}  {toml_value(value):<24}  # {resolution.origins[name]}")
+
+
+def print_preflight(resolution: Resolved, *checks: str, samples: str | None = None) -> None:
+    """Print the results of these checks (runtime/preflight.py) and the settings that differ from their defaults.
+
+    Raises SlimectlError, with the exit code of the first check that failed.
+    """
+    from slimectl.runtime.preflight import preflight
+
+    results = []
+    for result in preflight(resolution.settings, checks, samples=samples):
+        results.append(result)
+        stdio.emit(str(result))
+    stdio.emit("")
+    print_settings(resolution, only_changed=True)
+    if failed := [result for result in results if result.fine is False]:
+        error = SlimectlError(f"{len(failed)} of {len(results)} checks failed: {', '.join(r.what for r in failed)}")
+        error.exit_code = failed[0].exit_code
+        raise error
 
 
 def shown(resolution: Resolved) -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its value, secrets masked."""
     from pydantic import SecretStr
 
-    from slimectl.settings.loading import flat
+    from slimectl.settings.keys import flat
 
     for name, value in flat(resolution.settings):
         yield name, redact(value, name=name.rpartition(".")[2] if isinstance(value, SecretStr) else "")

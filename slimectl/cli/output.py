@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slimectl import stdio
+from slimectl.cli.terminal import PICTURES
 from slimectl.data.hashing import content_hash
 from slimectl.data.io import is_pipe
 from slimectl.data.jsonl import JsonlWriter
-from slimectl.data.manifest import Manifest, is_manifest
+from slimectl.data.manifest import Manifest, is_manifest, manifest_path
 from slimectl.data.ownership import MANIFEST
 from slimectl.data.records import sample_to_json
 from slimectl.data.resumable import ResumableOutput
@@ -21,6 +23,24 @@ from slimectl.types import Sample
 
 READ_ONCE = "a pipe, read once"
 """Placeholder in a manifest for the hash of a pipe."""
+
+
+class TextOutput:
+    """Writes the text of a model to stdout piece by piece; on a terminal without control characters."""
+
+    def __init__(self) -> None:
+        self._terminal = stdio.is_terminal()
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text.translate(PICTURES) if self._terminal else text)
+        sys.stdout.flush()
+        self._last = text[-1:] or self._last
+
+    def end(self) -> None:
+        """End the line, if the text has not."""
+        if self._last != "\n":
+            self.write("\n")
 
 
 def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
@@ -35,9 +55,21 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     if out != "-" and sidecar.exists() and not is_manifest(sidecar):
         raise SettingsError(f"{sidecar}: slimectl did not write it, and would replace it; move it away")
     if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
-        stdio.say(f"{out}: is made of the same inputs and settings already; --force makes it again")
+        stdio.note(f"{out}: is made of the same inputs and settings already; --force makes it again")
         return None
     return manifest
+
+
+def refuse_other_inputs(out: str, manifest: Manifest, data: list[str]) -> None:
+    """Raise SettingsError if `out` is a file that was not made of inputs of these names: it would be replaced."""
+    path = Path(out)
+    if out == "-" or not path.is_file() or not path.stat().st_size:
+        return
+    same, made = manifest.same_inputs(path), is_manifest(manifest_path(path))
+    if made and same:
+        return
+    reason = f"is made of other inputs than {', '.join(data)}" if made else "is there already, and no stage wrote it"
+    raise SettingsError(f"{out}: {reason}; give another --out FILE, or --force to replace it")
 
 
 def _hook_files(settings: Settings) -> list[str]:
@@ -90,7 +122,7 @@ def write_resumable(
             on_sample(sample)
             counts.update(("out", str(sample.status)))
         if partial.count:
-            stdio.say(f"{out}: {partial.count} samples are there from last time; going on after them")
+            stdio.note(f"{out}: {partial.count} samples are there from last time; going on after them")
         try:
             for sample in process(remaining):
                 on_sample(sample)
@@ -98,7 +130,7 @@ def write_resumable(
                 counts.update(("out", str(sample.status)))
         except BaseException:
             if partial.count:
-                stdio.say(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
+                stdio.note(f"{partial.path}: {partial.count} samples are kept; the same command goes on after them")
             raise
         if not counts:
             raise RecordError(f"{', '.join(inputs)}: no samples came; look at what the stage before said")
@@ -117,7 +149,7 @@ def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], Non
 
 def print_summary(counts: Counter[str], extra: dict[str, Any]) -> None:
     """Print the closing summary line: counts by status, and `extra` entries."""
-    parts = [f"{counts['out']} samples"]
+    parts = [stdio.quantity(counts["out"], "sample")]
     parts += [f"{counts[name]} {name}" for name in ("truncated", "aborted", "failed") if counts[name]]
     parts += [f"{name} {value}" for name, value in extra.items()]
-    stdio.say(", ".join(parts))
+    stdio.note(", ".join(parts))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -46,10 +46,25 @@ class PlanOptions:
     etp: Annotated[int | None, option("--etp", "Tensor-parallel size of the experts", LAYOUT, min=1)] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        option("--recompute", "What backward computes again: nothing, attention, or whole layers", TRAINING),
+        option("--recompute", "What backward computes again: nothing, some modules, or whole layers", TRAINING),
+    ] = None
+    recompute_module: Annotated[
+        list[str] | None,
+        option(
+            "--recompute-module",
+            "Module that selective recomputes: core_attn (default), mlp, moe; repeatable",
+            TRAINING,
+        ),
     ] = None
     backend: Annotated[Literal["megatron", "fsdp"], option("--backend", "What trains", TRAINING)] = "megatron"
     dtype: Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)] = "bfloat16"
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16"], option("--optimizer-state-dtype", "Precision of AdamW's moments", TRAINING)
+    ] = "float32"
+    offload: Annotated[
+        Literal["optimizer", "parameters"] | None,
+        option("--offload", "What is in host memory; parameters includes the optimizer", TRAINING),
+    ] = None
     device: Annotated[Literal["cuda", "cpu"], option("--device", "Where it trains", TRAINING)] = "cuda"
     seq_len: Annotated[int, option("--seq-len", "Tokens of a sequence, prompt and answer", TRAINING, min=2)] = 8192
     response_len: Annotated[
@@ -68,6 +83,10 @@ class PlanOptions:
     mem_fraction: Annotated[
         float, option("--mem-fraction", "Share of GPU memory for weights and cache", ENGINE, min=0.05, max=1)
     ] = 0.85
+    engine_fp8: Annotated[bool, option("--engine-fp8", "The engine holds its matrices in fp8", ENGINE)] = False
+    colocate: Annotated[
+        bool, option("--colocate", "The engine is on the trainer's GPUs; each sleeps while the other works", ENGINE)
+    ] = False
     concurrency: Annotated[int | None, option("--concurrency", "Sequences sampled at once", ENGINE, min=1)] = None
     as_json: Annotated[bool, option("--json", "Print JSON instead of a table")] = False
     lora_rank: Annotated[
@@ -111,6 +130,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
 
     if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
+    _check_recompute_modules(options)
     shape = estimates.model_of(
         configuration(options.card, options.model),
         lora_rank=options.lora_rank,
@@ -118,6 +138,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         critic=options.critic,
         reference=options.reference,
         teacher=_teacher(options.teacher) if options.teacher else None,
+        adapts_experts=options.backend == "megatron",
     )
     run = _planned_run(options, shape)
     estimates.check(shape, run)
@@ -131,12 +152,27 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         engine_tensor=options.engine_tp,
         engine_share=options.mem_fraction,
         concurrency=options.concurrency,
+        engine_fp8=options.engine_fp8,
+        colocate=options.colocate,
     )
     print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"
-    stdio.say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
+    say = stdio.note if result.fits else stdio.say
+    say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
     if not result.fits:
         raise typer.Exit(1)
+
+
+def _check_recompute_modules(options: PlanOptions) -> None:
+    """Raises SettingsError for modules without selective recomputation, and for unknown ones."""
+    from slimectl.settings.train import RecomputeModule
+
+    known = get_args(RecomputeModule)
+    if options.recompute_module and options.recompute != "selective":
+        raise SettingsError("--recompute-module: has no effect alone; add --recompute selective")
+    for module in options.recompute_module or ():
+        if module not in known:
+            raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(known)}")
 
 
 def _planned_run(options: PlanOptions, shape: Any) -> Run:
@@ -154,6 +190,9 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
         options.max_tokens,
         min(1.0, (options.response_len or options.seq_len) / options.seq_len),
         options.device,
+        recompute_modules=tuple(options.recompute_module or ("core_attn",)),
+        state_dtype=options.state_dtype,
+        offload=options.offload,
     )
     sizes = {
         "tensor": options.tp, "pipeline": options.pp, "virtual_pipeline": options.vpp, "context": options.cp,
@@ -219,9 +258,10 @@ def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
     else:
         for line in table(placement):
             print(line)
-    for line in [*problems, *notes]:
+    for line in problems:
         stdio.say(line)
-    stdio.say(placement_lines(placement))
+    for line in [*notes, placement_lines(placement)]:
+        stdio.note(line)
     if problems:
         raise typer.Exit(1)
 

@@ -12,12 +12,19 @@ from slimectl.cli.options import (
     SETTINGS,
     CommonOptions,
     needs_destination,
-    print_settings,
+    print_preflight,
     with_options,
 )
 
 
-@with_options("data model out n temperature max_response_len", CLUSTER, ENGINES, SETTINGS, "force dry_run")
+@with_options(
+    "data input_key label_key model agent env out n temperature max_response_len",
+    CLUSTER,
+    ENGINES,
+    "custom_config",
+    SETTINGS,
+    "force dry_run",
+)
 def rollout(
     options: CommonOptions,
     n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
@@ -35,12 +42,14 @@ def rollout(
     flags = {"rollout.n_samples_per_prompt": n, "rollout.temperature": temperature}
     resolution = options.resolve(flags | {"rollout.max_response_len": max_response_len})
     if options.dry_run:
-        print_settings(resolution)
+        print_preflight(resolution, "model", "data", "engine", "hooks")
         return
     needs_destination(options.out)
     from slimectl import builders
     from slimectl.api.models import Sampler
-    from slimectl.cli.output import print_summary, up_to_date, write_out
+    from slimectl.cli.output import print_summary, refuse_other_inputs, up_to_date, write_out
+    from slimectl.cli.progress import ProgressBar, line_count
+    from slimectl.data.streams import tee
     from slimectl.hooks import check_hooks
 
     settings = resolution.settings
@@ -56,8 +65,14 @@ def rollout(
     manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
     if manifest is None:
         return
+    if not options.force:
+        refuse_other_inputs(options.out, manifest, inputs)
+    lines = None if source is not None else line_count(settings.rollout.data)
+    total = lines and lines * settings.rollout.n_samples_per_prompt * (settings.run.num_epoch or 1)
     with Sampler(settings, folder) as sampler:
         too_long: list[int] = []
         samples = sampler.rollout(prompts, source=source, left_out=lambda p: too_long.append(p.index))
-        counts = write_out(samples, options.out, manifest, inputs)
+        with ProgressBar("samples", total=total) as progress:
+            counted = tee(samples, lambda sample: progress.advance())
+            counts = write_out(counted, options.out, manifest, inputs)
         print_summary(counts, {"prompts too long": len(too_long)} if too_long else {})

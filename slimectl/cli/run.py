@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_settings, with_options
-from slimectl.errors import EXIT_INTERRUPTED, SettingsError
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, toml_value, with_options
+from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from slimectl.data.locks import Lock
+    from slimectl.recipes import Recipe
+    from slimectl.runtime.rounds import RecordedRounds
+    from slimectl.settings import Resolved
 
 
-@with_options("recipe model data backend name seed resume", CLUSTER, ENGINES, "eval_config", SETTINGS, "force dry_run")
+@with_options(
+    "recipe model data input_key label_key agent env backend name seed resume",
+    CLUSTER,
+    ENGINES,
+    "eval_config custom_config",
+    SETTINGS,
+    "force dry_run",
+)
 def run(
     options: CommonOptions,
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe's name or a TOML file")] = None,
@@ -29,7 +40,8 @@ def run(
 ) -> None:
     """Train by reinforcement: rollout, score and train, round after round, evaluated before and after.
 
-    Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once.
+    Without a recipe, ./slimectl.toml is taken. Ctrl-C finishes the round and saves; a second one stops at once. So do
+    SIGTERM and SIGHUP, within run.grace_s.
 
     Example:
 
@@ -39,32 +51,104 @@ def run(
 
     has_input = bool(options.config or options.assign or options.model or options.data or resume)
     selected = recipes.find(recipe, instead=bool(options.config or resume), needed=not has_input)
+
+    def say_settings() -> None:
+        if recipe is None and selected.layer is not None:
+            stdio.note(f"settings are read from {selected.layer.origin} in this folder")
+
     flags: dict[str, Any] = {"run.name": name, "run.seed": seed, "rollout.seed": seed}
-    if resume:
-        if not (resume / "run.toml").exists():
-            raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
-        options.config = [resume / "run.toml", *(options.config or [])]
-        flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
-    with nullcontext() if resume is None or options.dry_run else locked(resume) as lock:
+    with resumable("run", options, flags, resume) as lock:
         result = options.resolve(flags, recipe=selected.layer)
         if options.dry_run:
-            print_settings(result)
-            return
-        from slimectl.cli.curve import closing_words
-        from slimectl.runtime.run import TrainingRun
-        from slimectl.settings.loading import settings_toml
-        from slimectl.settings.secret import check_complete
+            from slimectl.runtime.preflight import OF_RUN
 
-        check_complete(result.settings.model_dump(by_alias=True))
-        stop = Interrupt()
-        job = TrainingRun(result.settings, interrupted=stop.asked)
-        with stop:
-            text = settings_toml(result.settings)
-            finished = job.execute(text, resume=resume is not None, force=options.force, lock=lock)
-    closing_words(job, selected)
-    stdio.emit(str(job.folder.path))
+            say_settings()
+            print_preflight(result, *OF_RUN)
+            return
+        run_to_end(result, options, selected, resume=resume, lock=lock, on_start=say_settings)
+
+
+@contextmanager
+def resumable(
+    command: str, options: CommonOptions, flags: dict[str, Any], resume: Path | None
+) -> Iterator[Lock | None]:
+    """Lock the folder of a run to be resumed before its settings are read, and put them before those given."""
+    if resume is None:
+        yield None
+        return
+    if not (resume / "run.toml").exists():
+        raise SettingsError(f"{resume}: no run.toml; give the folder of a run, such as runs/NAME")
+    from slimectl.data.run_dir import RunDir
+
+    RunDir(resume).check_command(command)
+    options.config = [resume / "run.toml", *(options.config or [])]
+    flags |= {"run.name": resume.resolve().name, "run.dir": str(resume.resolve().parent)}
+    with nullcontext() if options.dry_run else locked(resume) as lock:
+        yield lock
+
+
+def run_to_end(
+    result: Resolved,
+    options: CommonOptions,
+    recipe: Recipe,
+    *,
+    resume: Path | None,
+    lock: Lock | None,
+    rounds: RecordedRounds | None = None,
+    on_start: Callable[[], None] = lambda: None,
+) -> None:
+    """Do a run in its folder, whose path goes to stdout; `rounds` are those of a file of samples.
+
+    Raises typer.Exit if a signal ended it.
+    """
+    from slimectl.cli.curve import closing_words
+    from slimectl.cli.progress import ProgressBar, is_drawn
+    from slimectl.cli.signals import RoundInterrupt
+    from slimectl.errors import StorageError
+    from slimectl.runtime.grace import GracePeriod
+    from slimectl.runtime.run import TrainingRun
+    from slimectl.settings.keys import settings_toml
+    from slimectl.settings.secret import check_complete
+
+    def say_settings() -> None:
+        on_start()
+        if resume and (changes := ", ".join(_changed_settings(result, resume / "run.toml"))):
+            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {changes}")
+
+    check_complete(result.settings.model_dump(by_alias=True))
+    grace = GracePeriod()
+    stop = RoundInterrupt(grace, result.settings.run.grace_s)
+    bar = ProgressBar("rounds", each="round", lines=False, drawn=is_drawn(of_pipe=False))
+    job = TrainingRun(
+        result.settings, interrupted=stop.asked, grace=grace, rounds=rounds, recipe=recipe.name, progress=bar
+    )
+    with stop, bar:
+        text = settings_toml(result.settings)
+        finished = job.execute(text, resume=resume is not None, force=options.force, lock=lock, on_start=say_settings)
+    # A closed terminal takes no words.
+    with nullcontext() if finished else suppress(StorageError):
+        closing_words(job, recipe)
+        stdio.emit(str(job.folder.path))
     if not finished:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise typer.Exit(stop.exit_code)
+
+
+def _changed_settings(resolution: Resolved, file: Path) -> Iterator[str]:
+    """Yield the settings that differ from those in the run's file, with both values; secrets are left out."""
+    from slimectl.redaction import MASK, redact
+    from slimectl.settings.keys import flat
+    from slimectl.settings.layers import from_file
+    from slimectl.settings.loading import resolve
+
+    try:
+        before = dict(flat(resolve([from_file(file)]).settings))
+    except SettingsError:  # an older version's file, which holds only with what is given beside it
+        return
+    for key, value in flat(resolution.settings):
+        old, new = redact(before.get(key)), redact(value)
+        # The name and place of a folder are those that --resume gives.
+        if old != new and MASK not in (old, new) and key not in ("run.name", "run.dir"):
+            yield f"{key} = {toml_value(new)} (was {toml_value(old)})"
 
 
 def locked(run: Path) -> Lock:
@@ -72,27 +156,3 @@ def locked(run: Path) -> Lock:
     from slimectl.data.run_dir import RunDir
 
     return RunDir(run).lock(warn=stdio.say)
-
-
-class Interrupt:
-    """Handler of Ctrl-C: the first ends the run after its round, the second stops it immediately."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._before: Any = None
-
-    def asked(self) -> bool:
-        return self._count > 0
-
-    def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, *_: object) -> None:
-        self._count += 1
-        if self._count > 1:
-            raise KeyboardInterrupt
-        stdio.say("finishing this round, then saving; Ctrl-C again stops now")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_settings, with_options
+from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_preflight, with_options
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from slimectl.data.manifest import Manifest
     from slimectl.data.skip_counts import SkippedLines
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 @with_options(
-    "samples rm_type custom_rm_path reference explain check workers", CLUSTER, "out on_error", SETTINGS, "force dry_run"
+    "samples rm_type custom_rm_path reference explain check workers",
+    CLUSTER,
+    "out on_error custom_config",
+    SETTINGS,
+    "force dry_run",
 )
 def score(
     options: CommonOptions,
@@ -44,7 +48,7 @@ def score(
     """
     resolution = options.resolve({"score.custom_rm_path": custom_rm_path, "score.explain": explain or None})
     if options.dry_run:
-        print_settings(resolution)
+        print_preflight(resolution, "reward", "hooks", samples=options.samples)
         return
     settings, samples, out = resolution.settings, options.samples, options.out
     lines = explain and out == "-" and stdio.is_terminal()
@@ -55,13 +59,14 @@ def score(
     from slimectl.data.jsonl import name_of, read_samples
     from slimectl.data.skip_counts import SkippedLines
 
-    skipped = SkippedLines(name_of(samples), stdio.say)
+    skipped = SkippedLines(name_of(samples), stdio.logger.warning)
     read = read_samples(
         samples,
         on_error="skip" if options.on_error == "skip" else "stop",
         report=skipped.add_bad_line,
         on_line=skipped.add_line,
         allow_reward_paths=settings.score.allow_paths_in_records,
+        answered=True,
     )
     if check:
         _check(read, settings)
@@ -71,8 +76,14 @@ def score(
     manifest = up_to_date("score", settings, input_files(options), out, options.force or samples == "-")
     if manifest is None:
         return
+    from slimectl.cli.progress import ProgressBar, line_count
+
     try:
-        _grade_samples(read, options, settings, manifest, reference=reference, lines=lines, skipped=skipped)
+        with ProgressBar("samples", total=line_count([samples])) as progress:
+            _grade_samples(
+                read, options, settings, manifest,
+                reference=reference, lines=lines, skipped=skipped, on_sample=progress.advance,
+            )  # fmt: skip
     finally:
         skipped.report()
 
@@ -90,10 +101,10 @@ def _grade_samples(
     reference: str | None,
     lines: bool,
     skipped: SkippedLines,
+    on_sample: Callable[[], None],
 ) -> None:
     """Grade samples and write them to --out, or one line each to the terminal; then print a summary."""
     from collections import Counter
-    from statistics import fmean
 
     from slimectl import builders
     from slimectl.api.stages import score as stage
@@ -114,6 +125,7 @@ def _grade_samples(
     late = Counter[str]()
 
     def count(sample: Sample) -> None:
+        on_sample()
         skipped.pass_line()
         late["over the time limit"] += "reward_error" in sample.metadata
         rewards.append(reward_number(sample, settings.score.reward_key))
@@ -139,8 +151,18 @@ def _grade_samples(
         counts = write_out(tee(graded(read), count), out, manifest, inputs)
     if settings.score.explain:
         for line in reasons.lines():
-            stdio.say(line)
-    print_summary(counts, ({"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}) | (+late))
+            stdio.note(line)
+    print_summary(counts, _means(rewards, settings.eval.success_threshold) | (+late))
+
+
+def _means(rewards: list[float], threshold: float) -> dict[str, str]:
+    """Return the mean reward, and where rewards are graded, the accuracy beside it."""
+    from statistics import fmean
+
+    means = {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}
+    if set(rewards) - {0.0, threshold}:
+        means["accuracy"] = f"{fmean(reward >= threshold for reward in rewards):.4g} (reward >= {threshold:g})"
+    return means
 
 
 def _print_reasons(samples: Iterable[Sample], rewards: list[float]) -> None:
@@ -181,6 +203,11 @@ def reason(sample: Sample) -> str:
     explanation = sample.metadata.get("explanation")
     if explanation is None:
         return str(sample.metadata.get("reward_error", f"not graded: {sample.status}"))
+    return explanation_text(explanation)
+
+
+def explanation_text(explanation: Mapping[str, Any]) -> str:
+    """Return an explanation in one line: source, extracted answer and reason."""
     if explanation["extracted"] is None:
         return f"{explanation['from']}: {explanation['why']}"
     text = " ".join(explanation["extracted"].split())

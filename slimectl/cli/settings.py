@@ -1,21 +1,37 @@
-"""slimectl settings show | validate | schema | explain"""
+"""slimectl settings show | validate | schema | explain | from"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, shown, toml_value, with_options
+from slimectl.cli.options import (
+    SETTINGS,
+    AsJson,
+    CommonOptions,
+    output_name,
+    print_settings,
+    shown,
+    toml_value,
+    with_options,
+)
 from slimectl.errors import SettingsError
 
+if TYPE_CHECKING:
+    from slimectl.settings.reference import Entry
 
-@with_options(SETTINGS, "changed")
+
+@with_options("custom_config", SETTINGS, "changed as_json")
 def show(
     options: CommonOptions,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print every setting with the layer that set it.
 
@@ -24,23 +40,32 @@ def show(
         slimectl settings show -s train.lr=1e-5
     """
     resolution = options.resolve()
-    if changed:
-        for name, value in shown(resolution):
-            if resolution.origins[name] != "default":
-                print(f"{name} = {toml_value(value)}  # {resolution.origins[name]}")
+    if as_json:
+        from slimectl.settings.keys import changed as changed_keys
+
+        keys = set(changed_keys(resolution.settings)) if changed else resolution.origins.keys()
+        values = {key: {"value": value, "origin": resolution.origins[key]} for key, value in shown(resolution)}
+        print(json.dumps({key: value for key, value in values.items() if key in keys}, indent=2, default=str))
         return
-    print_settings(resolution)
+    print_settings(resolution, only_changed=changed)
 
 
-@with_options(SETTINGS)
+@with_options("custom_config", SETTINGS)
 def validate(options: CommonOptions) -> None:
-    """Check settings files; silent if all is well.
+    """Check settings files, and the model, data, verifiers and functions that they name; silent if all is well.
+
+    Every error is one line. Exit code 2 if there is any.
 
     Example:
 
         slimectl settings validate -s train.lr=1e-5
     """
-    options.resolve()
+    from slimectl.runtime.preflight import of_values
+
+    resolution, errors = options.examine()
+    errors += [result.detail for result in of_values(resolution.settings) if result.fine is False]
+    if errors:
+        raise SettingsError("\n".join(dict.fromkeys(errors)))
 
 
 def schema() -> None:
@@ -50,12 +75,14 @@ def schema() -> None:
 
         slimectl settings schema > slimectl.schema.json
     """
-    from slimectl.settings import Settings
+    from slimectl.settings.reference import json_schema
 
-    print(json.dumps(Settings.model_json_schema(by_alias=True), indent=2))
+    print(json.dumps(json_schema(), indent=2))
 
 
-def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or a section such as train")]) -> None:
+def explain(
+    key: Annotated[str, typer.Argument(help="A key such as train.lr or lr, a section such as train, or a word")],
+) -> None:
     """Say what a setting means, its type and its default.
 
     Example:
@@ -64,21 +91,100 @@ def explain(key: Annotated[str, typer.Argument(help="A key such as train.lr, or 
     """
     from slimectl.hooks import HOOKS
     from slimectl.settings import aliases
-    from slimectl.settings.loading import nearest_name, sections
     from slimectl.settings.reference import entries
+    from slimectl.settings.run import CustomSettings
 
-    name = aliases.current_name(key)
-    matches = [entry for entry in entries() if entry.key == name or entry.key.startswith(f"{name}.")]
-    if not matches:
-        near = nearest_name(key, [*(entry.key for entry in entries()), *aliases.old_names(sections())])
-        hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
-        raise SettingsError(f"{key}: unknown setting; {hint}")
+    if key.partition(".")[0] == "custom":
+        print(f"custom.NAME = VALUE  (any)\n    {CustomSettings.__doc__}")
+        return
+    name, every = aliases.current_name(key), list(entries())
+    matches = [entry for entry in every if entry.key == name or entry.key.startswith(f"{name}.")]
+    matches = matches or _search(key, every)
     if name != key:
-        stdio.say(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
+        stdio.note(f"{key} is now {name}" + (", with the opposite meaning" if key in aliases.INVERTED else ""))
     for entry in matches:
         print(f"{entry.key} = {toml_value(entry.default)}  ({entry.kind})\n    {entry.text}")
         if point := HOOKS.get(entry.key):
             print(f"    {point.shape()} (docs/hooks.md)")
 
 
-settings = (show, validate, schema, explain)
+def from_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Launch script (shell), configuration (YAML) or Python file")
+    ],
+    stack: Annotated[
+        str | None,
+        typer.Option("--from", metavar="STACK", help="slime, verl, trl, openrlhf or roll; recognized if not given"),
+    ] = None,
+    out: Annotated[
+        str,
+        typer.Option("--out", "-o", metavar="FILE", help="Settings file to write; - is stdout", callback=output_name),
+    ] = "-",
+    root: Annotated[
+        Path | None,
+        typer.Option("--root", metavar="DIR", help="Folder whose files `source` may read; that of FILE if not given"),
+    ] = None,
+    line: Annotated[
+        int | None, typer.Option("--line", help="Line of the training command, where FILE has several")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the settings file if it is there")] = False,
+) -> None:
+    """Write settings that do what a launch file of another stack does; nothing of that file is executed.
+
+    Every line names the flag that it came from. Flags without a counterpart are listed with the reason.
+    docs/from-slime.md has the table.
+
+    Example:
+
+        slimectl settings from run-qwen3-4B.sh > run.toml
+    """
+    from slimectl.data.run_dir import write_text
+    from slimectl.settings.launch_scripts.reading import read
+    from slimectl.settings.launch_scripts.writing import settings_file
+
+    if out != "-" and Path(out).exists() and not force:
+        raise SettingsError(f"{out}: exists already; add --force, or give another name to --out")
+    reading = read(file, stack=stack, root=root, line=line)
+    conversion = reading.conversion
+    text = settings_file(conversion, file, reading.notes)
+    if out == "-":
+        stdio.emit(text.rstrip("\n"))
+    else:
+        write_text(Path(out), text)
+    for omission in conversion.omissions:
+        if omission.by_hand:
+            stdio.logger.warning(f"{omission.place}: {omission.flag}: {omission.reason}")
+    for problem in conversion.problems:
+        stdio.logger.warning(f"to be settled: {problem}")
+    stdio.note(
+        f"{file}: {conversion.dialect.title}: {stdio.quantity(len(conversion.values), 'setting')}; "
+        f"{stdio.quantity(len(conversion.defaults), 'flag')} with the default here, "
+        f"{len(conversion.omissions)} without a counterpart (listed below the settings)"
+    )
+
+
+def _search(word: str, every: Sequence[Entry]) -> list[Entry]:
+    """Return the settings whose last part is `word`, else the one that it most likely means, else all that mention it.
+
+    Raises SettingsError if there is none.
+    """
+    from slimectl.settings import aliases
+    from slimectl.settings.keys import sections
+    from slimectl.settings.suggestions import keys_of_leaf, suggestion
+
+    by_key = {entry.key: entry for entry in every}
+    if leaves := keys_of_leaf(word, list(by_key)):
+        return [by_key[key] for key in leaves]
+    near = suggestion(word, [*by_key, *aliases.old_names(sections())])
+    mentions = [entry for entry in every if entry.key.count(".") == 1 and _mentions(entry, word)]
+    if "." in word or not (mentions or near):
+        hint = f"did you mean {near}?" if near else "`slimectl settings show` lists all"
+        raise SettingsError(f"{word}: unknown setting; {hint}")
+    return ([by_key[near]] if near in by_key else []) + [entry for entry in mentions if entry.key != near]
+
+
+def _mentions(entry: Entry, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}", f"{entry.key.replace('_', ' ')} {entry.text}", re.IGNORECASE) is not None
+
+
+settings = (show, validate, schema, explain, from_)

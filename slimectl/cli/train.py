@@ -6,28 +6,40 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from slimectl import stdio
-from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, print_settings, with_options
-from slimectl.errors import RecordError, SettingsError
+from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, with_options
+from slimectl.cli.run import resumable, run_to_end
+from slimectl.data.skip_counts import SkippedLines
+from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 if TYPE_CHECKING:
-    from slimectl.settings import Settings
-    from slimectl.types import Prompt, Sample
+    from slimectl.data.locks import Lock
+    from slimectl.settings import Resolved, Settings
+    from slimectl.stages.recorded_rounds import Numbered
+    from slimectl.stages.signal import SignalCount
+    from slimectl.types import Prompt
 
 
-@with_options("samples model save load algorithm backend lr on_error", CLUSTER, SETTINGS, "force dry_run")
+@with_options(
+    "samples input_key label_key model save load algorithm backend name lr on_error resume", CLUSTER, ENGINES,
+    "eval_config custom_config", SETTINGS, "force dry_run",
+)  # fmt: skip
 def train(
     options: CommonOptions,
     save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Where the new weights go")] = None,
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Folder under run.dir, as of a run")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a training's folder")] = None,
 ) -> None:
     """Learn from scored samples, demonstrations (sft) or preferences (dpo, reward_model); one report a step on stdout.
+
+    With --name it is a run in runs/NAME: epochs, checkpoints, [eval], [track], progress, and --resume.
 
     Example:
 
@@ -35,26 +47,116 @@ def train(
     """
     if options.model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
-    flags = {"model.path": str(load) if load else options.model, "algorithm.name": algorithm, "train.lr": lr}
-    resolution = options.resolve(flags)
-    if options.dry_run:
-        print_settings(resolution)
-        return
+    flags: dict[str, Any] = {"algorithm.name": algorithm, "train.lr": lr, "run.name": name}
+    if load:
+        flags["model.path"] = str(load)
+    with resumable("train", options, flags, resume) as lock:
+        resolution = options.resolve(flags)
+        in_folder = resume is not None or _is_run(resolution)
+        if in_folder and options.samples != "-":
+            resolution = options.resolve(flags | {"rollout.data": [options.samples]})
+        if options.dry_run:
+            print_preflight(resolution, "model", "trainer", "hooks", "training memory", samples=options.samples)
+        elif in_folder:
+            _train_in_folder(options, resolution, save=save, load=load, resume=resume, lock=lock)
+        else:
+            _train_once(options, resolution.settings, save=save, load=load)
+            _say_idle_settings(resolution, options.samples)
+
+
+OF_RUNS: dict[str, Any] = {"run.num_epoch": None, "run.save_interval": None, "eval.data": {}, "track.with": ["stdout"]}
+"""Settings that only a training in a folder of its own obeys, with their defaults."""
+
+
+def _is_run(resolution: Resolved) -> bool:
+    """Return whether a training has a folder: run.name is given, or stands in a file that names its algorithm.
+
+    A settings file of `slimectl run` serves its stages too, which are no runs. Raises SettingsError for settings on the
+    command line that need the folder.
+    """
+    from slimectl.settings.keys import flat
+    from slimectl.settings.loading import COMMAND_LINE
+
+    origins, trains_on = resolution.origins, resolution.settings.algorithm.trains_on
+    # A settings file that names an algorithm for recorded samples is no file of `slimectl run`.
+    own_layers = (*COMMAND_LINE, origins["algorithm.name"]) if trains_on != "rollouts" else COMMAND_LINE
+    values = dict(flat(resolution.settings))
+    if values["run.name"] is not None and origins["run.name"] in own_layers:
+        return True
+    if refused := [name for name in _set_for_runs(values) if origins[name] in own_layers]:
+        raise SettingsError(
+            f"{refused[0]}: needs a folder for checkpoints and records; add --name NAME, and the training goes into "
+            f"{resolution.settings.run.dir}/NAME"
+        )
+    return False
+
+
+def _set_for_runs(values: dict[str, Any]) -> list[str]:
+    """Names of the settings among OF_RUNS that have another value than their default."""
+    return [name for name, default in OF_RUNS.items() if values[name] not in (default, None, [])]
+
+
+def _say_idle_settings(resolution: Resolved, samples: str) -> None:
+    """Say which settings of its file a training without a folder did not obey; a pipe needs no such line."""
+    from slimectl.settings.keys import flat
+
+    if samples != "-" and (idle := _set_for_runs(dict(flat(resolution.settings)))):
+        origin = resolution.origins[idle[0]]
+        stdio.note(f"it was one pass, without {', '.join(idle)} of {origin}, which need a folder: --name NAME")
+
+
+def _train_in_folder(
+    options: CommonOptions,
+    resolution: Resolved,
+    *,
+    save: Path | None,
+    load: Path | None,
+    resume: Path | None,
+    lock: Lock | None,
+) -> None:
+    """Train as a run; its folder has metrics, checkpoints and evaluations, and its path goes to stdout.
+
+    Its rollout.data is the file of samples.
+    """
+    from slimectl.data.ownership import read_manifest
+    from slimectl.recipes import Recipe
+    from slimectl.runtime.rounds import RecordedRounds
+
+    settings = resolution.settings
+    if load is not None:
+        raise SettingsError("--load: a run goes on from its own folder, with --resume; start a new one with --model")
+    if save is not None:
+        raise SettingsError(
+            f"--save: the weights of a run are in {settings.run.dir}/{settings.run.name}/latest; drop --save or --name"
+        )
+    path = options.samples if options.samples != "-" or resume is None else settings.rollout.data[0]
+    skipped = SkippedLines(path, stdio.logger.warning)
+    before = {} if resume is None else read_manifest(resume) or {}
+    on_error: Literal["stop", "skip"] = "skip" if "skip" in (options.on_error, before.get("on_error")) else "stop"
+    rounds = RecordedRounds(settings, path, on_error, skipped.add_bad_line, skipped.count_line)
+    try:
+        run_to_end(resolution, options, Recipe(None, {}), resume=resume, lock=lock, rounds=rounds)
+    finally:
+        skipped.report()
+
+
+def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None, load: Path | None) -> None:
+    """Train as a stage of a pipe: one pass, a record per step on stdout, the weights at the end into `save`."""
     from slimectl import builders
     from slimectl.cli.output import up_to_date
+    from slimectl.cli.progress import line_count
     from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import name_of
-    from slimectl.data.skip_counts import SkippedLines
     from slimectl.types import Prompt
 
-    settings, samples, force = resolution.settings, options.samples, options.force
+    samples, force = options.samples, options.force
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*([samples] if samples != "-" else []), str(folder)]
     manifest = up_to_date("train", settings, inputs, str(save or "-"), force or samples == "-")
     if manifest is None:
         return
     tokenizer = builders.tokenizer(folder)
-    skipped, too_long = SkippedLines(name_of(samples), stdio.say), list[Prompt]()
+    skipped, too_long = SkippedLines(name_of(samples), stdio.logger.warning), list[Prompt]()
     stream = builders.training_samples(
         settings,
         samples,
@@ -71,17 +173,43 @@ def train(
     try:
         # Locked during training: another writer of the same folder is refused before its work, not after it.
         with writing(save) if save is not None else nullcontext():
-            steps = _train_steps(stream, settings, folder, load=load, save=save, signed=signed, too_long=too_long)
+            steps, signal = _train_steps(
+                stream,
+                settings,
+                folder,
+                load=load,
+                save=save,
+                signed=signed,
+                too_long=too_long,
+                total=line_count([samples]),
+            )
     finally:
         skipped.report()
-    if steps == 0:
+    if not signal.rounds:
         raise RecordError(f"{samples}: no samples came; look at what the stage before said")
     dropped = f", {len(too_long)} left out as too long" if too_long else ""
-    stdio.say(f"{steps} steps{dropped}" + (f"; weights in {save}" if save else "; nothing saved (no --save)"))
+    stdio.note(
+        f"{stdio.quantity(steps, 'step')}{dropped}; " + (f"weights in {save}" if save else "nothing saved (no --save)")
+    )
+    _warn_without_signal(signal, settings, "SAMPLES" if samples == "-" else samples)
+
+
+def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
+    """Say on stderr that most rounds taught nothing. Raises SlimectlError if run.on_no_signal stopped the training."""
+    command = f"slimectl score {samples} --explain"
+    remedy = f"look at rewards with: {command} (why each), --check (is it fit to train on), and the reward's options"
+    if _stops(signal, settings):
+        raise SlimectlError(f"{signal.message_in_a_row(remedy)}; -s run.on_no_signal=warn goes on all the same")
+    if message := signal.closing_message(remedy):
+        stdio.logger.warning(message)
+
+
+def _stops(signal: SignalCount, settings: Settings) -> bool:
+    return settings.run.on_no_signal == "stop" and signal.in_a_row >= settings.run.no_signal_rounds
 
 
 def _train_steps(
-    stream: Iterator[Sample],
+    stream: Iterator[Numbered],
     settings: Settings,
     folder: Path,
     *,
@@ -89,20 +217,40 @@ def _train_steps(
     save: Path | None,
     signed: Callable[[dict[str, int]], Any],
     too_long: list[Prompt],
-) -> int:
-    """Train with one line per step on stdout, and write the weights to `save`; return the number of steps."""
+    total: int | None,
+) -> tuple[int, SignalCount]:
+    """Train with a record per step on stdout (on a terminal a row of a table), and write the weights to `save`.
+
+    `total` is the number of samples, if it is known. Return the number of steps, and of rounds with and without signal.
+    """
     import json
 
+    from slimectl import builders
     from slimectl.api.models import Trainer
+    from slimectl.cli.progress import ProgressBar
 
-    steps, counted = 0, 0
-    with Trainer(settings, folder, load=load) as trainer:
-        for report in trainer.train(stream):
+    steps, counted, read = 0, 0, 0
+
+    def samples() -> Iterator[Any]:
+        nonlocal read
+        for _, sample in stream:
+            read += 1
+            yield sample
+
+    rows = builders.step_table() if stdio.is_terminal() else lambda report: [json.dumps(report.to_json())]
+    with ProgressBar("samples", total=total) as progress, Trainer(settings, folder, load=load) as trainer:
+        for report in trainer.train(samples(), progress=progress):
             if len(too_long) > counted:
                 report.metrics["rollout/prompts_too_long"] = float(len(too_long) - counted)
                 counted = len(too_long)
-            stdio.emit(json.dumps(report.to_json()))
-            steps += 1
-        if steps and save is not None:
-            trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
-    return steps
+            for line in rows(report):
+                stdio.emit(line)
+            steps += report.is_step
+            if report.last_step_of_round:
+                progress.reach(read)
+            if report.last_step_of_round and _stops(trainer.state.signal, settings):
+                break
+        if trainer.state.rollout_id and save is not None:
+            with progress.phase("save"):
+                trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
+    return steps, trainer.state.signal

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slimectl.checkpoints.hf import CastWeights, HFWeights, write_hf
-from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups, Quantized, Scheme
+from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, Int4Groups, Quantized, Scheme
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
@@ -23,11 +23,11 @@ from slimectl.data.integrity import check_integrity, integrity_error
 from slimectl.data.manifest import Manifest, settings_hash
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files
-from slimectl.protocols import Weights
+from slimectl.protocols import NO_PROGRESS, Progress, Weights
 from slimectl.stages.convert import convert
 
 LAYOUTS = ("hf", "torch_dist")
-SCHEMES = ("fp8", "int4")
+SCHEMES = ("fp8", "fp8_tensor", "fp8_channel", "int4")
 VERIFIED_BYTES = 2_000_000_000
 """Models up to this size are verified by default."""
 LOGITS_BYTES = 1_000_000_000
@@ -61,6 +61,8 @@ class ConvertOptions:
     def scheme(self) -> Scheme | None:
         if self.quantize is None:
             return None
+        if self.quantize in ("fp8_tensor", "fp8_channel"):
+            return Fp8Scale(per_row=self.quantize == "fp8_channel")
         return Fp8Blocks(*self.block) if self.quantize == "fp8" else Int4Groups(self.group)
 
     @property
@@ -88,7 +90,7 @@ def convert_checkpoint(
     force: bool = False,
     verify: bool | None = None,
     logits: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = NO_PROGRESS,
     max_shard_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Convert the model at `source` to a checkpoint directory at `target`; returns a summary for people.
@@ -115,7 +117,8 @@ def convert_checkpoint(
     has_manifest = path.is_dir() and check_integrity(path, full=True)
     # A run's step is identified by its manifest, which is in the policy's parent: headers of two steps are equal.
     hashed = path.parent if path.name == "policy" else path
-    manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
+    with progress.phase("read"):
+        manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
     if not force and manifest.unchanged(target) and integrity_error(target) is None:
         return {**json.loads((target / "manifest.json").read_text())["counts"], "unchanged": True}
     opened = open_source(path, numbers=options.needs_numbers, dtype=DTYPES.get(dtype or ""), config=config, card=card)

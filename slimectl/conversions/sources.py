@@ -17,7 +17,7 @@ from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.validate import Model
 from slimectl.errors import BackendError, CheckpointError, SettingsError
-from slimectl.model_files import check_model_files
+from slimectl.model_files import check_model_files, policy_folder
 from slimectl.protocols import Weights
 
 PREFIX = "package:"
@@ -26,14 +26,12 @@ PREFIX = "package:"
 def resolve_source(text: str | Path) -> Path:
     """Return the directory or .gguf file that `text` names.
 
-    A checkpoint of a run (runs/NAME/step_000042, or runs/NAME/latest) means its policy. `package:NAME` is the one
-    GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the package is located,
-    not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
+    A checkpoint of a run (runs/NAME/step_000042) means its policy, a run (runs/NAME) that of its newest one.
+    `package:NAME` is the one GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the
+    package is located, not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
     """
     if not str(text).startswith(PREFIX):
-        path = Path(text)
-        if (path / "policy" / "config.json").exists():
-            return path / "policy"
+        path = policy_folder(Path(text))
         if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
             return path
         reason = "neither a directory nor a .gguf file" if path.exists() else "no such file or directory"

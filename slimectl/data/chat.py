@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from slimectl.errors import RecordError, SettingsError
+from slimectl.settings.rollout import RolloutSettings
+from slimectl.stdio import logger
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, Status
 
 # Two texts with nothing in common: renderings with each of them differ exactly where the message is.
@@ -39,6 +41,24 @@ def render(
         return encode(tokenizer, template.text(as_chat(prompt.text), header=True))
 
 
+_warned: set[str] = set()
+"""Tokenizers whose chat template was passed by, with a warning."""
+
+
+def warn_of_raw_prompt(prompt: Prompt, tokenizer: Any, settings: RolloutSettings) -> None:
+    """Warn once of a string prompt that passes by the chat template, unless the settings say so themselves."""
+    decided = settings.apply_chat_template or "apply_chat_template" in settings.model_fields_set
+    if decided or not isinstance(prompt.text, str) or not prompt.text or not getattr(tokenizer, "chat_template", None):
+        return
+    name = str(getattr(tokenizer, "name_or_path", ""))
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            f"{prompt.source_location or 'prompt'}: a string, which goes to the model without its chat template; add "
+            f"-s rollout.apply_chat_template=true to send it as a user's message, =false if it is meant as it stands"
+        )
+
+
 @contextmanager
 def located(prompt: Prompt) -> Iterator[None]:
     """Prefix a RecordError inside with the source location of the prompt."""
@@ -50,21 +70,41 @@ def located(prompt: Prompt) -> Iterator[None]:
         raise RecordError(f"{prompt.source_location}: {error}") from error
 
 
-def following(tokenizer: Any, messages: Chat, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+def following(
+    tokenizer: Any,
+    messages: Chat,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    answer: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
     """Render `messages` that follow an assistant's text, up to the header of the assistant's next turn.
 
     The tokens begin with the end of the assistant's turn. Earlier tokens are not rendered again, so sampled tokens stay
-    unchanged: only the difference is rendered, after placeholder texts for a user and an answer. Raises SettingsError
+    unchanged: only the difference is rendered, after placeholder texts for a user and an answer. Some templates take a
+    tool's result only after the call of it: for them `answer` is the message with the calls. Raises SettingsError
     without a template, RecordError if it refuses such messages.
     """
-    template = Template(tokenizer, Prompt(text=""), template_kwargs)
+    template = Template(tokenizer, Prompt(text="", tools=tools or None), template_kwargs)
     question = [{"role": "user", "content": STAND_INS[0]}]
-    first, second = (
-        template.text([*question, {"role": "assistant", "content": text}, *messages], header=True) for text in STAND_INS
-    )
-    if first == second:
-        raise RecordError("the chat template does not show what the assistant said: use tell_text of the conversation")
-    return encode(tokenizer, shared(first[::-1], second[::-1])[::-1])
+    plain = [[*question, {"role": "assistant", "content": text}] for text in STAND_INS]
+    calls = (answer or {}).get("tool_calls")
+    try:
+        first, second = (template.text([*chat, *messages], header=True) for chat in plain)
+        if first == second:
+            raise RecordError(
+                "the chat template does not show what the assistant said: use tell_text of the conversation"
+            )
+        return encode(tokenizer, shared(first[::-1], second[::-1])[::-1])
+    except RecordError:
+        if not calls:
+            raise
+    ends = [template.text(chat)[::-1] for chat in plain]
+    called = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
+    before, rendered = template.text(called), template.text([*called, *messages], header=True)
+    if not rendered.startswith(before):
+        raise RecordError("the chat template writes a call of a tool otherwise once its result is there")
+    return encode(tokenizer, shared(*ends)[::-1] + rendered[len(before) :])
 
 
 class Template:

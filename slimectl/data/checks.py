@@ -64,12 +64,17 @@ def a_mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def a_label(value: Any) -> str | int | float:
+def a_scalar(value: Any) -> str | int | float:
     if type(value) is int or type(value) is str:
         return value
     if type(value) is float:
         return finite(value)
     raise ValueError(f"expected a string or a number, got {shown(value)}; put anything else into metadata")
+
+
+def a_label(value: Any) -> str | int | float | list[Any] | dict[str, Any]:
+    """A string or a number; a list or an object, for rewards of the user's."""
+    return value if type(value) in (list, dict) else a_scalar(value)
 
 
 def a_reward(value: Any) -> float | dict[str, Any]:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import parse_qsl
 
+from slimectl.data.json_values import jsonable
 from slimectl.data.tables import Listed, Row, Spooled, Table
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.types import Prompt
@@ -54,19 +55,6 @@ def _reasoning_gym(task: str, arguments: dict[str, Any]) -> Table:
         return Prompt(text=entry["question"], label=str(entry["answer"]), metadata=metadata)
 
     return Listed(f"reasoning_gym:{task}", dataset, prompt)
-
-
-def jsonable(value: Any) -> Any:
-    """Convert to JSON types: tuples and sets to lists, keys to strings, numpy scalars to numbers, the rest to text."""
-    if isinstance(value, dict):
-        return {str(key): jsonable(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(member) for member in value]
-    if isinstance(value, set | frozenset):
-        return sorted((jsonable(member) for member in value), key=str)
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else str(value)
 
 
 class _Indexed(Listed):

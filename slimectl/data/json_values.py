@@ -31,6 +31,26 @@ def plain_number(value: Any) -> int | float | None:
         return None
 
 
+def jsonable(value: Any) -> Any:
+    """Convert to JSON types: tuples and sets to lists, keys to strings, arrays to lists and numbers, the rest to text.
+
+    A number that is not finite, such as a table's missing value, becomes None.
+    """
+    if isinstance(value, dict):
+        return {str(key): jsonable(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(member) for member in value]
+    if isinstance(value, set | frozenset):
+        return sorted((jsonable(member) for member in value), key=str)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if hasattr(value, "tolist"):  # arrays and tensors, of one number too
+        return jsonable(value.tolist())
+    return str(value)
+
+
 def plain_reward(value: Any) -> Any:
     """Return a reward as JSON types: a number, or an object whose entries are JSON values.
 

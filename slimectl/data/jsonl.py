@@ -90,13 +90,19 @@ def read_samples(
     report: Report | None = None,
     on_line: Callable[[str], None] = lambda location: None,
     allow_reward_paths: bool = True,
+    answered: bool = False,
 ) -> Iterator[Sample]:
     """The samples of a JSONL file, one at a time.
 
     `on_error` "stop" raises RecordError at the first bad line. "skip" passes each to `report`, by default a
     warning with a total at the end, and continues. `on_line` gets FILE:LINE of every sample before it is yielded.
-    Without `allow_reward_paths` a sample that names its own reward function is a bad line.
+    Without `allow_reward_paths` a sample that names its own reward function is a bad line; with `answered` a prompt
+    that was never sampled is one.
     """
+    if str(path).endswith(".pt"):
+        raise RecordError(
+            f"{path}: a pickle of torch's; `slimectl convert {path} samples.jsonl --unpickle` reads rollout dumps"
+        )
     skipped = 0
 
     def skip(error: RecordError) -> None:
@@ -124,7 +130,7 @@ def read_samples(
         position += 1
         try:
             location = f"{name_of(path)}:{number}"
-            sample = read_sample(line, location=location, position=position - 1)
+            sample = read_sample(line, location=location, position=position - 1, answered=answered)
             if sample.custom_rm_path and not allow_reward_paths:
                 reason = refused_path("custom_rm_path", sample.custom_rm_path)
                 raise RecordError(f"{location}: Sample.{reason}")
@@ -137,8 +143,12 @@ def read_samples(
         logger.warning(f"{name_of(path)}: {skipped} of {position} lines skipped")
 
 
-def read_sample(line: bytes, *, location: str, position: int) -> Sample:
+def read_sample(line: bytes, *, location: str, position: int, answered: bool = False) -> Sample:
     obj = parse_line(line, location=location)
+    if answered and not {"response", "tokens"} & obj.keys():
+        raise RecordError(
+            f"{location}: no response and no tokens, so nothing to grade; sample it by `slimectl rollout`"
+        )
     try:
         return sample_from_json(obj, position=position)
     except RecordError as error:
@@ -201,8 +211,8 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
-    """Write samples as they arrive; return their number."""
+def write_samples(path: str | Path, samples: Iterable[Sample | Mapping[str, Any]]) -> int:
+    """Write samples, or their JSON objects, as they arrive; return their number."""
     with JsonlWriter(path) as out:
         for sample in samples:
             out.write(sample)

@@ -54,6 +54,16 @@ class Holder:
         return self.boot == _boot_id() and self.ticks == _start_ticks(self.pid) != 0
 
 
+def holder_of(path: Path) -> Holder | None:
+    """Return the holder that a lock file names; None without one.
+
+    The holder itself may not call it: closing the file would end its lock.
+    """
+    with suppress(OSError):
+        return _read(path.read_bytes()[:MAX_BYTES])
+    return None
+
+
 class Lock:
     """An exclusive lock on the file `path`, held until `release`, which removes the file.
 

@@ -51,12 +51,18 @@ class Manifest:
 
     def unchanged(self, out: Path) -> bool:
         """Whether the same stage made `out` from the same settings and inputs."""
+        return self._agrees(out, "stage", "settings_sha256", "inputs")
+
+    def same_inputs(self, out: Path) -> bool:
+        """Whether the same stage made `out` from prompts and a model of the same names; they may have changed since."""
+        return self._agrees(out, "stage", "rollout.data", "model.path")
+
+    def _agrees(self, out: Path, *keys: str) -> bool:
         try:
             old = json.loads(manifest_path(out).read_text())
         except (OSError, ValueError):
             return False
-        same = ("stage", "settings_sha256", "inputs")
-        return out.exists() and all(old.get(key) == self.facts[key] for key in same)
+        return out.exists() and all(_fact(old, key) == _fact(self.facts, key) for key in keys)
 
     def signed(self, counts: dict[str, int], *, parents: Iterable[str] = ()) -> dict[str, Any]:
         """The complete manifest of the finished work; manifests of the inputs (`parents`) are named if present."""
@@ -67,6 +73,12 @@ class Manifest:
         """Write the manifest of the finished `out`."""
         manifest = self.signed(counts, parents=parents)
         write_text(manifest_path(out), json.dumps(manifest, indent=2, default=str) + "\n")
+
+
+def _fact(manifest: dict[str, Any], key: str) -> Any:
+    """Return an entry of a manifest, or by a dotted key one of its settings."""
+    section, _, name = key.rpartition(".")
+    return manifest.get("settings", {}).get(section, {}).get(name) if section else manifest.get(key)
 
 
 def _now() -> str:

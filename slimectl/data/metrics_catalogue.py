@@ -6,6 +6,7 @@ A test fails if a stage emits another name.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,7 +42,11 @@ def _train() -> list[Metric]:
         "kl_loss": ("nat", "Divergence from the reference, before its coefficient; reduced as the loss is"),
         "kl": ("nat", "The same"),
         "entropy_loss": ("nat", "Entropy of the policy, before its coefficient; reduced as the loss is"),
-        "sft_loss": ("nat", "Negative log-probability of given answers: the loss of sft"),
+        "value_loss": ("", "Squared error of the critic's values, clipped, as train/critic-value_loss"),
+        "value_clipfrac": ("", "Share of tokens whose value was clipped, as train/critic-value_clipfrac"),
+        "sft_loss": ("nat", "Negative log-probability of the answers, reduced as the loss is; the loss of sft"),
+        "positive_sft_loss": ("nat", "The part of it from answers with a reward above 0"),
+        "negative_sft_loss": ("nat", "The part of it from the other answers"),
         "train_rollout_logprob_abs_diff": ("nat", "Mean |trainer - engine| log-probability"),
         "train_rollout_k1": ("nat", "k1 estimate of the divergence of trainer and engine"),
         "train_rollout_k3": ("nat", "k3 estimate of the same"),
@@ -83,6 +88,11 @@ def _rollout() -> list[Metric]:
         "min_reward": ("", "Smallest reward"),
         "rewards": ("", "Mean reward after comparison within groups; the raw one where answers are not compared"),
         "rewards/{max,min}": ("", "Largest and smallest of these"),
+        "penalized_rewards": (
+            "",
+            "The same less algorithm.kl_coef times the divergence of an answer, if it is set",
+        ),
+        "penalized_rewards/{max,min}": ("", "Largest and smallest of these"),
         "advantages": ("", "Mean advantage of the tokens that are trained on"),
         "advantages/{max,min}": ("", "Largest and smallest of these"),
         "returns/{max,min}": ("", "Largest and smallest return"),
@@ -90,6 +100,7 @@ def _rollout() -> list[Metric]:
         "log_probs": ("nat", "Mean log-probability of the tokens that are trained on, by the policy before the round"),
         "ref_log_probs": ("nat", "The same, by the reference"),
         "kl": ("nat", "The former less the latter: k1 estimate of the divergence from the reference"),
+        "entropy": ("nat", "Mean entropy of the tokens of the round's first step, by the policy before the round"),
         "response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
         "avg_response_length": ("tokens", "Mean length of answers"),
         "prompt_len/{mean,max,min}": ("tokens", "Length of prompts"),
@@ -102,10 +113,22 @@ def _rollout() -> list[Metric]:
         "truncation_rate": ("", "Share of answers cut at max_response_len"),
         "rollout_log_probs": ("nat", "Mean log-probability of sampled tokens, by the engine"),
         "prefix_cache_hit_rate": ("", "Share of prompt tokens whose computation was shared"),
+        "agent/turns": ("turns", "Answers of the policy in an attempt of a program (rollout.agent), mean"),
+        "agent/tool_calls": ("calls", "Calls of tools in its answers, mean"),
+        "agent/refused_requests": ("requests", "Requests of the program that got an error, mean"),
+        "agent/timed_out": ("", "Share of attempts that were ended at rollout.agent_timeout_s"),
+        "agent/failed": ("", "Share of attempts whose program ended with another status than 0"),
+        "env/turns": ("turns", "Answers of the policy in an episode (rollout.env), mean"),
+        "env/tool_calls": ("calls", "Calls of tools in its answers, mean"),
+        "env/errors": ("turns", "Answers that the environment refused as invalid, mean"),
+        "env/failures": ("episodes", "Episodes for each sample that their environment broke off, mean"),
+        "env/timeouts": ("episodes", "Those of them that took more than rollout.env_timeout_s"),
+        "env/turn_reward": ("", "Reward of a turn, mean over all turns"),
         "spec_accept_length": ("tokens", "Tokens that a pass of the model wrote, with speculative decoding"),
         "spec_accept_rate": ("", "Share of drafted tokens that were taken, with speculative decoding"),
         "zero_std/count_{reward}": ("groups", "Groups whose answers all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
+        "no_signal": ("", "1 in a round whose rewards teach nothing: all equal, or equal within every group"),
         "waiting_groups": (
             "groups",
             "Kept for the next round: finished surplus, or broken off",
@@ -141,11 +164,17 @@ def _eval() -> list[Metric]:
         "{name}_min_reward": ("", "Smallest reward"),
         "{name}_samples": ("samples", "Answers that were graded"),
         "{name}_accuracy": ("", "Share of answers with reward of at least eval.success_threshold"),
+        "{name}_accuracy_stderr": ("", "Standard error of the accuracy over prompts, where there are two or more"),
+        "{name}_avg_reward_stderr": ("", "Standard error of the mean reward over prompts"),
         "{name}-truncated_ratio": ("", "Share of answers cut"),
         "{name}-pass@{k}": ("", "Unbiased estimate that one of k answers is right (arXiv:2107.03374)"),
         "{name}-avg@{n}": ("", "Mean over prompts of the share of right answers"),
         "{name}-maj@{n}": ("", "Share of prompts whose most frequent answer is right (arXiv:2203.11171)"),
         "{name}/response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
+        "{name}/loss": ("nat", "Loss on held-out demonstrations or preferences, of a dataset that no verifier grades"),
+        "{name}/pair_accuracy": ("", "Share of held-out pairs whose better answer has the higher reward"),
+        "{name}/reward_margin": ("", "Mean reward of the better answers less that of the worse"),
+        "{name}/{chosen,rejected}_reward": ("", "Mean reward of the better and of the worse answers of held-out pairs"),
         "{name}/error/{category}": ("samples", "Failed attempts, by exception; they count as wrong"),
         "{name}/prompts_too_long": ("prompts", "Left out, for leaving no room for an answer in the context"),
         "{name}/category/{category}/share": ("", "Share of answers of this category (track.log_reward_category)"),
@@ -162,27 +191,87 @@ def _eval() -> list[Metric]:
 
 def _perf() -> list[Metric]:
     definitions = {
-        "perf/train_time": ("s", "Forward, backward and optimizer of one step"),
+        "perf/train_time": ("s", "Forward, backward and optimizer of one step, of policy and critic"),
+        "perf/actor_train_time": ("s", "The same of all steps of a round, of the policy alone"),
+        "perf/critic_train_time": ("s", "The same of a separate critic"),
         "perf/rollout_time": ("s", "Generation and grading of one round"),
         "perf/update_weights_time": ("s", "Carrying new weights to the engines"),
         "perf/update_weights_bytes": ("bytes", "What was carried"),
         "perf/update_weights_pause_time": ("s", "For how long of it the engines sampled nothing"),
         "perf/wait_time": ("s", "What training waited for a round"),
         "perf/wait_time_ratio": ("", "Share of a round's time that training waited"),
-        "perf/total_time": ("s", "A whole round: waiting, training, carrying weights"),
-        "perf/data_preprocess_time": ("s", "Advantages, filters and recomputed log-probabilities of a round"),
+        "perf/total_time": ("s", "A whole round: waiting, training, carrying weights; no evaluation, no checkpoint"),
+        "perf/generate_time": ("s", "Of perf/rollout_time, generation"),
+        "perf/reward_time": ("s", "Of perf/rollout_time, grading that generation waited for or stood still in"),
+        "perf/engine_onload_time": ("s", "Waking engines that share the trainer's GPUs (cluster.colocate)"),
+        "perf/engine_offload_time": ("s", "Sending them to sleep"),
+        "perf/log_probs_time": ("s", "The policy's pass for old log-probabilities, in rounds that need one"),
+        "perf/ref_log_probs_time": ("s", "The reference's pass"),
+        "perf/teacher_log_probs_time": ("s", "The teacher's pass"),
+        "perf/values_time": ("s", "The critic's pass for the values of sampled tokens"),
+        "perf/advantages_time": ("s", "Advantages of a round"),
+        "perf/data_preprocess_time": ("s", "Filters, rows and metrics of a round; no model's pass, no advantages"),
+        "perf/train_data_time": ("s", "Records of what was trained on (run.keep_samples = train)"),
         "perf/eval_time": ("s", "One evaluation of all datasets"),
         "perf/save_model_time": ("s", "Writing a checkpoint"),
         "perf/tokens_per_gpu_per_sec": (
             "tokens/s",
-            "Tokens sampled a second of a round's generation and grading, a GPU",
+            "Tokens sampled a second of a round's generation and grading, a GPU of the engines",
         ),
         "perf/longest_sample_tokens_per_sec": ("tokens/s", "Tokens of the longest answer in that time"),
         "perf/non_generation_time/{mean,max,min}": ("s", "What tools took of an attempt, where there are any"),
         "perf/tokens_per_sec": ("tokens/s", "Tokens of a round, prompts included, a second of the whole round"),
         "perf/actor_train_tok_per_s": ("tokens/s", "Tokens trained on a second, prompts included"),
+        "perf/shared_tokens_ratio": (
+            "",
+            "Share of the tokens trained on whose computation was another sample's (train.share_prompt_prefix)",
+        ),
+        "perf/actor_train_tflops": (
+            "TFLOP/s",
+            "Attained by a rank in actor_train_time; recomputation not counted",
+        ),
+        "perf/log_probs_tflops": ("TFLOP/s", "The same in log_probs_time"),
+        "perf/mfu": ("", "perf/actor_train_tflops over the device's peak: of its data sheet, or track.measure_peak"),
+        "perf/gpu_memory_allocated_gb": ("GiB", "Largest allocation of a training rank on its GPU in the round"),
+        "perf/gpu_memory_reserved_gb": ("GiB", "Largest reservation of torch's allocator there"),
+        "perf/cpu_memory_gb": ("GiB", "Resident memory of the largest training process when the round ends"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]
+
+
+PHASES = {
+    "train_step": ("perf/actor_train_time", "perf/critic_train_time"),
+    "generate": ("perf/generate_time",),
+    "model_update": ("perf/update_weights_time",),
+    "compute_log_probs": ("perf/log_probs_time", "perf/ref_log_probs_time", "perf/teacher_log_probs_time"),
+    "do_checkpoint": ("perf/save_model_time",),
+    "compute_values": ("perf/values_time",),
+    "compute_rewards": ("perf/reward_time",),
+}
+"""ROLL's phases of a round, and the metrics whose sum is the time of each."""
+
+MOVES = {"onload": {"generate": "perf/engine_onload_time"}, "offload": {"generate": "perf/engine_offload_time"}}
+"""Metrics of the time that phases take to bring their states onto the device, and away from it."""
+
+
+def _memory() -> list[Metric]:
+    """Return the memory of phases, under ROLL's names, which trackers of either naming get (track.log_memory)."""
+    sizes, phase = "{allocated,reserved,max_allocated,max_reserved}", "{phase}"
+    definitions = {
+        f"memory/{phase}/{{start,end}}/{{offload,onload}}/{sizes}/{{device}}": (
+            "GiB",
+            "Memory of torch's allocator when a phase begins and ends, maxima since it began; the larger of two ranks",
+        ),
+        f"memory/{phase}/end/onload/{{max_allocated_frac,max_reserved_frac}}/{{device}}": (
+            "",
+            "The maxima as a share of the device's memory",
+        ),
+        f"memory/cpu/{phase}/{{start,end}}/{{rss,vms}}": (
+            "GiB",
+            "Resident and virtual memory of the largest process of a phase",
+        ),
+    }
+    return [Metric(name, unit, "rollout/step", text, "roll") for name, (unit, text) in definitions.items()]
 
 
 def _warmup() -> list[Metric]:
@@ -241,12 +330,11 @@ ROLL_NAMES = {
     "train/critic-value": "critic/value",
     "train/critic-vpred": "critic/vpred",
     "train/critic-error": "critic/error",
+    "rollout/entropy": "critic/entropy/mean",
+    "train/positive_sft_loss": "actor/positive_sft_loss",
+    "train/negative_sft_loss": "actor/negative_sft_loss",
     "perf/rollout_time": "time/rollout",
-    "perf/data_preprocess_time": "time/adv",
-    "perf/train_time": "time/train_step/total",
-    "perf/update_weights_time": "time/model_update/total",
-    "perf/save_model_time": "time/do_checkpoint/total",
-    "perf/tokens_per_sec": "system/tps",
+    "perf/advantages_time": "time/adv",
 }
 """slimectl's metric names and ROLL's names for them; metrics that ROLL computes from several are below."""
 
@@ -261,6 +349,12 @@ def _roll() -> list[Metric]:
     definitions = {
         "actor/policykl": ("nat", "train/step", "Mean of present minus old log-probability"),
         "actor/ppo_ratio_clipfrac": ("", "train/step", "Share of tokens whose ratio is out of its bounds"),
+        "actor/weighted_pg_loss": ("", "train/step", "actor/pg_loss: every sample weighs the same here"),
+        "time/{phase}/total": ("s", "rollout/step", "A phase, with bringing its states onto the device and away"),
+        "time/{phase}/{execute,onload,offload}": ("s", "rollout/step", "The three parts of it"),
+        "time/ref_log_probs_values_reward": ("s", "rollout/step", "Passes of reference and teacher"),
+        "time/old_log_probs_values": ("s", "rollout/step", "Passes of policy and critic before the first step"),
+        "system/tps": ("tokens/s", "rollout/step", "Tokens of five rounds, prompts included, a second of them"),
         "system/samples": ("prompts", "rollout/step", "Rounds times run.rollout_batch_size"),
         "val/score/{mean,max,min}": ("", "eval/step", "Rewards of all held-out answers"),
         "val/{name}/score/{mean,max,min}": ("", "eval/step", "Rewards of one dataset's"),
@@ -268,7 +362,7 @@ def _roll() -> list[Metric]:
     return metrics + [Metric(name, unit, axis, text, "roll") for name, (unit, axis, text) in definitions.items()]
 
 
-CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup(), *_roll())
+CATALOGUE: tuple[Metric, ...] = (*_train(), *_rollout(), *_eval(), *_perf(), *_warmup(), *_roll(), *_memory())
 AXES = {"rollout": "rollout/step", "perf": "rollout/step", "eval": "eval/step", "warmup": "warmup/step"}
 """Axes of metrics that are not in the catalogue, by the first part of their name; the default is train/step."""
 
@@ -282,3 +376,16 @@ def axis_of(name: str) -> str:
     """Return the metric that is the x-axis of `name`."""
     axis = next((metric.axis for metric in CATALOGUE if metric.matches(name)), None)
     return axis or AXES.get(name.partition("/")[0], "train/step")
+
+
+def is_supervised(metrics: Mapping[str, float]) -> bool:
+    """Return whether a step trained on demonstrations or preferences: it has a loss, and no reward."""
+    return "rollout/raw_reward" not in metrics and not {"train/sft_loss", "train/pair_accuracy"}.isdisjoint(metrics)
+
+
+def progress(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the value whose curve shows how a run gets on, with its name: the reward, or a supervised loss."""
+    if is_supervised(metrics):
+        return "loss", metrics["train/loss"]
+    reward = metrics.get("rollout/raw_reward")
+    return None if reward is None else ("mean reward", reward)

@@ -26,13 +26,22 @@ STAGED = ".slimectl-staged"
 GROWING = ("metrics.jsonl", "perf.jsonl", "tracked.jsonl")
 """Files that a run appends to, and that a resume truncates."""
 
-WEIGHTS = r"(model|optimizer|value_head)[^/]*\.safetensors(\.index\.json)?|adapter/adapter_(model|config)\.[a-z]+"
+EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]+")
+"""Files of TensorBoard, a new one for each start of a run: a resume truncates them too, and removes later ones."""
+
+ROUND_FILES = ("samples.jsonl", "train_data.jsonl")
+"""Records of a round in its folder, which stay when its checkpoint is removed."""
+
+WEIGHTS = (
+    r"(model|optimizer|value_head)[^/]*\.safetensors(\.index\.json)?|adapter/adapter_(model|config)\.[a-z]+"
+    r"|__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt"
+)
 COMPANIONS = (
     r"(config|generation_config|special_tokens_map|added_tokens|trainer)\.json|chat_template\.jinja|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt"
 )
 MODEL = rf"({WEIGHTS}|{COMPANIONS}|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
-STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|samples\.jsonl)"
+STEP = rf"((policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
 
 PUSHES = re.compile(r"weights_\d+|current|check")
 """Folders of weights in transit to engines, in the run's folder `weights`."""
@@ -48,10 +57,11 @@ TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "fil
 
 RUN_FILES = re.compile(
     rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest"
-    rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|samples\.jsonl)|reference/\.tmp-\d+/.+"
+    rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
+    rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
-    rf"|logs/[^/]+\.log|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
+    rf"|logs/[^/]+\.log|profile/rounds_[^/]+\.(json\.gz|memory\.pickle)|weights/({PUSHES.pattern}|\.tmp-[^/]+)/.+|weights/[^/]+\.delta"
     rf"|{'|'.join(TRACKER_FILES)}"
 )
 """Relative paths of the files of a run folder; all other files are the user's."""
@@ -66,7 +76,7 @@ UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
     rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json"
-    rf"|model|warmup|reference|eval|logs|weights|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
+    rf"|model|warmup|reference|eval|logs|profile|weights|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
 )
 
 
@@ -91,7 +101,7 @@ def is_older_run(folder: Path) -> bool:
     """
     listed = [child for child in folder.iterdir() if STEP_FOLDER.fullmatch(child.name) or child.name in MODELS]
     for child in listed:
-        if not child.is_dir() or (not is_made(child) and files_below(child) != ["samples.jsonl"]):
+        if not child.is_dir() or (not is_made(child) and not set(files_below(child)) <= set(ROUND_FILES)):
             return False
     if not all(_holds_records(folder / name) for name in GROWING):
         return False
@@ -179,7 +189,7 @@ def _is_listed(name: str, listings: dict[str, dict[str, Any]]) -> bool:
     top = _checkpoint_of(name)
     listed = listings.get(top)
     relative = name.removeprefix(f"{top}/")
-    return not top or not listed or relative in listed or relative in (MANIFEST, "samples.jsonl")
+    return not top or not listed or relative in listed or relative in (MANIFEST, *ROUND_FILES)
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimectl.data.checks import a_chat, a_label, shown
-from slimectl.data.prompts import LABEL_KEY, Keys, ordered_rows, prompt_of
+from slimectl.data.checks import a_chat, a_scalar, shown
+from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
+from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt
 
@@ -27,16 +28,26 @@ class Preference:
 
 
 def open_preferences(
-    sources: Sequence[str], *, input_key: str, metadata_key: str, tool_key: str, shuffle_seed: int | None = None
+    sources: Sequence[str],
+    *,
+    input_key: str,
+    metadata_key: str,
+    tool_key: str,
+    shuffle_seed: int | None = None,
+    epochs: int | None = 1,
+    start: int = 0,
 ) -> Iterator[Preference]:
-    """The preferences of all sources: rows with the keys `chosen` and `rejected`.
+    """The preferences of all sources, `epochs` times (None: without end): rows with the keys `chosen` and `rejected`.
+
+    They are numbered from `start`, the first occurrence that is read.
 
     Both are strings, or both chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
     chats that begin with it; without one they are whole texts or chats, and their common prefix is the prompt. A shared
     text ends with a whole word. Raises RecordError, with file and line, for an invalid row.
     """
     keys = Keys(input_key, LABEL_KEY, metadata_key, tool_key)
-    for index, (location, row) in enumerate(ordered_rows(sources, shuffle_seed=shuffle_seed)):
+    ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start)
+    for index, (location, row) in enumerate(ordered, start=start):
         if not isinstance(row, dict):
             raise RecordError(f"{location}: expected an object, got {shown(row)}")
         for key in SIDES:
@@ -46,8 +57,10 @@ def open_preferences(
                     f"{location}: no key {key!r}; its keys are {key_names}: a preference has chosen and rejected"
                 )
         chosen, rejected = (_answer(location, row, key) for key in SIDES)
-        has_prompt = row.get(input_key) is not None
-        base = prompt_of((location, row), index, keys, has_prompt=has_prompt)
+        text = column(row, input_key)
+        has_prompt = text is not None
+        columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (input_key, LABEL_KEY))
+        base = with_parts((location, row), index, keys, columns, nonempty_chat if has_prompt else a_chat)
         if isinstance(chosen, str) and isinstance(rejected, str):
             yield _text_preference(location, base, has_prompt, chosen, rejected)
         elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -61,7 +74,7 @@ def open_preferences(
 def _answer(location: str, row: dict[str, Any], key: str) -> str | Chat:
     value = row[key]
     try:
-        return a_chat(value) if isinstance(value, list) else str(a_label(value))
+        return a_chat(value) if isinstance(value, list) else str(a_scalar(value))
     except ValueError as error:
         raise RecordError(f"{location}: {key}: {error}") from None
 

@@ -7,17 +7,18 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any, TypeVar
 
-from slimectl.data.checks import a_chat, a_label, a_mapping, shown
-from slimectl.data.generators import jsonable
-from slimectl.data.sources import open_table
+from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
+from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, column, read_columns
+from slimectl.data.json_values import jsonable
+from slimectl.data.sources import NamedTables, open_table
 from slimectl.data.tables import Row, Table
 from slimectl.errors import RecordError, SettingsError
-from slimectl.types import Prompt
+from slimectl.types import Label, Prompt, Sample
 
 Item = TypeVar("Item")
 Source = Callable[[int], Iterator[Item]]
@@ -60,23 +61,13 @@ def shuffled_order(size: int, seed: int | str, epoch: int) -> array[int]:
     return order
 
 
-LABEL_KEY = "label"
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Column names of a row."""
-
-    input: str
-    label: str
-    metadata: str
-    tool: str
+SAMPLE_FIELDS = frozenset(field.name for field in fields(Sample))
 
 
 def open_prompts(
     sources: Sequence[str],
     *,
-    input_key: str = "prompt",
+    input_key: str = INPUT_KEY,
     label_key: str = LABEL_KEY,
     metadata_key: str = "metadata",
     tool_key: str = "tools",
@@ -85,6 +76,8 @@ def open_prompts(
     mix_seed: int = 0,
     epochs: int | None = 1,
     start: int = 0,
+    demonstrations: bool = False,
+    named: NamedTables | None = None,
 ) -> Iterator[Prompt]:
     """The prompts of all sources, `epochs` times (None: without end), numbered consecutively from `start`.
 
@@ -96,22 +89,31 @@ def open_prompts(
     With `weights`, one per source, each prompt comes from a source drawn by weight and `mix_seed`, and every source
     repeats its rows without end; an epoch is then as many prompts as all sources have together.
 
+    `named` opens sources that a name in the settings stands for. With the default keys, rows of other published formats
+    are recognized (columns.py). In `demonstrations` chats are whole, with the assistant's answers.
+
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
     """
     keys = Keys(input_key, label_key, metadata_key, tool_key)
     if weights:
         check_weights(weights, sources)
-        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start)
+        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named)
     else:
-        ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start)
-    return (prompt_of(row, index, keys) for index, row in enumerate(ordered, start=start))
+        ordered = ordered_rows(sources, shuffle_seed=shuffle_seed, epochs=epochs, start=start, named=named)
+    return (prompt_of(row, index, keys, demonstration=demonstrations) for index, row in enumerate(ordered, start=start))
 
 
 def ordered_rows(
-    sources: Sequence[str], *, shuffle_seed: int | str | None = None, epochs: int | None = 1, start: int = 0
+    sources: Sequence[str],
+    *,
+    shuffle_seed: int | str | None = None,
+    epochs: int | None = 1,
+    start: int = 0,
+    named: NamedTables | None = None,
 ) -> Iterator[Row]:
     """Unvalidated rows of all sources, each with its source location."""
-    return _rows(open_table(sources, replay=epochs != 1 or shuffle_seed is not None), epochs, shuffle_seed, start)
+    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None, named=named)
+    return _rows(table, epochs, shuffle_seed, start)
 
 
 def _mixed(
@@ -121,8 +123,9 @@ def _mixed(
     shuffle_seed: int | None,
     epochs: int | None,
     start: int,
+    named: NamedTables | None,
 ) -> Iterator[Row]:
-    tables = [open_table([source], replay=True) for source in sources]
+    tables = [open_table([source], replay=True, named=named) for source in sources]
     seeds = [None if shuffle_seed is None else f"{shuffle_seed}:{i}" for i in range(len(tables))]
     readers = [partial(_rows, table, None, seed) for table, seed in zip(tables, seeds, strict=True)]
     total = None if epochs is None else epochs * sum(map(_size, tables))
@@ -160,43 +163,55 @@ def _size(table: Table) -> int:
     return size
 
 
-def prompt_of(row: Row, index: int, keys: Keys, *, has_prompt: bool = True) -> Prompt:
-    """Convert a row to a prompt, with empty text unless `has_prompt`. Raises RecordError with the source location."""
+def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False) -> Prompt:
+    """Convert a row to a prompt. Raises RecordError with the source location."""
     location, value = row
     if isinstance(value, Prompt):
         return replace(value, index=index, source_location=location)
     if not isinstance(value, dict):
         raise RecordError(f"{location}: expected an object, got {shown(value)}")
-    if has_prompt and keys.input not in value:
-        raise _missing_key(location, keys.input, value, "rollout.input_key")
-    if keys.label not in value and keys.label != LABEL_KEY:
-        raise _missing_key(location, keys.label, value, "rollout.label_key")
+    columns = read_columns(value, keys, location, demonstration=demonstration)
+    is_text = columns.text == "" and demonstration and columns.label  # imitated from its first token on
+    return with_parts((location, value), index, keys, columns, a_chat if is_text else nonempty_chat)
+
+
+def with_parts(
+    row: tuple[str, dict[str, Any]], index: int, keys: Keys, columns: Columns, check: Check = a_chat
+) -> Prompt:
+    """Return the prompt of a row whose text and label have been read. Raises RecordError with the source location."""
+    location, value = row
     return Prompt(
-        text=_read_column(location, keys.input, value, _nonempty_chat) if has_prompt else "",
-        label=_read_column(location, keys.label, value, lambda label: None if label is None else a_label(label)),
+        text=_checked(location, keys.input, columns.text, check),
+        label=_checked(location, keys.label, columns.label, _label),
         index=index,
-        metadata=_read_column(location, keys.metadata, value, _metadata),
-        tools=_read_column(location, keys.tool, value, _tools),
+        metadata=_checked(location, keys.metadata, column(value, keys.metadata), _metadata),
+        tools=_checked(location, keys.tool, column(value, keys.tool), _tools),
         source_location=location,
+        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool}),
     )
 
 
-def _missing_key(location: str, key: str, row: dict[str, Any], setting: str) -> RecordError:
-    key_names = ", ".join(map(str, row)) or "none"
-    return RecordError(f"{location}: no key {key!r}; its keys are {key_names}: set {setting} to one of them")
+def _extra_columns(row: dict[str, Any], used: set[str]) -> dict[str, Any]:
+    """Return the columns that are neither the prompt's own nor named like a field of a sample."""
+    return {str(key): jsonable(value) for key, value in row.items() if key not in used and key not in SAMPLE_FIELDS}
 
 
-def _read_column(location: str, key: str, row: dict[str, Any], check: Callable[[Any], Any]) -> Any:
+def _checked(location: str, key: str, value: Any, check: Callable[[Any], Any]) -> Any:
     try:
-        return check(row.get(key))
+        return check(value)
     except ValueError as error:
         raise RecordError(f"{location}: {key}: {error}") from None
 
 
-def _nonempty_chat(value: Any) -> Any:
+def nonempty_chat(value: Any) -> Any:
     if not a_chat(value):
         raise ValueError("empty; a prompt needs at least a word")
     return value
+
+
+def _label(value: Any) -> Label:
+    label = None if value is None else a_label(value)
+    return jsonable(label) if isinstance(label, list | dict) else label
 
 
 def _metadata(value: Any) -> dict[str, Any]:

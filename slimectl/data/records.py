@@ -25,6 +25,7 @@ from slimectl.data.checks import (
     token_ids,
     warn_near_miss,
 )
+from slimectl.data.json_values import jsonable
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplerState, Status
 
@@ -43,11 +44,13 @@ CHECKS: dict[str, Check] = {
     "rollout_log_probs": optional(floats),
     "status": a_status,
     "weight_versions": texts,
+    "rollout_temperature": optional(a_number),
     "rollout_routed_experts": optional(a_mapping),
     "multimodal_inputs": optional(a_mapping),
     "multimodal_train_inputs": optional(a_mapping),
     "teacher_log_probs": optional(floats),
     "ref_log_probs": optional(floats),
+    "ref_temperature": optional(a_number),
     "remove_sample": a_bool,
     "generate_function_path": optional(a_text),
     "custom_rm_path": optional(a_text),
@@ -115,6 +118,7 @@ def _check_lengths(sample: Sample) -> None:
             raise RecordError(f"Sample.{name}: {len(values)} values for {count} response tokens")
 
 
+PLAIN = frozenset({str, bool, int})
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default_factory() if field.default_factory is not MISSING else field.default
     for field in fields(Sample)
@@ -129,8 +133,8 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
         if key in ALWAYS_WRITTEN or value != _DEFAULTS[key]:
             obj[key] = value
     obj["status"] = Status(sample.status).value
-    for key, value in sample.extra.items():
-        obj.setdefault(key, value)
+    for key, value in sample.extra.items():  # attributes that users set may be of any kind
+        obj.setdefault(key, value if value is None or type(value) in PLAIN else jsonable(value))
     return obj
 
 

@@ -43,6 +43,12 @@ def _partial_path(final: Path) -> Path:
     return path
 
 
+def partial_output(out: Path) -> Path | None:
+    """Return the unfinished file of an output that a stage writes or has written a part of; None without one."""
+    path = _partial_path(Path(os.path.realpath(out)))
+    return path if file_size(path) and is_manifest(manifest_path(path)) else None
+
+
 class ResumableOutput:
     """Resumable writer of samples to the file `out`: until `commit` they are in `out`.partial, beside a manifest.
 

@@ -1,7 +1,7 @@
 """The folder of a run: metrics, checkpoints that are complete or absent, and resuming.
 
 runs/NAME/  manifest.json  run.toml  metrics.jsonl  perf.jsonl  log.txt  latest -> step_000042
-            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl (if kept)
+            step_000042/ manifest.json  state.json  policy/ …  samples.jsonl  train_data.jsonl (if kept)
 """
 
 from __future__ import annotations
@@ -191,8 +191,7 @@ class RunDir:
         """
         self.check_start()
         if ownership.is_run(self.path):
-            has_output = bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
-            if has_output and not force:
+            if self._has_output() and not force:
                 raise SettingsError(
                     f"{self.path}: holds a run already; add --resume to continue it, --force to replace it, "
                     f"or -s run.name=ANOTHER"
@@ -204,6 +203,18 @@ class RunDir:
         with storage_errors(self.path):
             self._sweep()
         write_text(self.path / "run.toml", settings_toml)
+
+    def _has_output(self) -> bool:
+        return bool(self.checkpoints()) or any(ownership.file_size(self.path / name) for name in GROWING)
+
+    def discard(self) -> None:
+        """Remove a run that failed before its first output, unless a log says why; files of the user stay."""
+        if self._has_output() or any(map(ownership.file_size, self.path.glob("logs/*"))):
+            return
+        with suppress(OSError):
+            ownership.remove_files(self.path, ownership.own_run_files(self.path))
+            for folder in (self.path, self.path.parent):  # both only if nothing else is in there
+                folder.rmdir()
 
     def _sign(self, manifest: Mapping[str, Any] | None) -> None:
         signed = {"slimectl": __version__, **(manifest or {}), "stage": "run"}
@@ -227,6 +238,14 @@ class RunDir:
             warn(f"{self.path}: {', '.join(remains[:3])}{more} stay: slimectl did not write them")
 
     # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def check_command(self, command: str) -> None:
+        """Raise SettingsError if another command began the run; one of older versions is that of `slimectl run`."""
+        first = (ownership.read_manifest(self.path) or {}).get("command", "run")
+        if first != command:
+            raise SettingsError(
+                f"{self.path}: was begun by `slimectl {first}`; go on with: slimectl {first} --resume {self.path}"
+            )
 
     def adopt(self, manifest: Mapping[str, Any] | None = None) -> None:
         """Prepare a folder for a resume: remove the half-written files of a killed run.
@@ -290,7 +309,7 @@ class RunDir:
             if folder.is_symlink():
                 continue
             names = ownership.own_files(folder, ownership.CHECKPOINT_FILES)
-            if (folder / "samples.jsonl").exists():
+            if any((folder / name).exists() for name in ownership.ROUND_FILES):
                 names = [name for name in names if name.startswith("policy/")]
             ownership.remove_files(folder, names)
             with suppress(OSError):
@@ -320,18 +339,31 @@ class RunDir:
 
     def sizes(self) -> dict[str, int]:
         """Sync each growing file to disk and return its size, which a checkpoint records for a resume."""
-        present = [self.path / name for name in GROWING if (self.path / name).exists()]
-        for file in present:
-            with storage_errors(file), file.open("rb+") as handle:
+        present = [name for name in GROWING if (self.path / name).exists()] + self._event_files()
+        for name in present:
+            with storage_errors(self.path / name), (self.path / name).open("rb+") as handle:
                 os.fsync(handle.fileno())
-        return {file.name: file.stat().st_size for file in present}
+        # The folder's own entry says that the checkpoint knows of TensorBoard: those of older versions do not.
+        return {"tensorboard/": 0} | {name: (self.path / name).stat().st_size for name in present}
+
+    def _event_files(self) -> list[str]:
+        """Return the names of the files of TensorBoard in this folder, oldest first; links are the user's."""
+        folder = self.path / "tensorboard"
+        if folder.is_symlink():
+            return []
+        files = sorted(f"tensorboard/{file.name}" for file in folder.glob("events.out.tfevents.*"))
+        return [name for name in files if ownership.EVENTS.fullmatch(name) and not (self.path / name).is_symlink()]
 
     def cut_back(self, sizes: dict[str, int]) -> None:
         """Truncate the growing files to their sizes at a checkpoint, so that they equal those of an uninterrupted run.
 
         A shorter file stays shorter: lost content must not be replaced by zeros.
         """
-        for name in GROWING:
+        for name in self._event_files() if "tensorboard/" in sizes or not sizes else ():
+            if name not in sizes:
+                with storage_errors(self.path / name):
+                    (self.path / name).unlink()
+        for name in (*GROWING, *(name for name in self._event_files() if name in sizes)):
             file = self.path / name
             if file.exists() and file.stat().st_size > sizes.get(name, 0):
                 with storage_errors(file), file.open("rb+") as handle:

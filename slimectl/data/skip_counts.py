@@ -42,6 +42,10 @@ class SkippedLines:
         self._lines += 1
         self._locations.append(location)
 
+    def count_line(self, location: str) -> None:
+        """Record a good line that nothing reports about later."""
+        self._lines += 1
+
     def pass_line(self) -> str:
         """Record that the next good line is finished; return its FILE:LINE."""
         return self._locations.popleft() if self._locations else ""

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slimectl.data.generators import generated
+from slimectl.data.hugging_face import arrow_rows, hub_files, saved_files
 from slimectl.data.io import byte_lines, readable, spool
 from slimectl.data.jsonl import decode_json, parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
@@ -19,33 +20,45 @@ from slimectl.errors import MissingExtraError, RecordError, SettingsError
 
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<a>-?\d*):(?P<b>-?\d*)\]")
 CALL = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)(\?(?P<query>.*))?")
-FORMS = "a file, a glob, path@[a:b], -, reasoning_gym:TASK or module:function"
+FORMS = "a file, a glob, path@[a:b], -, a data set of the hub (org/name), reasoning_gym:TASK or module:function"
 
 
-def open_table(sources: Sequence[str], *, replay: bool) -> Table:
+class NamedTables(Protocol):
+    """Tables that a name in the settings stands for."""
+
+    def open(self, source: str, *, unbounded: bool) -> Table | None:
+        """Return the table of a source, `unbounded` where a slice of it is meant; None for another source."""
+        ...
+
+
+def open_table(sources: Sequence[str], *, replay: bool, named: NamedTables | None = None) -> Table:
     """Open all sources as one table, one after another; with `replay` they can be read more than once.
 
-    Raises SettingsError for a missing source.
+    A source of `named` goes before a file of its name. Raises SettingsError for a missing source.
     """
     if not sources:
         raise SettingsError(f"rollout.data: no prompt source; give {FORMS}")
-    return Chained([(source, _table(source, replay)) for source in sources])
+    return Chained([(source, _table(source, replay, named)) for source in sources])
 
 
-def _table(source: str, replay: bool) -> Table:
+def _table(source: str, replay: bool, named: NamedTables | None, *, unbounded: bool = False) -> Table:
+    if named is not None and (table := named.open(source, unbounded=unbounded)) is not None:
+        return table
     if source == "-":
         return Spooled(partial(_json_rows, "-"), once=replay)
     sliced = SLICE.fullmatch(source)
     if sliced and not Path(source).exists():
         a, b = (int(text) if text not in ("", "-") else None for text in sliced.group("a", "b"))
-        return Sliced(source, _table(sliced["path"], replay), a, b)
+        return Sliced(source, _table(sliced["path"], replay, named, unbounded=True), a, b)
     if "://" in source and not Path(source).exists():
         raise SettingsError(f"{source}: an address, and data is read from files only; fetch it, and give the file")
     call = CALL.fullmatch(source)
     if call and not Path(source).exists():
         return generated(source, call["module"], call["name"], call["query"] or "")
     paths = [Path(source)]
-    if not paths[0].exists() and glob.has_magic(source):
+    if not paths[0].exists() and (files := hub_files(source)):
+        paths = files
+    elif not paths[0].exists() and glob.has_magic(source):
         paths = [Path(path) for path in sorted(glob.glob(source, recursive=True)) if Path(path).is_file()]
         if not paths:
             hint = "; a slice is written path@[a:b]" if "@[" in source else ""
@@ -56,16 +69,20 @@ def _table(source: str, replay: bool) -> Table:
 
 def _file(path: Path, replay: bool) -> Table:
     if path.is_dir():
+        if files := saved_files(path):
+            return Chained([(str(file), Spooled(partial(arrow_rows, file))) for file in files])
         raise SettingsError(f"{path}: a directory; give its files, such as '{path}/*.jsonl'")
     if not path.exists():
         raise SettingsError(f"{path}: no such prompt file; give {FORMS}")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = [suffix for suffix in suffixes if suffix not in (".gz", ".zst")][-1:]
     packed = path.suffix in (".gz", ".zst")
-    if kind in ([".parquet"], [".json"]):  # read more than once, or from the end
+    if kind in ([".parquet"], [".arrow"], [".json"]):  # read more than once, or from the end
         spool(path)
     if kind == [".parquet"]:
         return Spooled(partial(_parquet_rows, path))
+    if kind == [".arrow"]:
+        return Spooled(partial(arrow_rows, path))
     if kind == [".csv"]:
         return Spooled(partial(_csv_rows, path))
     if kind == [".json"] and _starts_with_bracket(path):

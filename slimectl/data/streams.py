@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from queue import Queue
 from typing import Any, TypeVar
 
@@ -32,8 +33,8 @@ def tee(items: Iterable[Item], sink: Callable[[Item], Any]) -> Iterator[Item]:
 def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
     """Run an iterator in a thread that produces at most `ahead` items before they are requested.
 
-    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item; an
-    exception of the producer is raised in place of its item.
+    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item, which
+    an interrupt does not wait for; an exception of the producer is raised in place of its item.
     """
     if ahead == 0:
         yield from make()
@@ -61,6 +62,7 @@ def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item
 
     thread = threading.Thread(target=produce, name="prefetch", daemon=True)
     thread.start()
+    interrupted = False
     try:
         while True:
             kind, value = ready.get()
@@ -71,7 +73,12 @@ def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item
             # Freed on delivery: while the consumer works on this item, the producer may produce `ahead` more.
             slots.release()
             yield value
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
         closing.set()
         slots.release()
-        thread.join()
+        if not interrupted:
+            with suppress(KeyboardInterrupt):
+                thread.join()

@@ -7,7 +7,7 @@ from typing import Any
 
 from slimectl.data.chat import STAND_INS, Template, as_chat, encode, located, shared
 from slimectl.errors import RecordError, SettingsError
-from slimectl.types import Chat, Prompt
+from slimectl.types import Chat, Label, Prompt
 
 
 def sft_sample(
@@ -28,7 +28,7 @@ def sft_sample(
     Raises RecordError without any assistant turn, or if the template does not show what the assistant wrote.
     """
     with located(prompt):
-        if isinstance(prompt.text, str) and not apply_chat_template:
+        if isinstance(prompt.text, str) and not (apply_chat_template and prompt.text):
             return _string_sample(prompt.text, prompt.label, tokenizer)
         chat = as_chat(prompt.text)
         if prompt.label is not None and chat[-1]["role"] != "assistant":
@@ -42,12 +42,15 @@ def sft_sample(
     return tokens[:end], end - first, mask[first:end]
 
 
-def _string_sample(text: str, label: str | int | float | None, tokenizer: Any) -> tuple[list[int], int, list[int]]:
-    if label is None:
-        raise RecordError("label: missing; imitation of a string prompt needs the answer as its label")
+def _string_sample(text: str, label: Label, tokenizer: Any) -> tuple[list[int], int, list[int]]:
+    if label is None or isinstance(label, list | dict):
+        fault = "missing" if label is None else "a list or an object"
+        raise RecordError(f"label: {fault}; imitation of a string prompt needs the answer as its label")
     if tokenizer.eos_token_id is None:
         raise SettingsError("model.path: its tokenizer has no end token; set eos_token in tokenizer_config.json")
     answer = [*encode(tokenizer, str(label)), tokenizer.eos_token_id]
+    if not text:  # nothing comes before the first token, which could be predicted from
+        return answer, len(answer) - 1, [1] * (len(answer) - 1)
     return encode(tokenizer, text) + answer, len(answer), [1] * len(answer)
 
 
@@ -61,11 +64,15 @@ def assistant_mask(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
+    specials = [offsets[t] for t, token in enumerate(tokens) if token in special]
     mask = [0] * len(tokens)
     for i, message in enumerate(chat):
         if message["role"] != "assistant" or i < from_message:
             continue
         start, end, tail_end = _turn_span(template, chat, i, text)
+        following = next((span for span in specials if span[0] >= end), None)
+        if following is not None and following[1] > tail_end and _is_other_end(template, chat, i, text, end, following):
+            tail_end = following[1]
         ended = False
         for t, (begin, stop) in enumerate(offsets):
             # The turn ends with its first special token, and any that follow immediately.
@@ -76,6 +83,17 @@ def assistant_mask(
             if start <= begin < stop <= end:
                 mask[t] = 1
     return tokens, mask
+
+
+def _is_other_end(template: Template, chat: Chat, i: int, text: str, end: int, token: tuple[int, int]) -> bool:
+    """Return whether a special token ends turn i, although the last turn of a chat ends with another (gpt-oss).
+
+    `token` is the span of the first one after the turn's text; one that opens a turn ends none.
+    """
+    last = _render_around(template, chat[: i + 1], i)
+    if last is None or not last[1].strip() or text[end : token[0]].strip():
+        return False
+    return not _generation_header(template, chat[:i]).strip().startswith(text[slice(*token)])
 
 
 def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
@@ -98,21 +116,32 @@ def _turn_span(template: Template, chat: Chat, i: int, text: str) -> tuple[int, 
 
 def _span_between(template: Template, chat: Chat, i: int, text: str) -> tuple[int, int, int]:
     """Like `_turn_span`: the turn lies between the two texts that do not depend on its message."""
-    prefix, suffix = _render_around(template, chat, i)
-    before_end = len(text) - len(_render_around(template, chat, i - 1)[1]) if i else 0
-    header = _generation_header(template, chat[:i])
-    opened = _header_end(text[before_end:], header, shared(prefix, text)[before_end:])
-    start, end = before_end + (opened or 0), len(text) - len(suffix)
-    beyond = end
-    if i + 1 < len(chat) and chat[i].get("tool_calls"):  # answers may depend on the calls, and vanish with them
-        beyond = len(shared(_render_around(template, chat, i + 1)[0], text))
-    if opened is None or not (before_end <= start <= end <= beyond and text.endswith(suffix)):
-        raise RecordError(
-            f"prompt: the chat template does not show what message {i} of the chat became; give what comes before "
-            f"it as the prompt, and it as the label"
-        )
-    tail = _render_around(template, chat[: i + 1], i)[1]
-    return start, end, end + len(shared(tail, suffix))
+    around, last = _render_around(template, chat, i), _render_around(template, chat[: i + 1], i)
+    before_end = _end_before(template, chat, i, text)
+    if around is not None and last is not None:
+        prefix, suffix = around
+        header = _generation_header(template, chat[:i])
+        opened = _header_end(text[before_end:], header, shared(prefix, text)[before_end:])
+        start, end = before_end + (opened or 0), len(text) - len(suffix)
+        beyond = end
+        if i + 1 < len(chat) and chat[i].get("tool_calls"):  # answers may depend on the calls, and vanish with them
+            answer = _render_around(template, chat, i + 1)
+            beyond = end if answer is None else len(shared(answer[0], text))
+        if opened is not None and before_end <= start <= end <= beyond and text.endswith(suffix):
+            return start, end, end + len(shared(last[1], suffix))
+    raise RecordError(
+        f"prompt: the chat template does not show what message {i} of the chat became; give what comes before "
+        f"it as the prompt, and it as the label"
+    )
+
+
+def _end_before(template: Template, chat: Chat, i: int, text: str) -> int:
+    """Return the end of the last message before message i that the template shows: it may drop a tool's."""
+    for j in range(i - 1, -1, -1):
+        around = _render_around(template, chat, j)
+        if around is not None:
+            return len(text) - len(around[1])
+    return 0
 
 
 def _generation_header(template: Template, chat: Chat) -> str:
@@ -121,11 +150,13 @@ def _generation_header(template: Template, chat: Chat) -> str:
     return template.text(messages, header=True)[len(template.text(messages)) :]
 
 
-def _render_around(template: Template, chat: Chat, i: int) -> tuple[str, str]:
-    """(text before, text after) message i in the rendered chat, found by placing two different texts there."""
+def _render_around(template: Template, chat: Chat, i: int) -> tuple[str, str] | None:
+    """(text before, text after) message i in the rendered chat, found by placing two different texts there.
+
+    None if the template does not show the message.
+    """
     first, second = (template.text([*chat[:i], _replace_content(chat[i], text), *chat[i + 1 :]]) for text in STAND_INS)
-    following = shared(first[::-1], second[::-1])[::-1]
-    return shared(first, second), following
+    return None if first == second else (shared(first, second), shared(first[::-1], second[::-1])[::-1])
 
 
 def _replace_content(message: dict[str, Any], text: str) -> dict[str, Any]:

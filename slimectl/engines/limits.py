@@ -20,6 +20,11 @@ def check_prompt(tokens: Sequence[int], params: SamplingParams, *, vocabulary: i
         raise SettingsError(f"max_tokens: {params.max_tokens} is not a length; ask for at least 0")
     if params.temperature < 0:
         raise SettingsError(f"temperature: {params.temperature} is negative; give 0 (greedy) or more")
+    if params.repetition_penalty <= 0:
+        raise SettingsError(f"repetition_penalty: {params.repetition_penalty} is not above 0; 1 is none")
+    for token, _ in params.logit_bias:
+        if not 0 <= token < vocabulary:
+            raise SettingsError(f"logit_bias: token {token} is outside the vocabulary of {vocabulary}")
 
 
 def check_tokens(tokens: Sequence[int], *, vocabulary: int, max_tokens: int) -> None:

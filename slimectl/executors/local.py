@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack
-from multiprocessing import get_context
+from concurrent.futures import wait
+from contextlib import ExitStack, suppress
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slimectl.data.streams import prefetch
+from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
 from slimectl.executors.rank_group import LocalRanks
+from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, reset_signals, wall_limit
 from slimectl.protocols import Serve
 from slimectl.stdio import log_to_stderr
 
@@ -52,27 +56,48 @@ class LocalExecutor:
         return prefetch(make, ahead=ahead)
 
     def map(
-        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+        self,
+        fn: Callable[[Item], Result],
+        items: Iterable[Item],
+        *,
+        workers: int,
+        timeout_s: float | None = None,
+        wall_timeout_s: float | None = None,
+        prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
         """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
 
-        A worker that overruns `timeout_s` is killed and replaced, and its item's result is a TimeoutError. At most
-        4 items per worker are in flight, so an endless input is fine.
+        A worker that overruns a limit (see protocols.Executor) is killed and replaced. At most 4 items per worker are
+        in flight, so an endless input is fine.
         """
         if workers == 0:
             yield from map_here(fn, items)
             return
-        pool = self._pool_of(workers)
-        window: deque[Any] = deque()
+        pool, wall_s = self._pool_of(workers), wall_limit(timeout_s, wall_timeout_s)
+        limited = Limited(fn, prepare, timeout_s, wall_s)
+        window: deque[tuple[Item, Any]] = deque()
+
+        def submit(item: Item) -> Any:
+            # The pool's own limit is for a worker that is stuck in preparing, or blocked without letting threads run.
+            return pool.schedule(limited, args=[item], timeout=None if wall_s is None else wall_s + WARM_UP_S)
+
+        def next_result() -> Result | BaseException:
+            item, future = window.popleft()
+            result: Result | BaseException = _outcome(future, limited)
+            if isinstance(result, TimeoutError):
+                wait([other for _, other in window])
+                result = _outcome(submit(item), limited)
+            return result
+
         try:
             for item in items:
-                window.append(pool.schedule(fn, args=[item], timeout=timeout_s))
+                window.append((item, submit(item)))
                 if len(window) >= 4 * workers:
-                    yield _outcome(window.popleft(), timeout_s)
+                    yield next_result()
             while window:
-                yield _outcome(window.popleft(), timeout_s)
+                yield next_result()
         finally:
-            for future in window:
+            for _, future in window:
                 future.cancel()
 
     def _pool_of(self, workers: int) -> Any:
@@ -81,7 +106,8 @@ class LocalExecutor:
 
             self._end_pool()
             # spawn: forking a process that holds torch's threads can deadlock.
-            self._pool = ProcessPool(workers, context=get_context("spawn"), initializer=_set_up_worker)
+            with blocked_in_helpers():
+                self._pool = ProcessPool(workers, context=_WorkerContext(), initializer=_set_up_worker)
             self._workers = workers
         return self._pool
 
@@ -101,10 +127,32 @@ class LocalExecutor:
             self._pool = None
 
 
+STOP_SIGNAL = signal.SIGUSR2
+"""Signal by which the parent ends a worker."""
+
+
+class _WorkerProcess(SpawnProcess):
+    """A worker that `terminate` ends by a signal of its own."""
+
+    def terminate(self) -> None:
+        if self.pid is not None and self.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, STOP_SIGNAL)
+
+
+class _WorkerContext(SpawnContext):
+    Process = _WorkerProcess
+
+
 def _set_up_worker() -> None:
-    """Send messages to stderr, and ignore Ctrl-C: it reaches the whole process group, the parent decides on it."""
+    """Send messages to stderr, and leave to the parent what ends a command.
+
+    Ctrl-C and a closed terminal reach the whole process group, and a scheduler's SIGTERM all processes of a job.
+    """
     log_to_stderr()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reset_signals()
+    signal.signal(STOP_SIGNAL, signal.getsignal(signal.SIGTERM))  # the pool's own handler, which cleans up
+    leave_to_parent()
 
 
 def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:
@@ -117,15 +165,17 @@ def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Re
         yield result
 
 
-def _outcome(future: Any, timeout_s: float | None) -> Any:
+def _outcome(future: Any, limited: Limited) -> Any | BaseException:
     from pebble import ProcessExpired
 
     try:
         return future.result()
-    except FutureTimeout:
-        return TimeoutError(f"took longer than {timeout_s:g} s")
+    except FutureTimeout as error:
+        return error if limited.wall_s is None else TimeoutError(f"took longer than {limited.wall_s:g} s")
     except ProcessExpired as error:
         code = error.exitcode or 0
+        if code < 0 and (late := overrun(-code, limited.cpu_s, limited.wall_s)):
+            return late
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return ChildProcessError(f"the worker process that graded it {ending}")
     except Exception as error:

@@ -26,7 +26,7 @@ def redirect(log: Path | None) -> None:
         os.close(file)
     sys.stdout.flush()
     os.dup2(2, 1)
-    log_to_stderr()
+    log_to_stderr(positions=True)
 
 
 def tail(log: Path) -> str:

@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import DiedError
+from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
 from slimectl.executors.logs import attach_log_tail, log_files, redirect, tail
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
@@ -27,6 +28,8 @@ GRACE_S = 10.0
 """Seconds that ranks get to answer after another has failed, or to exit after a request to."""
 LOOK_S = 2.0
 """Seconds between checks for dead ranks whose pipes do not report the end of their process."""
+PRELOAD = ["slimectl.executors.rank_imports"]
+"""Imported by the fork server of ranks, once for all of them."""
 
 
 class RankGroupBase:
@@ -125,8 +128,8 @@ class RankGroupBase:
 class LocalRanks(RankGroupBase):
     """N processes that each call `build()` and serve requests; rank i reads them from its pipe.
 
-    A rank ignores Ctrl-C (its parent decides), writes to stderr (or its file in `logs`) only, and exits when its parent
-    is gone, however the parent died.
+    A rank ignores Ctrl-C, SIGTERM and SIGHUP (its parent decides), writes to stderr (or its file in `logs`) only, and
+    exits when its parent is gone, however the parent died.
     """
 
     def __init__(
@@ -135,15 +138,20 @@ class LocalRanks(RankGroupBase):
         super().__init__(ranks, log_files(logs, ranks, living))
         # The parent holds the store, so that its port is taken before any rank asks for it.
         self._store = host_store(LOCALHOST)
-        spawn = multiprocessing.get_context("spawn")
+        # A server that has imported and nothing else: forking this process, with torch's threads, can deadlock.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._processes = []
-        with _no_main_without_file():
+        with _no_main_without_file(), blocked_in_helpers():
             for rank in range(ranks):
                 seat = RankInfo(rank, ranks, LOCALHOST, self._store.port, local=rank, neighbours=ranks, device=rank)
-                driver_pipe, rank_pipe = spawn.Pipe()
+                driver_pipe, rank_pipe = context.Pipe()
                 log = None if self._logs is None else self._logs[rank]
-                process = spawn.Process(
-                    target=_rank, args=(serve, build, seat, rank_pipe, log), daemon=True, name=f"slimectl-rank-{rank}"
+                process = context.Process(
+                    target=_rank,
+                    args=(serve, build, seat, rank_pipe, log, dict(os.environ)),
+                    daemon=True,
+                    name=f"slimectl-rank-{rank}",
                 )
                 process.start()
                 rank_pipe.close()
@@ -175,7 +183,7 @@ class LocalRanks(RankGroupBase):
 def _no_main_without_file() -> Iterator[None]:
     """Hide the file name of a main module that was read from stdin.
 
-    Spawned processes import the main module again; this one has a name but no file to import.
+    New processes import the main module again; this one has a name but no file to import.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -189,9 +197,18 @@ def _no_main_without_file() -> Iterator[None]:
         main.__file__ = file
 
 
-def _rank(serve: Serve, build: Callable[[], Any], seat: RankInfo, pipe: Connection, log: Path | None) -> None:
-    """Main function of one rank process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _rank(
+    serve: Serve,
+    build: Callable[[], Any],
+    seat: RankInfo,
+    pipe: Connection,
+    log: Path | None,
+    environment: Mapping[str, str],
+) -> None:
+    """Run one rank process; `environment` is that of the driver now, the fork server still has an earlier one."""
+    os.environ.clear()
+    os.environ.update(environment)
+    leave_to_parent()
     redirect(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     run_rank(serve, build, ConnectionPipe(pipe, seat.rank), seat)

@@ -99,8 +99,8 @@ def _join(seat: RankInfo) -> None:
         "MASTER_ADDR": seat.host,
         "MASTER_PORT": str(seat.port),
     }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // seat.neighbours))
+    # Explicitly: a forked rank has the OpenMP library of the fork server, which read an earlier environment.
+    torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", ""), torch.get_num_threads(), seat.neighbours))
     # gloo would look up the host's own name, which containers often cannot resolve.
     if name := interface("127.0.0.1" if seat.neighbours == seat.ranks else seat.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -110,6 +110,19 @@ def _join(seat: RankInfo) -> None:
         backend = "cpu:gloo,cuda:nccl"
     store = dist.TCPStore(seat.host, seat.port, is_master=False)
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks)
+
+
+def _threads(variable: str, available: int, neighbours: int) -> int:
+    """Return the threads of a rank: those of OMP_NUM_THREADS, else its part of those that torch takes alone.
+
+    The number of threads decides how sums are split, and so the last digits of every metric: a rank alone must take as
+    many as the same policy in this process.
+
+    >>> _threads("", 8, neighbours=2), _threads("3", 8, neighbours=2), _threads("4,2", 8, neighbours=1)
+    (4, 3, 4)
+    """
+    outermost = variable.partition(",")[0].strip()  # the others are those of nested parallel regions
+    return int(outermost) if outermost.isdecimal() and int(outermost) else max(1, available // neighbours)
 
 
 def host_store(host: str) -> TCPStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimectl.hooks.slime import flags
 from slimectl.settings import Settings, aliases
 from slimectl.settings.base import Section
 
@@ -11,11 +12,12 @@ from slimectl.settings.base import Section
 class FlatSettings:
     """The resolved settings as flat attributes, by the names that slime's scripts use.
 
-    >>> FlatSettings(Settings()).rollout_temperature, FlatSettings(Settings()).lr
-    (1.0, 1e-06)
+    >>> FlatSettings(Settings()).rollout_temperature, FlatSettings(Settings()).lr, FlatSettings(Settings()).use_wandb
+    (1.0, 1e-06, False)
 
     `args.section` is the section itself; `args.section_key` and, where only one section has it, `args.key` its value.
-    Old names of sections and keys work too.
+    Old names of sections and keys work too, so do slime's names of arguments (`hooks/slime/flags.py`), the keys of
+    [custom], [megatron.args] and, after `sglang_`, [sglang.args].
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -29,17 +31,35 @@ class FlatSettings:
         spellings = sections | {old: sections[section] for old, section in aliases.SECTIONS.items()}
         if name in spellings:
             return spellings[name]
+        if name in (custom := settings.custom.entries()):
+            return custom[name]
+        if name in flags.COMPUTED:
+            return flags.COMPUTED[name](settings)
         for section, values in spellings.items():
             key = name.removeprefix(f"{section}_")
             if key != name and _has(values, key):
                 return getattr(values, key)
+        if name in settings.megatron.args:
+            return settings.megatron.args[name]
+        if name.startswith("sglang_") and name.removeprefix("sglang_") in settings.sglang.args:
+            return settings.sglang.args[name.removeprefix("sglang_")]
+        return self._main_loop(name, sections)
+
+    def _main_loop(self, name: str, sections: dict[str, Any]) -> Any:
+        """The value of slime's argument `name`, or of the one section of the main loop that has this key."""
+        section, _, key = flags.SETTINGS.get(name, "").partition(".")
+        if section and hasattr(sections[section], key):
+            return getattr(sections[section], key)
         # [sft_warmup] repeats names of [train], [eval] those of [rollout]; a bare name means the main loop's.
         main = [values for section, values in sections.items() if section not in ("sft_warmup", "eval")]
         matches = [values for values in main if _has(values, name)]
         if len(matches) == 1:
             return getattr(matches[0], name)
+        if name in flags.DEFAULTS:
+            return flags.DEFAULTS[name]
         fault = "stands in several sections" if matches else "is no setting"
-        raise AttributeError(f"args.{name}: {name} {fault}; use args.SECTION.KEY")
+        place = f"sglang.args.{name.removeprefix('sglang_')}" if name.startswith("sglang_") else f"custom.{name}"
+        raise AttributeError(f"args.{name}: {name} {fault}; use args.SECTION.KEY, or set {place}")
 
 
 def _has(section: Section, key: str) -> bool:

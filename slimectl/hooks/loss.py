@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,57 @@ from slimectl.hooks.registry import hook, required_hook
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
 from slimectl.settings import Settings
 from slimectl.types import TokenBatch, TrainingSample
+
+
+class PackByName:
+    """A pack as a custom loss gets it: a TokenBatch by attributes, and by slime's keys lists with a tensor [R] per row.
+
+    `batch["advantages"]` is `batch.advantages_T`, divided into rows; `batch["log_probs"]` are the old ones.
+    """
+
+    KEYS: ClassVar = {
+        "advantages": "advantages_T",
+        "log_probs": "old_logprobs_T",
+        "ref_log_probs": "ref_logprobs_T",
+        "returns": "returns_T",
+        "rollout_log_probs": "rollout_logprobs_T",
+        "values": "values_T",
+    }
+
+    def __init__(self, pack: TokenBatch) -> None:
+        self._pack = pack
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._pack, name)
+
+    def __getitem__(self, key: str) -> Any:
+        pack = self._pack
+        if key == "total_lengths":
+            return list(pack.total_lengths)
+        if key in ("loss_masks", "response_lengths"):
+            masks = _split_by_row((pack.weights_T != 0).to(pack.weights_T.dtype), pack)
+            return masks if key == "loss_masks" else [len(mask) for mask in masks]
+        values_T = getattr(pack, self.KEYS.get(key, ""), None)
+        if key == "log_probs" and values_T is None:  # one step a round: the policy that sampled is the present one
+            values_T = pack.logprobs_T.detach()
+        if values_T is None:
+            keys = ", ".join(name for name in [*self.KEYS, *_COUNTS] if name in self)
+            raise KeyError(f"{key} is not in this batch; it has {keys}, and tensors of the whole pack as attributes")
+        return _split_by_row(values_T, pack)
+
+    def __contains__(self, key: object) -> bool:
+        name = self.KEYS.get(str(key))
+        return key in ("log_probs", *_COUNTS) or (name is not None and getattr(self._pack, name) is not None)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the entry, or `default` if there is none."""
+        return self[key] if key in self else default  # noqa: SIM401  this is the method itself
+
+
+_COUNTS = ("loss_masks", "response_lengths", "total_lengths")
+"""Keys of a pack that are no field of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +103,7 @@ class CustomLoss:
             {
                 "args": args,
                 "settings": args,
-                "batch": pack,
+                "batch": PackByName(pack),
                 "logits": pack.logits_T,
                 "log_probs": pack.logprobs_T,
                 "entropy": pack.entropy_T,

@@ -9,8 +9,10 @@ from functools import cache
 
 from slimectl.errors import HookError
 from slimectl.hooks import signatures
+from slimectl.hooks.slime.modules import offer_modules
+from slimectl.hooks.slime.shapes import PARAMETERS
 from slimectl.settings import Settings
-from slimectl.user_code import Hook
+from slimectl.user_code import Hook, parameter_names
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,28 @@ class HookSpec:
         alternatives = "".join(f"; or {', '.join(self._additional_names(shape))} instead" for shape in self.shapes[1:])
         return f"called with {', '.join(self.offers)}{alternatives}; returns {self.returns}"
 
+    def alternatives(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Return, for each further signature, its own parameters and those of the first that they replace."""
+        return [
+            (self._additional_names(shape), tuple(name for name in self.offers if name not in _names(shape)))
+            for shape in self.shapes[1:]
+        ]
+
     def load(self, path: str) -> Hook:
         """Load the callable at `path`. Raises HookError if its parameters do not fit."""
+        offer_modules()
         first = self.shapes[0]
         if first is signatures.DataSource:
             return self._load_class(path)
-        for shape in self.shapes[1:]:
-            candidate = Hook(path, setting=self.setting, offers=_names(first) + self._additional_names(shape))
-            if set(candidate.wanted) & set(self._additional_names(shape)):
-                return Hook(path, setting=self.setting, offers=_names(shape))
-        return Hook(path, setting=self.setting, offers=self.offers)
+        names = parameter_names(path, setting=self.setting) if len(self.shapes) > 1 else set()
+        shape = next((shape for shape in self.shapes[1:] if names & set(self._additional_names(shape))), first)
+        return Hook(
+            path,
+            setting=self.setting,
+            offers=_names(shape),
+            other_names=PARAMETERS.get(self.setting, {}),
+            takes_data=any(p.kind is p.VAR_KEYWORD for p in inspect.signature(shape.__call__).parameters.values()),
+        )
 
     def _additional_names(self, shape: type) -> tuple[str, ...]:
         return tuple(name for name in _names(shape) if name not in self.offers)
@@ -64,7 +78,8 @@ class HookSpec:
 
 def _names(shape: type) -> tuple[str, ...]:
     call = shape.__init__ if shape is signatures.DataSource else shape.__call__
-    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    parameters = inspect.signature(call).parameters.values()
+    names = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
     aliased = [
         name for parameter in names for name in ((parameter, "settings") if parameter == "args" else (parameter,))
     ]
@@ -91,11 +106,20 @@ HOOKS: dict[str, HookSpec] = {
         ("rollout.buffer_filter_path", [signatures.BufferFilter], "a list of groups"),
         ("rollout.all_samples_process_path", [signatures.AllSamplesProcess], RETURNS_NONE),
         ("rollout.sample_filter_path", [signatures.SampleFilter], f"{RETURNS_NONE}; it sets remove_sample"),
-        ("rollout.data_postprocess_path", [signatures.DataPostprocess], f"{RETURNS_NONE}; it changes rollout_data"),
+        (
+            "rollout.data_postprocess_path",
+            [signatures.DataPostprocess, signatures.GroupPostprocess],
+            f"{RETURNS_NONE}; it changes rollout_data, or the loss masks of samples",
+        ),
         (
             "score.custom_rm_path",
-            [signatures.RewardFunction, signatures.BatchRewardFunction],
-            "a number or a dict of them; a list of those for samples",
+            [
+                signatures.RewardFunction,
+                signatures.BatchRewardFunction,
+                signatures.ColumnRewardFunction,
+                signatures.NamedRewardFunction,
+            ],
+            "a number or a dict of them; a list of those for samples and completions",
         ),
         (
             "score.custom_reward_post_process_path",

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from slimectl.data.columns import ANSWERS, QUESTIONS
 from slimectl.data.json_values import plain_reward
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
@@ -15,6 +16,14 @@ from slimectl.types import Sample, detached_copy
 from slimectl.user_code import in_one_line
 
 SETTING = "score.custom_rm_path"
+COLUMNS = ("prompts", "completions")
+"""Parameters of a function that takes the parts of many samples, as TRL's do."""
+NAMES = (
+    "prompt", "completion", "response", "label", "ground_truth", "solution_str", "data_source", "extra_info",
+)  # fmt: skip
+"""Parameters of a function that takes the parts of one sample, as verl's do."""
+PLURALS = {"prompt": "prompts", "completion": "completions"}
+"""Names of these parts in a function that takes many."""
 
 
 class UserReward:
@@ -25,7 +34,11 @@ class UserReward:
 
     def __init__(self, path: str, settings: Settings) -> None:
         self.path, self._hook, self._args = path, HOOKS[SETTING].load(path), FlatSettings(settings)
-        function, self.takes_many = self._hook.function, "samples" in self._hook.wanted
+        function, names = self._hook.function, set(self._hook.wanted)
+        self.takes_many = bool(names & {"samples", *COLUMNS})
+        self._by_name = not names & {"sample", "samples"} and bool(names & {*COLUMNS, *NAMES})
+        self._label_names = {settings.rollout.label_key, *ANSWERS}
+        self._prompt_names = {settings.rollout.input_key, *QUESTIONS}
         if settings.score.group_rm and not self.takes_many:
             raise HookError(f"{SETTING}: {path}: with score.group_rm it is called with samples; take them or drop that")
         call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
@@ -34,8 +47,52 @@ class UserReward:
     def called(self, samples: Sequence[Sample]) -> Any:
         """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
         copies = [detached_copy(sample) for sample in samples]
-        arguments = {"samples": copies} if self.takes_many else {"sample": copies[0]}
+        if self._by_name:
+            arguments = self._named(copies)
+        else:
+            arguments = {"samples": copies} if self.takes_many else {"sample": copies[0]}
         return self._hook({"args": self._args, "settings": self._args, **arguments})
+
+    def _named(self, samples: list[Sample]) -> dict[str, Any]:
+        """Return the parts of the samples by name; as lists, if the function takes many.
+
+        Raises HookError if it wants a name that no row has.
+        """
+        rows = [self._parts(sample) for sample in samples]
+        if self.takes_many:
+            rows = [{PLURALS.get(name, name): value for name, value in row.items()} for row in rows]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
+            raise HookError(
+                f"{SETTING}: {self.path} wants {', '.join(missing)}, which is no key of the rows; they have "
+                f"{', '.join(names)}"
+            )
+        return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
+
+    def _parts(self, sample: Sample) -> dict[str, Any]:
+        """Return the parts of one sample under the names that reward functions of other programs have for them."""
+        chat, label = not isinstance(sample.prompt, str), sample.label
+        row, metadata = sample.extra, sample.metadata
+        parts = {
+            "label": label,
+            "ground_truth": label,
+            "data_source": metadata.get("data_source", ""),
+            "extra_info": metadata,
+            "metadata": metadata,
+            **row,
+            # A row may have the completion of somebody else.
+            "prompt": sample.prompt,
+            "completion": [{"role": "assistant", "content": sample.response}] if chat else sample.response,
+            "completion_ids": sample.tokens[sample.prompt_length :],
+            "response": sample.response,
+            "solution_str": sample.response,
+        }
+        for name in self._hook.wanted:
+            if name not in parts and name in self._label_names:
+                parts[name] = label
+            elif name not in parts and name in self._prompt_names:
+                parts[name] = sample.prompt[-1].get("content") if isinstance(sample.prompt, list) else sample.prompt
+        return parts
 
     def rewards(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
         """Return one reward per sample. Raises HookError if the number differs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,8 @@ from slimectl.data.records import refused_path
 from slimectl.errors import HookError, RecordError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import HOOKS, hooks, required_hook
+from slimectl.hooks.slime.shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
+from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
 from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
@@ -37,12 +39,36 @@ def as_agent(function: Hook, args: FlatSettings) -> Agent:
     """
 
     def agent(arguments: Mapping[str, Any]) -> Any:
-        return function.attempt({**arguments, "args": args, "settings": args})
+        params, generate = arguments["sampling_params"], arguments["generate"]
+
+        async def generate_with(tokens: list[int], values: Any = None) -> Completion:
+            completion: Completion = await generate(tokens, _sampling_params(function, values, params))
+            return completion
+
+        offered = {**arguments, "sampling_params": SamplingDict.of(params), "generate": generate_with}
+        result = function.attempt({**offered, "args": args, "settings": args})
+        return _samples_of(result) if inspect.isawaitable(result) else _as_samples(result)
 
     agent.resumes = getattr(function.function, "resumes", False)  # type: ignore[attr-defined]
     agent.name = function.name  # type: ignore[attr-defined]
     agent.per_group = "samples" in function.wanted  # type: ignore[attr-defined]
     return agent
+
+
+async def _samples_of(awaitable: Awaitable[Any]) -> Any:
+    return _as_samples(await awaitable)
+
+
+def _as_samples(result: Any) -> Any:
+    return list(map(as_sample, result)) if isinstance(result, list) else as_sample(result)
+
+
+def _sampling_params(function: Hook, values: Any, base: SamplingParams) -> SamplingParams | None:
+    """Return what a function passed to `generate`. Raises HookError for an unknown key."""
+    try:
+        return sampling_params_of(values, base)
+    except (TypeError, ValueError) as error:
+        raise HookError(f"{function.name}: {error}") from None
 
 
 def agent_at(settings: Settings) -> Callable[[str], Agent]:
@@ -74,6 +100,7 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
         arguments = {"sample": sample, "rollout_id": number, "evaluation": evaluation}
         result = function({"args": args, "settings": args, **arguments})
         result = await result if inspect.isawaitable(result) else result
+        result = as_sample(result)
         if result is not None and not isinstance(result, Sample):
             raise function.returned(result, "a Sample or None")
         sample = sample if result is None else result
@@ -96,7 +123,7 @@ def check_lengths(function: Hook, sample: Sample) -> None:
 def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str]:
     """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not."""
     user_fn, args = required_hook(settings, KEEP), FlatSettings(settings)
-    answer = user_fn({"args": args, "settings": args, "samples": samples})
+    answer = filter_result(user_fn({"args": args, "settings": args, "samples": samples}))
     retained = answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
     if not isinstance(retained, bool) and plain_number(retained) not in (0, 1):
         raise user_fn.returned(answer, "True, False or (False, 'the reason')")
@@ -107,7 +134,7 @@ def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settin
     """Call rollout.buffer_filter_path, which removes groups from the buffer, and return them."""
     user_fn, args = required_hook(settings, BUFFER), FlatSettings(settings)
     arguments = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
-    groups = user_fn(arguments)
+    groups = as_groups(user_fn(arguments))
     if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
         raise user_fn.returned(groups, "a list of groups")
     return groups
@@ -147,13 +174,13 @@ class UserRollout:
                 "evaluation": evaluation,
                 "generate": self._generate,
                 "attempt": self._attempts.complete,
-                "sampling_params": self._params,
+                "sampling_params": SamplingDict.of(self._params),
                 "tokenizer": self._attempts.tokenizer,
             }
         )
         if inspect.isawaitable(result):
             result = run_to_end(self._loop, _await_result(result))
-        groups, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        groups, metrics = rollout_result(result)
         if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
             raise self._hook.returned(result, "groups (lists of Samples), or (groups, metrics)")
         if not all(isinstance(sample, Sample) for sample in flatten(groups)):
@@ -178,8 +205,8 @@ class UserRollout:
     def _params(self) -> SamplingParams:
         return self._attempts.params or sampling_params(self._attempts.settings)
 
-    async def _generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
-        params = params or self._params
+    async def _generate(self, tokens: list[int], values: Any = None) -> Completion:
+        params = _sampling_params(self._hook, values, self._params) or self._params
         if params.seed is None:
             self._requests += 1
             text = f"round {self._rollout_id}"

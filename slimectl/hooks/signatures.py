@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimectl.types import Completion, Metrics, Sample, SamplingParams, TokenBatch
+from slimectl.types import Chat, Completion, Label, Metrics, Sample, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slimectl.hooks.args import FlatSettings
+    from slimectl.hooks.slime.shapes import SamplingDict
     from slimectl.protocols import WeightUpdateClient
 
 Group = list[Sample]
@@ -64,7 +65,7 @@ class RolloutFunction(Protocol):
         evaluation: bool,
         generate: Generate,
         attempt: Attempt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingDict,
         tokenizer: Any,
     ) -> list[Group] | tuple[list[Group], Metrics]: ...
 
@@ -76,7 +77,7 @@ class GenerateFunction(Protocol):
         self,
         args: FlatSettings,
         sample: Sample,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingDict,
         generate: Generate,
         evaluation: bool,
         tokenizer: Any,
@@ -90,7 +91,7 @@ class GroupGenerateFunction(Protocol):
         self,
         args: FlatSettings,
         samples: Group,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingDict,
         generate: Generate,
         evaluation: bool,
         tokenizer: Any,
@@ -109,6 +110,35 @@ class BatchRewardFunction(Protocol):
     def __call__(self, args: FlatSettings, samples: list[Sample]) -> list[Any]: ...
 
 
+class ColumnRewardFunction(Protocol):
+    """Returns the rewards of many samples, whose parts are lists: TRL's shape. `row` are further keys of their rows."""
+
+    def __call__(
+        self, args: FlatSettings, prompts: list[Any], completions: list[Any], **row: list[Any]
+    ) -> list[float]: ...
+
+
+class NamedRewardFunction(Protocol):
+    """Returns the reward of one sample from its parts: verl's shape. `row` are further keys of its row.
+
+    `completion` is the response, as a message of the assistant in a list where the prompt is a chat.
+    """
+
+    def __call__(
+        self,
+        args: FlatSettings,
+        prompt: str | Chat,
+        completion: str | Chat,
+        response: str,
+        label: Label,
+        ground_truth: Label,
+        solution_str: str,
+        data_source: str,
+        extra_info: dict[str, Any],
+        **row: Any,
+    ) -> float | dict[str, Any]: ...
+
+
 class RewardPostProcess(Protocol):
     """Returns a round's rewards to log, and rewards that become advantages without comparison with siblings."""
 
@@ -116,7 +146,10 @@ class RewardPostProcess(Protocol):
 
 
 class DynamicFilter(Protocol):
-    """Returns whether a finished group is trained on; a dropped group is replaced by another prompt."""
+    """Returns whether a finished group is trained on; a dropped group is replaced by another prompt.
+
+    An object with `keep` and `reason` counts as such a tuple.
+    """
 
     def __call__(self, args: FlatSettings, samples: Group) -> bool | tuple[bool, str]: ...
 
@@ -151,9 +184,15 @@ class DataPostprocess(Protocol):
     def __call__(self, args: FlatSettings, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
 
 
+class GroupPostprocess(Protocol):
+    """May change the loss masks of a round's samples in place, which stand in groups."""
+
+    def __call__(self, args: FlatSettings, rollout_id: int, samples: list[Group]) -> None: ...
+
+
 class LossFunction(Protocol):
     """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
-    `log_probs` [T] and `entropy` [T] carry gradients."""
+    `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, PackByName)."""
 
     def __call__(
         self,

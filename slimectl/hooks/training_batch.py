@@ -163,6 +163,9 @@ def postprocess(
     if not rows:
         return
     function, args = required_hook(settings, POSTPROCESS), FlatSettings(settings)
+    if "samples" in function.wanted:
+        _postprocess_groups(function, rows, samples, {"args": args, "settings": args, "rollout_id": rollout_id})
+        return
     data = round_data(rows, samples, rewards)
     result = function({"args": args, "settings": args, "rollout_id": rollout_id, "rollout_data": data})
     if result is not None:
@@ -174,6 +177,19 @@ def postprocess(
         for i, (row, numbers) in enumerate(zip(rows, column, strict=True)):
             if numbers is not None:
                 setattr(row, field, checked_numbers(function, name, numbers, i, row.response_length))
+
+
+def _postprocess_groups(
+    function: Hook, rows: Sequence[TrainingSample], samples: Sequence[Sample], arguments: Mapping[str, Any]
+) -> None:
+    """Call a function that takes the groups of a round, and apply the loss masks that it left in their samples."""
+    groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+    result = function({**arguments, "samples": groups})
+    if result is not None:
+        raise function.returned(result, "nothing; change the samples in place")
+    for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        mask = checked_numbers(function, "loss_mask", sample.mask(), i, row.response_length)
+        row.loss_weights = [weight if bit else 0.0 for weight, bit in zip(row.loss_weights, mask, strict=True)]
 
 
 def custom_advantages(

@@ -42,7 +42,7 @@ def _groups(architecture: Architecture) -> int:
     return int(t.get("num_query_groups") or t["num_attention_heads"])
 
 
-def fsdp_layer(architecture: Architecture, run: Run) -> list[SavedActivation]:
+def fsdp_layer(architecture: Architecture, run: Run, *, experts: bool = False) -> list[SavedActivation]:
     """Saved tensors of a Hugging Face decoder layer with the attention of this package.
 
     Its RMSNorm saves a float32 copy of its input, and the normalised states in the dtype of its output.
@@ -57,8 +57,32 @@ def fsdp_layer(architecture: Architecture, run: Run) -> list[SavedActivation]:
     if t.get("qk_layernorm"):
         norms = t["num_attention_heads"] + _groups(architecture)
         saved.append(SavedActivation("norms of query and key (4 + c)(q + k)", (4 + c) * (q + k) + 4 * norms))
-    attention = _attention(run, t["num_attention_heads"], q, 2 * k, 2 * q, "3q + 2k")
-    return [*saved, *attention, *_mlp(4 * c * F, "4cF")]
+    if run.recomputes("core_attn"):
+        saved.append(SavedActivation("attention c(2q + 2k)", c * (2 * q + 2 * k)))
+    else:
+        saved += _attention(run, t["num_attention_heads"], q, 2 * k, 2 * q, "3q + 2k")
+    if experts:
+        return saved if run.recomputes("moe") else [*saved, *fsdp_experts(architecture, run)]
+    return saved if run.recomputes("mlp") else [*saved, SavedActivation("MLP 4cF", 4 * c * F)]
+
+
+def fsdp_experts(architecture: Architecture, run: Run) -> list[SavedActivation]:
+    """Saved tensors of a mixture of experts of transformers, whose experts are products over sorted tokens."""
+    t, c = architecture.transformer, run.bytes
+    H, k, E, F = t["hidden_size"], t["moe_router_topk"], architecture.experts, t["moe_ffn_hidden_size"]
+    router = 4 * E + (37 + c) * k + 4
+    if t.get("moe_router_score_function") == "sigmoid":
+        # Groups, and at bfloat16 a float32 copy of the states.
+        router += E + 8 * k + 8 + (4 * H if c == 2 else 0)
+    saved = [
+        SavedActivation("router's choices", router),
+        SavedActivation("tokens to and from experts 2ckH", 2 * c * k * H),
+        SavedActivation("MLPs of experts 4ckF", 4 * c * k * F),
+    ]
+    if shared := t.get("moe_shared_expert_intermediate_size"):
+        gate = c * H + c if t.get("moe_shared_expert_gate") else 0
+        saved.append(SavedActivation("shared expert 4cF", 4 * c * shared + gate))
+    return saved
 
 
 def _attention(run: Run, heads: float, q: float, kv: float, out: float, formula: str) -> list[SavedActivation]:
@@ -68,16 +92,12 @@ def _attention(run: Run, heads: float, q: float, kv: float, out: float, formula:
             f"attention weights c x {counted(heads)} heads x {run.seq_len:,}", _weights(run, heads)
         )
         return [weights, SavedActivation(f"attention c({formula})", run.bytes * (q + kv + out / 2))]
-    lse = 0 if run.recompute == "selective" else 4 * heads
+    lse = 0 if run.recomputes("core_attn") else 4 * heads
     return [SavedActivation(f"attention c({formula}) + 4 heads", run.bytes * (q + kv + out) + lse)]
 
 
 def _weights(run: Run, heads: float) -> float:
-    return 0.0 if run.recompute == "selective" else run.bytes * heads * run.seq_len
-
-
-def _mlp(size: float, formula: str) -> list[SavedActivation]:
-    return [SavedActivation(f"MLP {formula}", size)]
+    return 0.0 if run.recomputes("core_attn") else run.bytes * heads * run.seq_len
 
 
 def _norm(run: Run, width: float) -> float:
@@ -100,9 +120,11 @@ def megatron_layer(
     else:
         saved += _grouped(architecture, run)
     if experts:
-        return [*saved, *_experts(architecture, run)]
+        return saved if run.recomputes("moe") else [*saved, *_experts(architecture, run)]
+    if run.recomputes("mlp"):
+        return saved
     # 5: gate|up of one matrix (2), silu(gate), the copy of up that mcore makes, their product.
-    return [*saved, *_mlp(5 * c * t["ffn_hidden_size"] / cut, "5cF / t")]
+    return [*saved, SavedActivation("MLP 5cF / t", 5 * c * t["ffn_hidden_size"] / cut)]
 
 
 def _grouped(architecture: Architecture, run: Run) -> list[SavedActivation]:
@@ -128,7 +150,7 @@ def _grouped(architecture: Architecture, run: Run) -> list[SavedActivation]:
     if fused:
         saved.append(SavedActivation("fused projection c(q + 2k)", c * (q + 2 * k)))
     # The input of the output matrix is a view of the kernel's result on a GPU, a copy on a CPU.
-    out = q if run.device == "cuda" or run.recompute == "selective" else 2 * q
+    out = q if run.device == "cuda" or run.recomputes("core_attn") else 2 * q
     kv, formula = (k if not scores else 2 * k), "q + k + result"
     if not alone:
         chunks = run.layout.context + (0.5 if run.device == "cuda" else 0)
@@ -157,13 +179,13 @@ def _latent(architecture: Architecture, run: Run) -> list[SavedActivation]:
     if run.device == "cpu":
         # Keys are wider than values: torch's flash kernel for CPUs does not support that, and its fallback is float32.
         e = c if run.holds_scores(int(heads)) else 4
-        weights = 0 if run.recompute == "selective" else e * heads * run.seq_len
+        weights = 0 if run.recomputes("core_attn") else e * heads * run.seq_len
         return [
             *saved,
             SavedActivation("attention weights", weights),
             SavedActivation(f"attention {e}(2q + v) + cv", e * (2 * q + v) + c * v),
         ]
-    out = v if run.recompute == "selective" else 2 * v
+    out = v if run.recomputes("core_attn") else 2 * v
     saved.append(SavedActivation("key and value from the latent c heads (nope + value)", c * heads * (nope + value)))
     keys = q * run.layout.context
     return [*saved, SavedActivation("attention c(q + k + 2v) + 4 heads", c * (q + keys + out) + 4 * heads)]
@@ -184,7 +206,8 @@ def _experts(architecture: Architecture, run: Run) -> list[SavedActivation]:
         SavedActivation("MLPs of experts 5ckF / t", 5 * c * sent * F + 4 * sent),
     ]
     if shared := t.get("moe_shared_expert_intermediate_size"):
-        saved.append(SavedActivation("shared expert 5cF / t", 5 * c * shared / cut))
+        gate = c * H + c if t.get("moe_shared_expert_gate") else 0
+        saved.append(SavedActivation("shared expert 5cF / t", (5 * c * shared + gate) / cut))
     return saved
 
 

@@ -7,6 +7,7 @@ table · S tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slimectl.architectures.config import Architecture
 from slimectl.planner.parameters import Part, ResidentModel, activated, count, policy_of
@@ -73,6 +74,41 @@ def _token(model: ResidentModel, seq_len: int) -> Figure:
     value = per_token + pairs * layers * width * seq_len / 2
     name = "FLOPs per token" if model.name == "policy" else f"FLOPs per token, {model.name}"
     return Figure(name, value, "FLOP", f"{formula} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
+
+
+@dataclass(frozen=True)
+class SequenceFlops:
+    """FLOPs of a sequence of S tokens: per_token x S + per_pair x S^2 / 2, as a token attends to half of the others.
+
+    >>> SequenceFlops(per_token=10.0, per_pair=2.0)(4)
+    56.0
+    """
+
+    per_token: float
+    per_pair: float
+
+    def __call__(self, length: int) -> float:
+        return self.per_token * length + self.per_pair * length**2 / 2
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a forward pass, and of forward and backward without recomputation."""
+
+    forward: SequenceFlops
+    training: SequenceFlops
+
+
+def model_flops(model: ResidentModel) -> ModelFlops:
+    """Return the FLOPs of a model's passes by sequence, from those of a token in sequences of 0 and 2 tokens."""
+    forward, training = (
+        SequenceFlops(at_0, at_2 - at_0)
+        for at_0, at_2 in (
+            (_forward(model, 0), _forward(model, 2)),
+            (_token(model, 0).value, _token(model, 2).value),
+        )
+    )
+    return ModelFlops(forward, training)
 
 
 def flops_figures(
@@ -146,10 +182,17 @@ def cache_figures(
     share: float,
     seq_len: int,
     concurrency: int | None,
+    fp8: bool = False,
 ) -> list[Figure]:
-    """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank."""
-    P = count(parts)
-    weights = Figure("engine weights", dtype_bytes * P / tensor, "bytes", f"{dtype_bytes} x {P:,} / {tensor} ranks")
+    """Weights, cache, and the number of tokens and sequences of `seq_len` in `share` of `memory_gib` on each rank.
+
+    With `fp8` a parameter of attention, MLPs and experts takes a byte; its scales, 0.02 % of that, are not counted.
+    """
+    P, quantized = count(parts), count(parts, "attention", "mlp", "experts") if fp8 else 0
+    formula = f"{dtype_bytes} x {P - quantized:,}" + (f" + fp8 1 x {quantized:,}" if fp8 else "")
+    size = (dtype_bytes * (P - quantized) + quantized) / tensor
+    formula = f"({formula}) / {tensor} ranks" if fp8 else f"{formula} / {tensor} ranks"
+    weights = Figure("engine weights", size, "bytes", formula)
     per_token = cache_per_token(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
     state = state_per_sequence(architecture, dtype_bytes=dtype_bytes, tensor=tensor)
     free = max(0.0, memory_gib * GIB * share - weights.value)

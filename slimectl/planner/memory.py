@@ -9,7 +9,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.planner import activations
 from slimectl.planner.activations import SavedActivation
 from slimectl.planner.parameters import Part, ResidentModel, count, local_params, policy_of, stage_of
-from slimectl.planner.workload import CHUNK_LOGITS, KEPT_LOGITS, Figure, Run, counted, parameters, total
+from slimectl.planner.workload import CHUNK_LOGITS, KEPT_LOGITS, Figure, Run, counted, parameters, sized, total
 
 
 def transient_memory(model: ResidentModel, run: Run, stage: int, gathered: float) -> list[Figure]:
@@ -28,7 +28,7 @@ def transient_memory(model: ResidentModel, run: Run, stage: int, gathered: float
 
 def inference_peak(model: ResidentModel, run: Run, stage: int) -> float:
     """Peak bytes of a forward pass without gradients: a layer's tensors, or a chunk of logits."""
-    layers = [activations.size(layer_of(model.architecture, run, i)) for i in _layers(model.architecture, run, stage)]
+    layers = [activations.size(layer) for layer in _stage_layers(model.architecture, run, stage)]
     H, V = int(model.architecture.transformer["hidden_size"]), model.architecture.vocab_size / _cut(run)
     chunk = min(CHUNK_LOGITS, run.responses * V)
     return max(run.tokens * max(layers), run.bytes * run.responses * H + (14 if run.bytes == 2 else 12) * chunk)
@@ -40,8 +40,9 @@ def _inner(model: ResidentModel, run: Run, stage: int) -> float:
     The savings of frozen norms are not subtracted: 12 % of the activations of a layer of Qwen3-8B in bfloat16.
     """
     t, columns = model.architecture.transformer, 0.0
+    layers = set(_layers(model.architecture, run, stage))
     for part in model.trained:
-        if part.layer is not None and part.layer in _layers(model.architecture, run, stage):
+        if part.inner and part.layer in layers:
             share = t["moe_router_topk"] / model.architecture.experts if part.kind == "experts" else 1.0
             columns += share * part.inner
     return run.bytes * columns
@@ -49,22 +50,38 @@ def _inner(model: ResidentModel, run: Run, stage: int) -> float:
 
 def layer_of(architecture: Architecture, run: Run, index: int) -> list[SavedActivation]:
     """Saved tensors of layer `index`, per token."""
+    return _layer_of_kind(architecture, run, *_layer_kind(architecture, run, index))
+
+
+def _layer_of_kind(architecture: Architecture, run: Run, experts: bool, linear: bool) -> list[SavedActivation]:
     if run.policy == "fsdp":
-        return activations.fsdp_layer(architecture, run)
+        return activations.fsdp_layer(architecture, run, experts=experts)
+    return activations.megatron_layer(architecture, run, experts=experts, linear=linear)
+
+
+def _layer_kind(architecture: Architecture, run: Run, index: int) -> tuple[bool, bool]:
+    """Whether layer `index` has experts, and whether it has linear attention."""
     t = architecture.transformer
     frequency, linear = t.get("moe_layer_freq", 1), t.get("linear_attention_freq")
     experts = bool(architecture.experts) and bool(
         frequency[index] if isinstance(frequency, list) else index % frequency == 0
     )
     delta = linear is not None and bool(linear[index] if isinstance(linear, list) else (index + 1) % linear != 0)
-    return activations.megatron_layer(architecture, run, experts=experts, linear=delta)
+    return experts, delta
+
+
+def _stage_layers(architecture: Architecture, run: Run, stage: int) -> list[list[SavedActivation]]:
+    """Saved tensors of every layer of a stage, per token; layers of one kind share a list."""
+    kinds = [_layer_kind(architecture, run, i) for i in _layers(architecture, run, stage)]
+    saved = {kind: _layer_of_kind(architecture, run, *kind) for kind in dict.fromkeys(kinds)}
+    return [saved[kind] for kind in kinds]
 
 
 def _activations(architecture: Architecture, run: Run, stage: int, last: bool, *, inner: float = 0.0) -> Figure:
-    layers = _layers(architecture, run, stage)
-    layer_sizes = [activations.size(layer_of(architecture, run, i)) for i in layers]
+    layers = _stage_layers(architecture, run, stage)
+    layer_sizes = [activations.size(layer) for layer in layers]
     packs = in_flight(run, stage)
-    heaviest = layer_of(architecture, run, layers[layer_sizes.index(max(layer_sizes))])
+    heaviest = layers[layer_sizes.index(max(layer_sizes))]
     tokens_formula = f"{run.tokens:,} tokens x {len(layers)} layers"
     layer_formula = f"({' + '.join(part.text for part in heaviest)})"
     size = sum(layer_sizes) * packs * run.tokens
@@ -157,14 +174,22 @@ def _backward(model: ResidentModel, run: Run, stage: int, head: float, gathered:
     """Backward temporaries of one layer, as far as they exceed the memory that the head frees before."""
     c, architecture = run.bytes, model.architecture
     size, formula = _layer_backward(model, run)
-    if run.recompute == "full":
-        recomputed = max(activations.size(layer_of(architecture, run, i)) for i in _layers(architecture, run, stage))
+    if recomputed := _recomputed(architecture, run, stage):
         size += recomputed * run.tokens
         formula = f"one layer anew {run.tokens:,} tokens x {counted(recomputed)} bytes + {formula}"
     formula += ", as far as above the head's"
     if gathered:
         formula += f" + gradients of a whole layer before they are shared out (4 + c) x {parameters(gathered)}"
     return Figure("backward", max(0.0, size - head) + (4 + c) * gathered, "bytes", formula)
+
+
+def _recomputed(architecture: Architecture, run: Run, stage: int) -> float:
+    """Bytes per token that backward computes again in one layer, the largest of the stage."""
+    if run.recompute == "none":
+        return 0.0
+    whole = map(activations.size, _stage_layers(architecture, replace(run, recompute="none"), stage))
+    saved = map(activations.size, _stage_layers(architecture, run, stage))
+    return max(size - (0 if run.recompute == "full" else rest) for size, rest in zip(whole, saved, strict=True))
 
 
 def _layer_backward(model: ResidentModel, run: Run) -> tuple[float, str]:
@@ -177,6 +202,10 @@ def _layer_backward(model: ResidentModel, run: Run) -> tuple[float, str]:
     layer = max(part.count for part in model.parts if part.kind == "experts")
     layer = layer // run.layout.expert // run.layout.expert_tensor
     rows = 3 * c * int(t["moe_ffn_hidden_size"]) * int(t["moe_router_topk"]) / _cut(run) * run.tokens
+    if run.policy == "fsdp":
+        # Products of fused parameters. Sharded, their full gradients are those of the layer before it is reduced.
+        whole = model.experts_learn and not run.sharded
+        return max(mlp, (2 / 3 * c * layer * whole + rows, f"experts of a layer 2/3 c x {parameters(layer)}, + 3ckF"))
     # A grouped product reads gate and up of all experts stacked in one tensor, and returns gradients of that shape.
     if not model.experts_learn:
         return max(mlp, (2 / 3 * c * layer + rows, f"experts of a layer stacked: 2/3 c x {parameters(layer)}, + 3ckF"))
@@ -204,13 +233,67 @@ def figures(
     return [*worst, total(PEAK, worst, location)]
 
 
+HOST_PEAK = "host memory per rank"
+
+
+def host_figures(
+    parts: Sequence[Part],
+    architecture: Architecture,
+    run: Run,
+    *,
+    adapters: Sequence[Part] = (),
+    other_models: Sequence[ResidentModel] = (),
+) -> list[Figure]:
+    """Host memory of the rank with the largest sum; empty if nothing is offloaded."""
+    if run.offload is None:
+        return []
+    models = [policy_of(architecture, parts, adapters), *other_models]
+    stages = range(run.layout.pipeline if run.policy == "megatron" else 1)
+    lines_by_stage = [[_offloaded(model, run, stage) for model in models] for stage in stages]
+    worst = max(lines_by_stage, key=lambda lines: sum(line.value for line in lines))
+    return [*worst, total(HOST_PEAK, worst)]
+
+
+def _offloaded(model: ResidentModel, run: Run, stage: int) -> Figure:
+    """Host memory of a model: its offloaded masters, gradients and moments, and copies of weights that train there."""
+    moments, _ = run.moments
+    if run.policy == "megatron":
+        trained = local_params(model.trained, model.architecture, run.layout, stage)
+        shares, expert_shares = _optimizer_shares(run)
+        count_of_rank = trained.dense / shares + trained.experts / expert_shares
+        formula = f"masters and moments {4 + moments} x {parameters(count_of_rank)}"
+        return Figure(f"{model.name} offloaded", (4 + moments) * count_of_rank, "bytes", formula)
+    P, L, n = count(model.parts), count(model.trained), run.world
+    shared = f" / {n} ranks" if n > 1 else ""
+    trained_bytes, formula = 4 + moments, f"gradients and moments {4 + moments} x {L:,}"
+    if run.offload == "optimizer":
+        size = (4 + trained_bytes) * L / n
+        return Figure(f"{model.name} offloaded", size, "bytes", f"(masters 4 x {L:,} + {formula}){shared}")
+    size = (4 * P + trained_bytes * L) / n
+    return Figure(f"{model.name} offloaded", size, "bytes", f"(weights 4 x {P:,} + {formula}){shared}")
+
+
+def shared_gpu_figures(training: Sequence[Figure], *, engine_bytes: float) -> list[Figure]:
+    """Memory where engines and trainer take turns: what sleeps in the host, and the peak while weights are pushed."""
+    resident = [f for f in training if f.name.endswith(("weights", "optimizer"))]
+    weights = next(figure for figure in training if figure.name == "weights")
+    names = " + ".join(figure.name for figure in resident)
+    return [
+        Figure("trainer asleep in host memory", sum(figure.value for figure in resident), "bytes", names),
+        Figure(PUSH, engine_bytes + weights.value, "bytes", f"the engine's {sized(engine_bytes)} + weights"),
+    ]
+
+
+PUSH = "peak of a push"
+
+
 def peak(figures: Sequence[Figure]) -> float:
     return next(figure.value for figure in figures if figure.name == PEAK)
 
 
 def least(models: Sequence[ResidentModel], run: Run) -> float:
     """Bytes of weights, gradients and optimizer over all ranks, without replication."""
-    bytes_per_parameter = 16 if run.bytes == 2 else 12
+    bytes_per_parameter = (8 if run.bytes == 2 else 4) + run.moments[0]
     return sum(run.bytes * count(model.parts) + bytes_per_parameter * count(model.trained) for model in models)
 
 
@@ -253,7 +336,7 @@ def _other_model(model: ResidentModel, run: Run, stage: int) -> tuple[list[Figur
 
 def _keeps_gradients(run: Run) -> bool:
     """Whether gradient memory is kept from step to step."""
-    return run.policy == "megatron" or (run.world == 1 and run.bytes == 2)
+    return run.policy == "megatron" or (not run.sharded and run.bytes == 2)
 
 
 def _resident_figures(model: ResidentModel, run: Run, stage: int) -> tuple[Figure, Figure, Figure]:
@@ -261,22 +344,32 @@ def _resident_figures(model: ResidentModel, run: Run, stage: int) -> tuple[Figur
 
 
 def _fsdp(model: ResidentModel, run: Run) -> tuple[Figure, Figure, Figure]:
-    P, L, n = count(model.parts), count(model.trained), run.world
+    P, L, n, c = count(model.parts), count(model.trained), run.world, run.bytes
     shared = f" / {n} ranks" if n > 1 else ""
+    state_bytes, state_name = run.moments
+    if run.offload == "parameters":
+        names = ("weights", "gradients", "optimizer")
+        weights, gradients, optimizer = (Figure(name, 0, "bytes", "in host memory") for name in names)
+        return weights, gradients, optimizer
     weights = Figure("weights", 4 * P / n, "bytes", f"float32 masters 4 x {P:,}{shared}")
-    if n == 1 and run.bytes == 2:
+    gradients = Figure("gradients", 4 * L / n, "bytes", f"float32 4 x {L:,}{shared}")
+    optimizer = Figure("optimizer", state_bytes * L / n, "bytes", f"{state_name}: {state_bytes} x {L:,}{shared}")
+    if run.offload == "optimizer":
+        optimizer = replace(optimizer, value=0.0, formula="in host memory")
+    if run.sharded:
+        return weights, gradients, optimizer
+    if run.offload == "optimizer":
+        weights = Figure("weights", c * P, "bytes", f"{run.dtype} {c} x {P:,}")
+        gradients = Figure("gradients", c * L, "bytes", f"of a pass, {run.dtype} {c} x {L:,}")
+    elif c == 2:
         formula = f"float32 masters 4 x {L:,} + " if L else ""
         weights = Figure("weights", 4 * L + 2 * P, "bytes", f"{formula}bfloat16 2 x {P:,}")
-    return (
-        weights,
-        Figure("gradients", 4 * L / n, "bytes", f"float32 4 x {L:,}{shared}"),
-        Figure("optimizer", 8 * L / n, "bytes", f"two moments, float32: 8 x {L:,}{shared}"),
-    )
+    return weights, gradients, optimizer
 
 
 def _gathered(model: ResidentModel, run: Run) -> Figure | None:
     """Parameters that FSDP gathers temporarily on every rank; None if the model is not sharded."""
-    if run.policy != "fsdp" or run.world == 1:
+    if not run.sharded:
         return None
     layer, root = _layer_and_rest(model.parts, model.architecture)
     formula = f"gathered {run.bytes} x (2 layers of {parameters(layer)} + the rest {parameters(root)})"
@@ -285,7 +378,7 @@ def _gathered(model: ResidentModel, run: Run) -> Figure | None:
 
 def _unreduced_gradients(model: ResidentModel, run: Run) -> float:
     """Number of parameters with full gradients before the reduce-scatter."""
-    if run.policy != "fsdp" or run.world == 1:
+    if not run.sharded:
         return 0.0
     return float(max(_layer_and_rest(model.trained, model.architecture)))
 
@@ -295,15 +388,24 @@ def _layer_and_rest(parts: Sequence[Part], architecture: Architecture) -> tuple[
     return max(layers), count(parts) - sum(layers)
 
 
+def _optimizer_shares(run: Run) -> tuple[int, int]:
+    """Numbers of ranks that share the optimizer of dense parameters, and that of experts."""
+    if not run.distributed_optimizer:
+        return 1, 1
+    return run.data * run.layout.context, run.layout.expert_data(run.world)
+
+
 def _megatron(model: ResidentModel, run: Run, stage: int) -> tuple[Figure, Figure, Figure]:
     layout, c = run.layout, run.bytes
     local = local_params(model.parts, model.architecture, layout, stage)
     trained = local_params(model.trained, model.architecture, layout, stage)
     L = parameters(trained.all)
-    state_bytes, state_name = (12, "float32 master and two moments") if c == 2 else (8, "two moments, float32")
+    state_bytes, state_name = run.moments if run.offload is None else (0, "moments in host memory")
+    if c == 2:
+        state_bytes, state_name = state_bytes + 4, f"float32 master, {state_name}"
     optimizer = Figure("optimizer", state_bytes * trained.all, "bytes", f"{state_name}: {state_bytes} x {L}")
     if run.distributed_optimizer:
-        shares, expert_shares = run.data * layout.context, layout.expert_data(run.world)
+        shares, expert_shares = _optimizer_shares(run)
         formula = f"{state_name}: {state_bytes} x {parameters(trained.dense)} / {shares} ranks"
         if trained.experts:
             formula += f" + {state_bytes} x experts {parameters(trained.experts)} / {expert_shares} ranks"

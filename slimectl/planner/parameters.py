@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from slimectl.architectures.config import Architecture
@@ -34,15 +34,16 @@ class Part:
 
 def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
     """Sum the parameters of a family's links by kind and layer, without buffers."""
-    parts: dict[tuple[Kind, int | None, bool, int], Part] = {}
+    counts: dict[tuple[Kind, int | None, bool, int], list[int]] = {}
     for link in links:
         if link.buffer:
             continue
-        key = (_kind(link), _layer(link.megatron), link.split is not None, link.shape[0] * link.padded)
-        part = parts.get(key) or Part(key[0], key[1], 0, key[2], key[3])
-        inner = link.shape[0] if ".adapter.A." in link.megatron else 0
-        parts[key] = replace(part, count=part.count + math.prod(link.shape), inner=part.inner + inner)
-    return list(parts.values())
+        shape = link.shape
+        key = (_kind(link), _layer(link.megatron), link.split is not None, shape[0] * link.padded)
+        sums = counts.setdefault(key, [0, 0])
+        sums[0] += math.prod(shape)
+        sums[1] += shape[0] if ".adapter.A." in link.megatron else 0
+    return [Part(kind, layer, count, cut, rows, inner) for (kind, layer, cut, rows), (count, inner) in counts.items()]
 
 
 def adapter_parts(links: Sequence[ParamMapping], rank: int, targets: Sequence[str]) -> list[Part]:
@@ -98,7 +99,7 @@ def local_params(parts: Sequence[Part], architecture: Architecture, layout: Para
     """Parameters on a rank of pipeline stage `stage`; a tied head is a copy of the embedding on the last stage."""
     dense = experts = 0
     for part in parts:
-        if stage not in _stages(part, architecture, layout):
+        if not _on_stage(part, architecture, layout, stage):
             continue
         if part.kind == "experts":
             experts += part.count // layout.expert // (layout.expert_tensor if part.cut else 1)
@@ -109,13 +110,13 @@ def local_params(parts: Sequence[Part], architecture: Architecture, layout: Para
     return LocalParams(dense, experts)
 
 
-def _stages(part: Part, architecture: Architecture, layout: ParallelLayout) -> set[int]:
+def _on_stage(part: Part, architecture: Architecture, layout: ParallelLayout, stage: int) -> bool:
     last = layout.pipeline - 1
     if part.layer is not None:
-        return {stage_of(part.layer, architecture.layers, layout)}
+        return stage_of(part.layer, architecture.layers, layout) == stage
     if part.kind == "embedding":
-        return {0, last} if architecture.tied else {0}
-    return {last}
+        return stage == 0 or (architecture.tied and stage == last)
+    return stage == last
 
 
 def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:

@@ -52,15 +52,19 @@ def model_of(
     critic: bool = False,
     reference: bool = False,
     teacher: Config | None = None,
+    adapts_experts: bool = True,
 ) -> Model:
     """Build the model from the complete configurations of the policy and of a teacher.
+
+    Adapters leave experts out unless `adapts_experts`: the fsdp policy has them in fused parameters.
 
     Raises CheckpointError for an unknown family, SettingsError for an adapter target that matches no layer.
     """
     family = family_of(config)
     architecture, links = family.architecture(config), family.links(config)
     parts = parts_of(links)
-    adapters = adapter_parts(links, lora_rank, lora_targets) if lora_rank else []
+    adapted = [link for link in links if adapts_experts or link.expert is None]
+    adapters = adapter_parts(adapted, lora_rank, lora_targets) if lora_rank else []
     other_models = [critic_of(architecture, parts, adapters)] if critic else []
     if reference:
         other_models.append(ResidentModel("reference", architecture, parts))
@@ -97,15 +101,19 @@ def check(model: Model, run: Run) -> None:
 
 
 def _check(architecture: Architecture, run: Run) -> None:
+    if run.policy == "megatron" and run.offload == "parameters":
+        raise SettingsError("--offload parameters: Megatron-core keeps its weights on the GPU; use optimizer")
     if run.policy == "fsdp":
-        plain = architecture.layer in ("plain", "sandwich") and not architecture.mla and not architecture.experts
-        if not plain:
-            raise SettingsError("--backend fsdp: trains plain dense decoders only; plan it with --backend megatron")
-        if run.recompute == "selective":
-            raise SettingsError("--recompute selective: the fsdp backend recomputes whole layers; use full or none")
+        if architecture.layer not in ("plain", "sandwich") or architecture.mla:
+            raise SettingsError(
+                "--backend fsdp: there are formulas for grouped-query attention only, in dense layers and in those with"
+                " experts; plan it with --backend megatron"
+            )
         if run.layout != ParallelLayout():
             raise SettingsError("--backend fsdp: takes no parallel sizes; drop them, or plan with --backend megatron")
         return
+    if run.recomputes("moe") and not architecture.experts:
+        raise SettingsError("--recompute-module moe: this model has no experts; leave it out")
     for problem in problems(run.layout, architecture.transformer, run.world):
         raise SettingsError(problem)
 
@@ -142,25 +150,32 @@ def plan_run(
     engine_tensor: int,
     engine_share: float,
     concurrency: int | None,
+    engine_fp8: bool = False,
+    colocate: bool = False,
 ) -> Plan:
-    """Compute all figures of a checked run."""
+    """Compute all figures of a checked run; with `colocate` engines and trainer take turns on the same GPUs."""
     parts, architecture = model.parts, model.architecture
     training = _memory(model, run)
+    host = memory.host_figures(parts, architecture, run, adapters=model.adapters, other_models=model.other_models)
+    turns = memory.shared_gpu_figures(training, engine_bytes=engine_share * memory_gib * GIB) if colocate else []
+    fits = memory.peak(training) <= USABLE * memory_gib * GIB
     return Plan(
         run,
         {
             "parameters": parameters.figures(parts, architecture, run.layout, model.adapters),
             "training memory": training,
+            **({"host memory": host} if host else {}),
+            **({"shared GPUs": turns} if turns else {}),
             "arithmetic": flops.flops_figures(
                 model.all, seq_len=run.seq_len, batch=batch, world=run.world,
                 recomputes=run.recompute == "full", tflops=tflops, mfu=mfu,
             ),
             "engine": flops.cache_figures(
                 parts, architecture, dtype_bytes=run.bytes, tensor=engine_tensor, memory_gib=memory_gib,
-                share=engine_share, seq_len=run.seq_len, concurrency=concurrency,
+                share=engine_share, seq_len=run.seq_len, concurrency=concurrency, fp8=engine_fp8,
             ),
         },
-        memory.peak(training) <= USABLE * memory_gib * GIB,
+        fits and all(figure.value <= memory_gib * GIB for figure in turns if figure.name == memory.PUSH),
     )  # fmt: skip
 
 
@@ -170,7 +185,12 @@ def describe(run: Run) -> str:
     >>> describe(Run(8, ParallelLayout(tensor=2), recompute="full"))
     '8 ranks: tensor 2, data 4; recompute full'
     """
+    recompute = f"recompute {run.recompute}"
+    if run.recompute == "selective":
+        recompute = f"recompute {', '.join(run.recompute_modules)}"
+    if run.offload:
+        recompute += f"; offload {run.offload}"
     if run.policy == "fsdp":
-        return f"{run.world} ranks: fsdp; recompute {run.recompute}"
+        return f"{run.world} ranks: fsdp; {recompute}"
     sizes = [f"{name} {size}" for name in SETTINGS if (size := getattr(run.layout, name)) not in (None, 1)]
-    return f"{run.world} ranks: {', '.join([*sizes, f'data {run.data}'])}; recompute {run.recompute}"
+    return f"{run.world} ranks: {', '.join([*sizes, f'data {run.data}'])}; {recompute}"

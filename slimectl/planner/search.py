@@ -12,7 +12,7 @@ from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.planner import memory
 from slimectl.planner.activations import columns
 from slimectl.planner.flops import token_flops
-from slimectl.planner.parameters import Part, ResidentModel, local_params
+from slimectl.planner.parameters import Part, ResidentModel, local_params, policy_of
 from slimectl.planner.workload import GIB, Recompute, Run
 
 USABLE = 0.9
@@ -68,6 +68,9 @@ def fitting(
 
     The time estimate is coarse: among those within about a tenth the simplest comes first.
     """
+    models = [policy_of(architecture, parts, adapters), *other_models]
+    if memory.least(models, run) > run.world * USABLE * memory_gib * GIB:
+        return  # not even without replication
     candidates: list[tuple[float, Run]] = []
     for layout in legal(architecture, run.world):
         if any(any(problems(layout, model.architecture.transformer, run.world)) for model in other_models):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,6 +112,23 @@ class Run:
     response_share: float = 1.0
     device: Literal["cpu", "cuda"] = "cuda"
     distributed_optimizer: bool = True
+    recompute_modules: Sequence[str] = ("core_attn",)
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    offload: Literal["optimizer", "parameters"] | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model, over one rank too where its parameters are in host memory."""
+        return self.policy == "fsdp" and (self.world > 1 or self.offload == "parameters")
+
+    @property
+    def moments(self) -> tuple[int, str]:
+        """Bytes of a parameter's two moments, and their name."""
+        return 4 if self.state_dtype == "bfloat16" else 8, f"two moments, {self.state_dtype}"
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation includes `module`."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def bytes(self) -> int:

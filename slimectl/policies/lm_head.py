@@ -1,16 +1,20 @@
 """Log-probabilities from hidden states in chunks: the logits of a whole pack never exist at once.
 
-R response tokens · C tokens of a chunk · V vocabulary, or a rank's rows of it · H hidden width.
+U states · Q pairs of a state and a token that it predicts, ascending by state · R response tokens, of which several may
+be one pair · C states of a chunk · V vocabulary, or a rank's rows of it · H hidden width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slimectl.policies.pack_layout import Predictions
 
 CHUNK_LOGITS = 2**23
 """Logits per chunk: 32 MiB in float32."""
@@ -40,9 +44,10 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_RH: Tensor,
+        hidden_UH: Tensor,
         weight_VH: Tensor,
-        targets_R: Tensor,
+        targets_Q: Tensor,
+        state_Q: Tensor | None,
         temperature: float,
         entropy: bool,
         shard: VocabularyShard | None,
@@ -50,66 +55,91 @@ class _LinearLogProbs(torch.autograd.Function):
         # From the padded number of rows: all ranks must cut the same chunks.
         chunk = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         needs_grad = any(ctx.needs_input_grad[:2])
-        index_R, is_local_R = _local_targets(targets_R, shard)
+        index_Q, is_local_Q = _local_targets(targets_Q, shard)
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         saved: list[Tensor] = []
-        for start in range(0, len(hidden_RH), chunk):
-            C = slice(start, start + chunk)
-            log_p_CV = _log_p(hidden_RH[C], weight_VH, temperature, shard)
-            logprobs.append(log_p_CV.gather(1, index_R[C, None])[:, 0])
+        for C, pairs, row_Q in _chunks(len(hidden_UH), chunk, state_Q, hidden_UH.device):
+            log_p_CV = _log_p(hidden_UH[C], weight_VH, temperature, shard)
+            logprobs.append(log_p_CV[row_Q, index_Q[pairs]])
             if entropy:
                 entropies.append(-torch.exp(log_p_CV).mul_(log_p_CV).sum(1))
             if needs_grad and (len(saved) + 1) * chunk * weight_VH.shape[0] <= KEPT_LOGITS:
                 saved.append(log_p_CV)
-        logprobs_R = torch.cat(logprobs)
-        entropy_R = torch.cat(entropies) if entropy else logprobs_R.new_empty(0)
+        logprobs_Q = torch.cat(logprobs)
+        entropy_U = torch.cat(entropies) if entropy else logprobs_Q.new_empty(0)
         if shard is not None:
-            logprobs_R = shard.sum(logprobs_R.mul_(is_local_R))
-            entropy_R = shard.sum(entropy_R) if entropy else entropy_R
-        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, entropy_R, *saved)
+            logprobs_Q = shard.sum(logprobs_Q.mul_(is_local_Q))
+            entropy_U = shard.sum(entropy_U) if entropy else entropy_U
+        ctx.save_for_backward(hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, *saved)
         # An entropy that is only reported comes back without a gradient, and costs no backward pass.
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
-        return logprobs_R, entropy_R
+        return logprobs_Q, entropy_U
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_RH, weight_VH, targets_R, entropy_R, *saved = ctx.saved_tensors
-        if grad_logprobs_R is None:
-            grad_logprobs_R = torch.zeros_like(entropy_R)
+    def backward(ctx: Any, grad_logprobs_Q: Tensor | None, grad_entropy_U: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, *saved = ctx.saved_tensors
+        if grad_logprobs_Q is None:
+            grad_logprobs_Q = entropy_U.new_zeros(len(targets_Q))
+        sum_U = _sum_by_state(grad_logprobs_Q, state_Q, len(hidden_UH))
         rows_VH = _rows(weight_VH, ctx.shard)
-        index_R, is_local_R = _local_targets(targets_R, ctx.shard)
-        grad_hidden_RH = torch.empty_like(hidden_RH)
+        index_Q, is_local_Q = _local_targets(targets_Q, ctx.shard)
+        local_grad_Q = grad_logprobs_Q * is_local_Q
+        grad_hidden_UH = torch.empty_like(hidden_UH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
-        for i, start in enumerate(range(0, len(hidden_RH), ctx.chunk)):
-            C = slice(start, start + ctx.chunk)
-            log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_RH[C], weight_VH, ctx.temperature, ctx.shard)
+        for i, (C, pairs, row_Q) in enumerate(_chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
+            log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)
             # In place from here on: saved tensors are read once.
-            if grad_entropy_R is not None:
+            if grad_entropy_U is not None:
                 # dH/dz = -p (log p + H)
-                slope_C1 = grad_entropy_R[C, None]
-                scale_CV = (log_p_CV + entropy_R[C, None]).mul_(-slope_C1).sub_(grad_logprobs_R[C, None])
+                slope_C1 = grad_entropy_U[C, None]
+                scale_CV = (log_p_CV + entropy_U[C, None]).mul_(-slope_C1).sub_(sum_U[C, None])
                 grad_CV = log_p_CV.exp_().mul_(scale_CV)
             else:
-                grad_CV = log_p_CV.exp_().mul_(-grad_logprobs_R[C, None])
-            grad_CV.scatter_add_(1, index_R[C, None], (grad_logprobs_R * is_local_R)[C, None])
+                grad_CV = log_p_CV.exp_().mul_(-sum_U[C, None])
+            # Pairs are distinct, so every element is added to once.
+            grad_CV.view(-1).scatter_add_(0, row_Q * grad_CV.shape[1] + index_Q[pairs], local_grad_Q[pairs])
             if ctx.temperature != 1.0:
                 grad_CV.div_(ctx.temperature)
-            grad_CV = grad_CV.to(hidden_RH.dtype)
-            torch.mm(grad_CV, rows_VH, out=grad_hidden_RH[C])
+            grad_CV = grad_CV.to(hidden_UH.dtype)
+            torch.mm(grad_CV, rows_VH, out=grad_hidden_UH[C])
             if grad_weight_VH is not None:
-                _rows(grad_weight_VH, ctx.shard).addmm_(grad_CV.t(), hidden_RH[C])
-        return grad_hidden_RH, grad_weight_VH, None, None, None, None
+                _rows(grad_weight_VH, ctx.shard).addmm_(grad_CV.t(), hidden_UH[C])
+        return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
 
 
-def _local_targets(targets_R: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor | float]:
+def _chunks(
+    states: int, chunk: int, state_Q: Tensor | None, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield the states of every chunk, the pairs of these states, and each pair's row in the chunk."""
+    starts = range(0, states, chunk)
+    if state_Q is None:
+        for start in starts:
+            C = slice(start, min(start + chunk, states))
+            yield C, C, torch.arange(C.stop - C.start, device=device)
+        return
+    ends = torch.searchsorted(state_Q, torch.tensor([*starts, states], device=device)).tolist()
+    for start, first, end in zip(starts, ends, ends[1:], strict=False):
+        pairs = slice(first, end)
+        yield slice(start, start + chunk), pairs, state_Q[pairs] - start
+
+
+def _sum_by_state(values_Q: Tensor, state_Q: Tensor | None, states: int) -> Tensor:
+    """Sum the values of each state's pairs, in one order on every device."""
+    if state_Q is None:
+        return values_Q
+    sum_U1: Tensor = torch.ops.aten.embedding_dense_backward(values_Q[:, None], state_Q, states, -1, False)
+    return sum_U1[:, 0]
+
+
+def _local_targets(targets_Q: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor | float]:
     """Local row of each target (0 if another rank holds it), and a mask of the targets that this rank holds."""
     if shard is None:
-        return targets_R, 1.0
-    index_R = targets_R - shard.start
-    is_local_R = (index_R >= 0) & (index_R < shard.rows)
-    return index_R * is_local_R, is_local_R
+        return targets_Q, 1.0
+    index_Q = targets_Q - shard.start
+    is_local_Q = (index_Q >= 0) & (index_Q < shard.rows)
+    return index_Q * is_local_Q, is_local_Q
 
 
 def _rows(weight_VH: Tensor, shard: VocabularyShard | None) -> Tensor:
@@ -129,26 +159,40 @@ def _log_p(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, shard: Voca
 
 
 def linear_log_probs(
-    hidden_RH: Tensor,
+    hidden_UH: Tensor,
     weight_VH: Tensor,
-    targets_R: Tensor,
+    targets_Q: Tensor,
     *,
     temperature: float,
     entropy: bool,
+    state_Q: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(hidden · weightᵀ / temperature) at the targets, and the entropy of each distribution if requested.
+    """log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and the entropies [U] if requested.
 
-    Both carry gradients to `hidden_RH` and `weight_VH`. Float32 at least, whatever the inputs. With a `shard` every
+    Both carry gradients to `hidden_UH` and `weight_VH`. Float32 at least, whatever the inputs. `state_Q` are the states
+    of the targets, ascending, no pair twice; without it every state has one target. With a `shard` every
     rank of its group passes the same hidden states and its own rows of the weight, and gets the same values; its
-    gradient for `hidden_RH` is that of its rows only: the sum over the group is the full gradient.
+    gradient for `hidden_UH` is that of its rows only: the sum over the group is the full gradient.
     """
-    if not len(targets_R):
+    if not len(targets_Q):
         # Still a function of its inputs, so that backward reaches every rank's collectives.
-        empty_R = (hidden_RH.sum(1) + weight_VH[:0].sum()).float()
-        return empty_R, empty_R if entropy else None
-    logprobs_R, entropy_R = _LinearLogProbs.apply(hidden_RH, weight_VH, targets_R, temperature, entropy, shard)  # type: ignore[no-untyped-call]
-    return logprobs_R, entropy_R if entropy else None
+        empty_Q = (hidden_UH.sum(1) + weight_VH[:0].sum()).float()
+        return empty_Q, empty_Q if entropy else None
+    logprobs_Q, entropy_U = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden_UH, weight_VH, targets_Q, state_Q, temperature, entropy, shard
+    )
+    return logprobs_Q, entropy_U if entropy else None
+
+
+def predicted_log_probs(
+    hidden_UH: Tensor, weight_VH: Tensor, predictions: Predictions, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [R] of every sample's response tokens, and their entropies [R]; `linear_log_probs` once."""
+    logprobs_Q, entropy_U = linear_log_probs(
+        hidden_UH, weight_VH, predictions.targets_Q, state_Q=predictions.state_Q, **options
+    )
+    return predictions.of_pairs(logprobs_Q), None if entropy_U is None else predictions.of_states(entropy_U)
 
 
 def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:

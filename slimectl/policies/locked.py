@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.protocols import NamedTensors, Policy
+from slimectl.protocols import NamedTensors, Policy, Sleeper
 from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ class LockedPolicy:
         """protocols.PreStepHook.before_step, for a policy that implements it."""
         with self._lock:
             self._policy.before_step(rollout_id, step_id)  # type: ignore[attr-defined]
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """protocols.Sleeper.sleep, for a policy that implements it."""
+        if isinstance(self._policy, Sleeper):
+            with self._lock:
+                self._policy.sleep(keep_weights=keep_weights)
 
     def optim_step(self) -> Metrics:
         with self._lock:

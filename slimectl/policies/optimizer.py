@@ -49,8 +49,8 @@ class OptimizerOptions:
     """AdamW hyperparameters and learning rate schedule.
 
     `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0
-    for no clipping. The rate rises linearly over `warmup_steps`, then is constant or falls to `min_lr` at step
-    `decay_steps` (counted from the first step, warm-up included).
+    for no clipping. The rate rises linearly from 0 over `warmup_steps`, then is constant or falls to `min_lr` at step
+    `decay_steps` (counted from the first step, warm-up included). `state_dtype` is that of the moments.
     """
 
     lr: float = 1e-6
@@ -62,6 +62,7 @@ class OptimizerOptions:
     warmup_steps: int = 0
     decay_steps: int | None = None
     min_lr: float = 0.0
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
@@ -77,10 +78,12 @@ def lr_at(step: int, options: OptimizerOptions) -> float:
     """The learning rate of update `step`, counted from 0.
 
     >>> [lr_at(step, OptimizerOptions(lr=1.0, warmup_steps=2, schedule="linear", decay_steps=6)) for step in range(7)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    As the schedulers of Megatron-core and transformers: the first update of a warm-up has the rate 0.
     """
     if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
+        return options.lr * step / options.warmup_steps
     if options.schedule == "constant" or options.decay_steps is None:
         return options.lr
     progress = min((step - options.warmup_steps) / (options.decay_steps - options.warmup_steps), 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Executor, NamedTensors, Policy, RankPipe
+from slimectl.protocols import Executor, NamedTensors, Policy, RankPipe, Sleeper
 from slimectl.types import Loss, Metrics, TrainingSample
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class DistributedPolicy:
         """protocols.Critic.values, if the ranks run a critic."""
         values: list[list[float]] = self._call("values", rows)
         return values
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """protocols.Sleeper.sleep, on ranks that implement it."""
+        self._call("sleep", keep_weights)
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """protocols.PreStepHook.before_step, if the ranks implement it."""
@@ -94,6 +98,11 @@ class DistributedPolicy:
         """Stop every rank process."""
         self._ranks.end()
 
+    def on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function in every rank and return the results by rank; all of it must be picklable."""
+        results: list[Any] = self._call("on_ranks", function, *arguments)
+        return results
+
     def _call(self, method: str, *arguments: Any) -> Any:
         self._acquire_lock(method)
         try:
@@ -135,6 +144,10 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
     method, *arguments = pickle.loads(request)
     if method == "consume_weights":
         return _consume_weights(policy, arguments[0], rank)
+    if method == "sleep":
+        return policy.sleep(keep_weights=arguments[0]) if isinstance(policy, Sleeper) else None
+    if method == "on_ranks":
+        return _gather(arguments[0], arguments[1:])
     if method != "weights":
         return getattr(policy, method)(*arguments)
     for name, tensor in policy.weights():
@@ -143,6 +156,22 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             pipe.part((name, tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()))
     return None
+
+
+def _gather(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    """Call a function, and return the results of all ranks. An error of any rank is raised on every one."""
+    import torch.distributed as dist
+
+    try:
+        answer: tuple[Any, Exception | None] = function(*arguments), None
+    except Exception as error:  # the other ranks wait for this one
+        answer = None, error
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    for _, failure in answers:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in answers]
 
 
 def _consume_weights(policy: Policy, consumer: Callable[[NamedTensors], Any], rank: int) -> Any:

@@ -52,6 +52,9 @@ def response_tokens(
         )
         for name in names
     }
+    rewards = [rows[i].reward for i in members]
+    if None not in rewards:
+        columns["rewards_T"] = torch.tensor(rewards, dtype=torch.float32, device=logprobs_R.device)[row_R]
     lengths = [len(rows[i].tokens) for i in members]
     return TokenBatch(
         logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R

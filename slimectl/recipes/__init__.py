@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.settings.loading import Layer, from_file
+from slimectl.settings.layers import YAML_SUFFIXES, Layer, from_file, settings_document
 
 DEFAULT = Path("slimectl.toml")
 
@@ -20,6 +19,8 @@ class Recipe:
 
     layer: Layer | None
     words: dict[str, Any]
+    name: str | None = None
+    """Name of a shipped recipe, or the absolute path of another file, by which `find` finds it again."""
 
 
 def names() -> list[str]:
@@ -39,13 +40,13 @@ def find(name: str | None, *, instead: bool, needed: bool) -> Recipe:
             )
         return Recipe(None, {})
     path = Path(name or DEFAULT)
-    if path.suffix != ".toml":
+    if path.suffix not in (".toml", *YAML_SUFFIXES):
         path = Path(__file__).parent / f"{name}.toml"
         if not path.exists():
             matches = difflib.get_close_matches(str(name), names(), n=1)
             hint = f"did you mean {matches[0]}?" if matches else f"known are {', '.join(names())}"
             raise SettingsError(f"recipe {name!r}: unknown; {hint}")
-    layer = from_file(path)
-    recipe_table = tomllib.loads(path.read_text(encoding="utf-8")).get("recipe", {})
+    layer = replace(from_file(path), is_recipe=path.parent == Path(__file__).parent)
+    recipe_table = settings_document(path).get("recipe", {})
     layer.values.setdefault("run", {}).setdefault("name", path.stem)
-    return Recipe(layer, recipe_table)
+    return Recipe(layer, recipe_table, path.stem if layer.is_recipe else str(path.absolute()))

@@ -1,4 +1,4 @@
-"""Tables of engines, policies, trackers, verifiers and executors; other packages add to them by entry points."""
+"""Tables of engines, policies, trackers, verifiers, environments, executors; other packages add by entry points."""
 
 from __future__ import annotations
 
@@ -29,11 +29,28 @@ EXECUTORS = Registry(
         "ray": Part("slimectl.builders.executors:RayBackend"),
     },
 )
+ENVIRONMENTS = Registry(
+    "environment",
+    "slimectl.environments",
+    {
+        "gymnasium": Part("slimectl.environments.gymnasium:Gymnasium"),
+        "harbor": Part("slimectl.environments.harbor:Harbor", library=None),
+        "mcp": Part("slimectl.environments.mcp:Mcp"),
+        "openenv": Part("slimectl.environments.openenv:OpenEnv", library=None),
+        "python": Part("slimectl.environments.user:user_environment", library=None),
+        "reasoning_gym": Part(
+            "slimectl.environments.reasoning_gym:ReasoningGymTasks", package="reasoning-gym", extra="quickstart"
+        ),
+        "textarena": Part("slimectl.environments.textarena:TextArena"),
+        "verifiers": Part("slimectl.environments.verifiers:Verifiers"),
+    },
+)
 TRACKERS = Registry(
     "tracker",
     "slimectl.trackers",
     {
         "jsonl": Part("slimectl.trackers.jsonl:JsonlTracker"),
+        "mlflow": Part("slimectl.trackers.mlflow:MlflowTracker", library="mlflow", files=r"mlflow/.+"),
         "stdout": Part("slimectl.trackers.stdout:console_tracker", renames=True),
         "swanlab": Part(
             "slimectl.trackers.swanlab:SwanlabTracker", library="swanlab", files=r"swanlab/(run-[^/]+/.+|\.gitignore)"
@@ -43,10 +60,11 @@ TRACKERS = Registry(
             library="tensorboard",
             files=r"tensorboard/events\.out\.tfevents\.[^/]+",
         ),
+        "trackio": Part("slimectl.trackers.trackio:TrackioTracker", library="trackio"),
         "wandb": Part(
             "slimectl.trackers.wandb:WandbTracker",
             library="wandb",
-            files=r"wandb/((offline-)?run-[^/]+/.+|debug[^/]*\.log|latest-run)",
+            files=r"wandb/((rank-[^/]+/wandb/)?(offline-)?run-[^/]+/.+|(rank-[^/]+/wandb/)?debug[^/]*\.log|(rank-[^/]+/wandb/)?latest-run)",
         ),
     },
 )
@@ -77,4 +95,4 @@ VERIFIERS = Registry(
     },
 )
 
-__all__ = ["ENGINES", "EXECUTORS", "POLICIES", "TRACKERS", "VERIFIERS", "Part", "Registry"]
+__all__ = ["ENGINES", "ENVIRONMENTS", "EXECUTORS", "POLICIES", "TRACKERS", "VERIFIERS", "Part", "Registry"]

@@ -79,6 +79,10 @@ class Verifier(ABC):
     def extract(self, sample: Sample) -> str | None:
         """The part of the response that is graded; None if there is none."""
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        """Whether two answers to the prompt of `sample` are one to a majority vote; by default, in spelling."""
+        return first == second
+
     def __call__(self, sample: Sample) -> float | dict[str, Any]:
         return self.explain(sample).reward
 
@@ -86,6 +90,10 @@ class Verifier(ABC):
     def slow(self) -> bool:
         """Whether an adversarial answer can cost seconds; then samples are graded in worker processes by default."""
         return False
+
+    def prepare(self) -> None:
+        """Import what grading needs; called once in a worker process, before the time of the first sample begins."""
+        return
 
     @property
     def is_async(self) -> bool:

@@ -97,8 +97,15 @@ def missing(source: Source) -> str:
 
 
 def label_text(sample: Sample, wanted_by: str) -> str:
-    """The label as text: 72.0 becomes "72". Raises RecordError if there is none."""
+    """The label as text: 72.0 becomes "72". Raises RecordError if there is none, or a list or an object."""
     label = sample.label
+    if isinstance(label, list | dict):
+        kind = "a list" if isinstance(label, list) else "an object"
+        raise RecordError(
+            f"sample {sample.index}: label: {kind}, and the {wanted_by} verifier "
+            f"compares with a string or a number; name a part of it by rollout.label_key, or grade by "
+            f"score.custom_rm_path"
+        )
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, and the {wanted_by} verifier compares with it")
     if isinstance(label, float) and label.is_integer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import deque
@@ -110,7 +111,8 @@ class Judge(Remote):
 
     def question(self, sample: Sample) -> str:
         """Fill in the template, in one pass: braces in the model's text are not placeholders."""
-        label = "" if sample.label is None else str(sample.label)
+        label = "" if sample.label is None else sample.label
+        label = json.dumps(label, ensure_ascii=False) if isinstance(label, list | dict) else str(label)
         parts = {"prompt": _as_text(sample.prompt), "response": sample.response, "label": label}
         return _NAMES.sub(lambda name: parts[name[1]], self.template)
 

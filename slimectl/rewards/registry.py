@@ -51,6 +51,10 @@ class WeightedSum(Verifier):
     def slow(self) -> bool:
         return any(part.verifier.slow for part in self.parts)
 
+    def prepare(self) -> None:
+        for part in self.parts:
+            part.verifier.prepare()
+
     @property
     def is_async(self) -> bool:
         return any(part.verifier.is_async for part in self.parts)
@@ -80,6 +84,9 @@ class WeightedSum(Verifier):
     def extract(self, sample: Sample) -> str | None:
         return self.parts[0].verifier.extract(sample)
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return self.parts[0].verifier.same_answer(sample, first, second)
+
 
 BOXED = "boxed_"
 
@@ -98,6 +105,9 @@ class Boxed(Verifier):
     @property
     def slow(self) -> bool:
         return self.inner.slow
+
+    def prepare(self) -> None:
+        self.inner.prepare()
 
     @property
     def is_async(self) -> bool:
@@ -131,6 +141,9 @@ class Boxed(Verifier):
     def extract(self, sample: Sample) -> str | None:
         boxed = last_boxed(sample.response)
         return None if boxed is None else self.inner.extract(replace(sample, response=boxed))
+
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return self.inner.same_answer(sample, first, second)
 
 
 def known_types() -> list[str]:

@@ -61,6 +61,10 @@ class RewardModel(Verifier):
     def patience_s(self) -> float:
         return LOADING_S
 
+    def prepare(self) -> None:
+        """Load the model, before any limit on the time of a sample."""
+        _load_model(self.path, self.device)
+
     def explain(self, sample: Sample) -> Grade:
         return self._verdicts([sample])[0]
 

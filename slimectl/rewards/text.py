@@ -139,6 +139,9 @@ class Numeric(Verifier):
     def extract(self, sample: Sample) -> str | None:
         return text_of(self._find(sample))
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return first == second or exact_number(first) == exact_number(second) is not None
+
     def _find(self, sample: Sample) -> Span | None:
         part = find(sample, self.source)
         number = find_last_number(part.text) if part else None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slimectl import builders
 from slimectl.data.jsonl import write_samples
+from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir, storage_errors, write_text
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.settings import Settings
-from slimectl.stages.evaluate import resolve_dataset_settings, table_of
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import round_perf
+from slimectl.stages.round_timer import RoundTimer
+from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
@@ -39,28 +42,38 @@ class RunRecorder:
         self.critic: Critic | None = None
         """Saved and restored with the policy."""
         self.scores: list[tuple[int, float]] = []
-        """(round, mean reward), for the curve."""
+        """(round, mean reward) for the curve; the loss of demonstrations and preferences."""
         self.evaluations: list[tuple[int, Metrics]] = []
         """(round, metrics) of every evaluation, oldest first."""
+        self._last_save: tuple[int, Metrics] | None = None
+        """Step and duration of the save that the run was resumed from."""
+        self._cut_lines: frozenset[str] = frozenset()
+        """Lines of metrics.jsonl after the checkpoint that the run was resumed from."""
         self._round: Sequence[Sample] = ()
         """The samples of the round whose steps are being recorded."""
+        self._train_data: list[dict[str, Any]] = []
+        """Records of the rows that these steps trained on."""
+        self._checkpoint: Path | None = None
+        """The checkpoint that the run goes on from."""
 
-    def append(self, name: str, line: dict[str, Any]) -> None:
-        path = self.folder.path / name
+    def append(self, name: str, line: dict[str, Any]) -> bool:
+        """Append a line to a file; return whether the run had written the same one before it was resumed."""
+        path, text = self.folder.path / name, json.dumps(line) + "\n"
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text)
+        return text in self._cut_lines
 
     def record(self, report: StepReport) -> None:
-        """Record one optimizer step."""
+        """Record one optimizer step, or a round without one."""
         self._round = report.samples or self._round
-        gpus = self.settings.cluster.rollout_num_gpus or self.settings.num_engines
-        report.timings |= round_perf(self._round, report.timings, gpus=gpus)
-        self.append("metrics.jsonl", report.to_json())
+        self._train_data = [*([] if report.samples else self._train_data), *report.train_data]
+        report.timings |= round_perf(self._round, report.timings, gpus=self.settings.rollout_gpus)
+        again = self.append("metrics.jsonl", report.to_json())
         self.append("perf.jsonl", {"step": report.step, "metrics": report.timings})
-        if "rollout/raw_reward" in report.metrics:
-            self.scores.append((report.rollout_id, report.metrics["rollout/raw_reward"]))
+        if (point := progress(report.metrics)) is not None:
+            self.scores.append((report.rollout_id, point[1]))
         tracked = report.metrics | report.timings
-        self._track(self.hooks.log_rollout(report, tracked) if report.samples else tracked, report.step)
+        self._track(self.hooks.log_rollout(report, tracked) if report.samples else tracked, report.step, again=again)
 
     def record_evaluation(
         self,
@@ -73,38 +86,48 @@ class RunRecorder:
         """Record one evaluation, with the samples of every dataset."""
         metrics["eval/step"] = float(state.rollout_id)
         progress = {"step": state.step, "rollout_id": state.rollout_id, "weight_version": version}
-        self.append("metrics.jsonl", {**progress, "metrics": metrics})
+        again = self.append("metrics.jsonl", {**progress, "metrics": metrics})
         self.append("perf.jsonl", {"step": state.step, "metrics": {"perf/eval_time": seconds}})
         self.evaluations.append((state.rollout_id, metrics))
         tracked = self.hooks.log_eval(state.rollout_id, samples, metrics)
-        self._track(tracked, state.step)
+        self._track(tracked, state.step, again=again)
         for name, dataset_samples in samples.items() if tracked else ():
-            self._log_table(name, dataset_samples, state)
+            self._log_table(name, dataset_samples, state, again=again)
 
-    def _track(self, metrics: Metrics, step: int) -> None:
-        for tracker in self.trackers:
+    def _track(self, metrics: Metrics, step: int, *, again: bool = False) -> None:
+        for tracker in self._trackers_of(again):
             tracker.log(metrics, step=step)
 
-    def _log_table(self, name: str, samples: Sequence[Sample], state: TrainState) -> None:
-        """Log a table with a few answers of an evaluation to the trackers."""
-        key = resolve_dataset_settings(self.settings, name).score.reward_key
-        rows = table_of(samples, self.settings.track.eval_table_rows, reward_key=key)
-        step = state.step if self.settings.track.always_use_train_step else state.rollout_id
-        for tracker in self.trackers if rows else ():
-            tracker.table(f"eval/{name}/samples", rows, step=step)
+    def _trackers_of(self, again: bool) -> list[Tracker]:
+        """Return the trackers of a line; one of a service has it still if the run wrote it before it was resumed."""
+        return [tracker for tracker in self.trackers if not (again and getattr(tracker, "keeps_lines", False))]
 
-    def keep_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+    def _log_table(self, name: str, samples: Sequence[Sample], state: TrainState, *, again: bool) -> None:
+        """Log a table with a few answers of an evaluation to the trackers."""
+        step = state.step if self.settings.track.always_use_train_step else state.rollout_id
+        trackers = self._trackers_of(again)
+        table = builders.sample_table(trackers, self.settings, name, samples)
+        builders.log_samples(trackers, self.settings, name, table, step=step)
+
+    def keep_samples(self, path: Path, samples: Sequence[Sample | Mapping[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_samples(path, samples)
 
+    def keep_round(self, folder: Path, samples: Sequence[Sample]) -> None:
+        """Write the samples of a round, and what its steps trained on, as run.keep_samples says."""
+        if self.settings.run.keep_samples and samples:
+            self.keep_samples(folder / "samples.jsonl", samples)
+        if self._train_data:
+            self.keep_samples(folder / "train_data.jsonl", self._train_data)
+
     def save(self, policy: Policy, state: TrainState, samples: Sequence[Sample]) -> None:
         """Write a checkpoint under the round's number, atomically."""
-        started = time.perf_counter()
         saved_state = {
             "step": state.step,
             "rollout_id": state.rollout_id,
             "weight_version": policy.weight_version,
             "pending": [[execution, asdict(row)] for execution, row in state.pending],
+            "signal": asdict(state.signal),
             "sampling": sampler_state_to_json(self.sampling),
             "sizes": self.folder.sizes(),
             "scores": self.scores,
@@ -117,19 +140,55 @@ class RunRecorder:
             if self.critic is not None:
                 (staged / "critic").mkdir()
                 self.critic.save(staged / "critic")
-            if self.settings.run.keep_samples and samples:
-                self.keep_samples(staged / "samples.jsonl", samples)
+            self.keep_round(staged, samples)
             write_text(staged / "state.json", json.dumps(saved_state) + "\n")
 
-        self.folder.save(state.rollout_id, fill)
-        self.folder.prune(self.settings.run.keep_checkpoints)
-        timings = {"perf/save_model_time": time.perf_counter() - started}
+        builders.flush_trackers(self.trackers)
+        timer = RoundTimer(log_memory=self.settings.track.log_memory)
+        with timer.time("perf/save_model_time", of=policy):
+            self.folder.save(state.rollout_id, fill)
+            self.folder.prune(self.settings.run.keep_checkpoints)
+        timings = {name: value for name, value in timer.take().items() if name.startswith(("perf/save", "memory/"))}
         self.append("perf.jsonl", {"step": state.step, "metrics": timings})
         self._track(timings, state.step)
 
-    def restore(self, policy: Policy, warn: Callable[[str], None]) -> TrainState:
-        """Restore the newest complete checkpoint; without one, the end of the warm-up or the start."""
+    def _lines_after(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Return the lines of metrics.jsonl that a resume cuts off, and trackers of services have got."""
+        with suppress(OSError, UnicodeDecodeError), (self.folder.path / "metrics.jsonl").open("rb") as file:
+            file.seek(sizes.get("metrics.jsonl", 0))
+            return self._cut_lines | frozenset(file.read().decode().splitlines(keepends=True))
+        return self._cut_lines
+
+    def _find_save(self, saved_state: Mapping[str, Any]) -> tuple[int, Metrics] | None:
+        """Find how long it took to write a checkpoint: what follows it in perf.jsonl is cut off by a resume."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with (self.folder.path / "perf.jsonl").open("rb") as file:
+                file.seek(saved_state["sizes"]["perf.jsonl"])
+                line = json.loads(file.readline())
+            if line["step"] == saved_state["step"] and "perf/save_model_time" in line["metrics"]:
+                return line["step"], line["metrics"]
+        return None
+
+    def record_warmup(self, step: int, metrics: Metrics) -> None:
+        """Record one step of the supervised warm-up."""
+        again = self.append("metrics.jsonl", {"step": step, "metrics": metrics})
+        self._track(metrics, step, again=again)
+
+    def track_last_save(self) -> None:
+        """Track again how long the checkpoint took that the run was resumed from, as in a run that was not."""
+        if self._last_save is not None:
+            step, timings = self._last_save
+            for tracker in self.trackers:
+                if getattr(tracker, "cut_back", False) or getattr(tracker, "skips_held", False):  # others have it still
+                    tracker.log(timings, step=step)
+
+    def rewind(self, warn: Callable[[str], None]) -> TrainState:
+        """Go back to the newest complete checkpoint; without one, to the end of the warm-up or the start.
+
+        Records after it are cut off. `load` reads its weights.
+        """
         self.sampling, self.scores, self.evaluations = SamplerState(), [], []
+        self._checkpoint, self._last_save = None, None
         if not self.folder.checkpoints():
             warmup = self.folder.path / "warmup"
             if damage := self.folder.lost_metrics(warmup):
@@ -137,7 +196,9 @@ class RunRecorder:
                     f"{warmup}: {damage}; put it back from a copy, or start the run anew with --force"
                 )
             state = warmup / "state.json"
-            self.folder.cut_back(json.loads(state.read_text())["sizes"] if state.exists() else {})
+            sizes = json.loads(state.read_text())["sizes"] if state.exists() else {}
+            self._cut_lines = self._lines_after(sizes)
+            self.folder.cut_back(sizes)
             return TrainState()
         folder = self.folder.newest(warn)
         self.folder.point_latest(folder)
@@ -149,14 +210,28 @@ class RunRecorder:
                 f"{folder}/state.json: no {missing[0]!r}: another version of slimectl wrote it, and this one cannot go "
                 f"on from there; begin a new run from its weights: --model {folder}"
             )
-        policy.load(folder / "policy")
-        if self.critic is not None:
-            self.critic.load(folder / "critic")
+        self._checkpoint = folder
+        self._last_save, self._cut_lines = self._find_save(saved_state), self._lines_after(saved_state["sizes"])
         self.folder.cut_back(saved_state["sizes"])
+        if self._last_save is not None:
+            self.append("perf.jsonl", {"step": self._last_save[0], "metrics": self._last_save[1]})
         self.sampling = sampler_state_from_json(saved_state["sampling"])
         self.scores = [(number, score) for number, score in saved_state["scores"]]
         self.evaluations = [(number, metrics) for number, metrics in saved_state["evaluations"]]
-        return load_state(folder, policy)
+        return _state_of(saved_state)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run had recorded something before `rewind`."""
+        return self._checkpoint is not None or bool(self._cut_lines)
+
+    def load(self, policy: Policy) -> None:
+        """Load the checkpoint that `rewind` went back to, if there is one, into the policy and the critic."""
+        if self._checkpoint is None:
+            return
+        policy.load(self._checkpoint / "policy")
+        if self.critic is not None:
+            self.critic.load(self._checkpoint / "critic")
 
 
 def load_state(folder: Path, policy: Policy) -> TrainState:
@@ -167,11 +242,15 @@ def load_state(folder: Path, policy: Policy) -> TrainState:
     file = folder / "state.json"
     if not file.exists():
         return TrainState(step=int(policy.weight_version))
-    saved_state = json.loads(file.read_text())
+    return _state_of(json.loads(file.read_text()))
+
+
+def _state_of(saved_state: Mapping[str, Any]) -> TrainState:
     # Checkpoints up to 0.1.0 name the loss weights of a row "weights".
     rows = [
         (execution, {"loss_weights" if name == "weights" else name: values for name, values in row.items()})
         for execution, row in saved_state["pending"]
     ]
     pending = [(execution, TrainingSample(**row)) for execution, row in rows]
-    return TrainState(step=saved_state["step"], rollout_id=saved_state["rollout_id"], pending=pending)
+    signal = SignalCount(**saved_state.get("signal", {}))  # which checkpoints of older versions lack
+    return TrainState(saved_state["step"], saved_state["rollout_id"], pending, signal)

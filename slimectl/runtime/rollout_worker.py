@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl import builders
 from slimectl.data.io import is_pipe
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import Agent, Executor, Policy, RewardFn
+from slimectl.protocols import NO_PROGRESS, Agent, Executor, Policy, Progress, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
 from slimectl.stages.rounds import sampled_rounds
@@ -35,22 +35,24 @@ class RolloutWorker:
     def __init__(
         self, settings: Settings, model: Path, *, addresses: Sequence[str] = (), workers: Sequence[str] = ()
     ) -> None:
-        self.settings = settings
         self.tokenizer = builders.tokenizer(model)
+        if addresses:
+            self.engine: Any = builders.client(settings, model, self.tokenizer, addresses, workers)
+        else:
+            self.engine = builders.engine(settings, model, self.tokenizer, load=False)
+        self.settings = settings = builders.hook_settings(settings, self.engine, model)
         self.reward = builders.reward(settings)
         self.agent = builders.agent(settings)
         self.hooks = UserHooks(settings)
         self.source = builders.data_source(settings)
         self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
         self.graders = builders.graders()
-        if addresses:
-            self.engine: Any = builders.client(settings, model, self.tokenizer, addresses, workers)
-        else:
-            self.engine = builders.engine(settings, model, self.tokenizer, load=False)
+        self.progress: Progress = NO_PROGRESS
+        """Told how far a round is sampled; a process or thread of its own has none to tell."""
 
     def rounds(self, state: SamplerState) -> Iterator[RolloutBatch]:
         """Yield scored rounds, continuing from `state`."""
-        return sampled_rounds(
+        rounds = sampled_rounds(
             self._prompts(state.position) if self.source is None else iter(()),
             self.engine,
             self.tokenizer,
@@ -62,7 +64,21 @@ class RolloutWorker:
             source=self.source,
             count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
             state=state.snapshot(),
+            progress=self.progress,
         )
+        return self._separate(rounds)
+
+    def _separate(self, rounds: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
+        """Yield the rounds; none finds prefixes of the one before."""
+        for batch in rounds:
+            self._forget_prefixes()
+            yield batch
+
+    def _forget_prefixes(self) -> None:
+        """Empty the prefix cache of an engine in this process, so that a resumed run has the digits of an undisturbed
+        one: those of a prompt depend, at the end, on how much of it is computed."""
+        if forget := getattr(self.engine, "forget_prefixes", None):
+            forget()
 
     def _prompts(self, start: int) -> Iterator[Prompt]:
         run = self.settings.run
@@ -108,7 +124,9 @@ class RolloutWorker:
             rollout_id=rollout_id, left_out=too_long.append, hooks=UserHooks(settings),
         )  # fmt: skip
         answer = answer_extractor(reward)
-        return list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long)), metrics
+        summed = list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long))
+        self._forget_prefixes()
+        return summed, metrics
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str) -> None:
         """Load new weights into the embedded engine."""
@@ -148,6 +166,11 @@ class RolloutService:
         except BaseException:
             self.close()
             raise
+
+    def report_to(self, progress: Progress) -> None:
+        """Let the sampler tell how far a round is, if it samples in the thread that waits for the round."""
+        if isinstance(self.sampler, RolloutWorker) and not self._settings.run.async_level:
+            self.sampler.progress = progress
 
     def sync(self, policy: Policy) -> WeightSynchronizer:
         """Return the synchronizer that pushes this policy's weights to the engines."""

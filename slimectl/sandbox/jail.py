@@ -58,30 +58,30 @@ def main(parent: int, tests_fd: int, verdicts_fd: int) -> None:
 
         for case in job["cases"]:
             case["serve"] = serve
-    _isolate(job, judged=judged)
+    isolate(job, judged=judged)
     judges, supervisor_end = 0, None
     if judged:
         import socket
 
         supervisor_end, judges_end = socket.socketpair()
-        judges = _fork(job, lambda: _run_judges(job, proc, judges_end, tests_fd, verdicts_fd))
+        judges = fork_supervisor(job, lambda: _run_judges(job, proc, judges_end, tests_fd, verdicts_fd))
         judges_end.close()
         os.close(tests_fd)
         os.close(verdicts_fd)
-    status = os.waitpid(_fork(job, lambda: _run_programs(job, proc, supervisor_end)), 0)[1]
+    status = os.waitpid(fork_supervisor(job, lambda: _run_programs(job, proc, supervisor_end)), 0)[1]
     if judges:
         os.kill(judges, signal.SIGTERM)
         os.waitpid(judges, 0)
     sys.exit(bool(status))
 
 
-def _isolate(job: dict[str, Any], *, judged: bool) -> None:
+def isolate(job: dict[str, Any], *, judged: bool) -> None:
     """Enter namespaces, or without them see that everything else that confines a program can be had."""
     if job["isolated"]:
         enter_namespaces()
         job["uid"] = unprivileged_uid()
-        isolate_filesystem(job["home"], job["readable"], job["disk_mib"])
-        job["writable"] = ["/tmp", "/dev/shm"]
+        job["writable"] = ["/tmp", "/dev/shm", *job.get("folders", ())]
+        isolate_filesystem(job["home"], job["readable"], job["disk_mib"], job["writable"])
         # Supervisors and judge; the launchers too, where we have one user for all.
         job["other_processes"] = (1 + 2 * judged) if job["uid"] is not None else (3 + 3 * judged)
         if os.getuid() == 0:
@@ -110,7 +110,7 @@ def _count_tasks(uid: int) -> int:
     return count
 
 
-def _fork(job: dict[str, Any], action: Callable[[], None]) -> int:
+def fork_supervisor(job: dict[str, Any], action: Callable[[], None]) -> int:
     """Start a supervisor, in a process namespace of its own where there are namespaces; return what to wait for."""
     parent = os.getpid()
     child = os.fork()
@@ -137,7 +137,7 @@ def _supervise(job: dict[str, Any], parent: int, action: Callable[[], None]) -> 
     action()
 
 
-def _supervisor(job: dict[str, Any], proc: int) -> Supervisor:
+def supervisor_of(job: dict[str, Any], proc: int) -> Supervisor:
     """A supervisor that, without namespaces, ends what it started when it is told to end."""
     supervisor = Supervisor(job, ProcessTree(proc))
     if not job["isolated"]:
@@ -151,7 +151,7 @@ def _supervisor(job: dict[str, Any], proc: int) -> Supervisor:
 
 
 def _run_programs(job: dict[str, Any], proc: int, judges: socket.socket | None) -> None:
-    supervisor = _supervisor(job, proc)
+    supervisor = supervisor_of(job, proc)
     write_all(1, b'{"ready": true}\n')
     supervisor.run_cases(lambda case: play(job, case), judges, 1)
 
@@ -165,7 +165,7 @@ def _run_judges(job: dict[str, Any], proc: int, control: socket.socket, tests_fd
     job["cases"], job["program"] = [], ""
     with open(tests_fd) as file:
         tests = json.load(file)
-    supervisor = _supervisor(job, proc)
+    supervisor = supervisor_of(job, proc)
     while True:
         message, fds, _, _ = socket.recv_fds(control, 100, 1)
         if not fds:

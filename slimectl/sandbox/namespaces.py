@@ -88,10 +88,10 @@ def enter_pid_namespace() -> None:
     check_errno(libc.unshare(CLONE_NEWPID), "unshare")
 
 
-def isolate_filesystem(home: str, readable: list[str], disk_mib: int) -> None:
-    """Enter a root folder that holds `readable` paths, read-only, and an empty /tmp in memory; no other file.
+def isolate_filesystem(home: str, readable: list[str], disk_mib: int, writable: list[str]) -> None:
+    """Enter a root folder that holds `readable` paths, read-only, and `writable` ones, empty in memory; no other file.
 
-    /dev/shm and /tmp are folders of one file system, so that `disk_mib` bounds both together.
+    The latter are folders of one file system, so that `disk_mib` bounds them together.
     """
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -99,7 +99,7 @@ def isolate_filesystem(home: str, readable: list[str], disk_mib: int) -> None:
     os.makedirs(scratch)
     size = f"size={disk_mib}m,nr_inodes={MAX_FILES},mode=755"
     _mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    for folder in ("/tmp", "/dev/shm"):  # first: the interpreter may live below /tmp
+    for folder in writable:  # first: the interpreter may live below /tmp
         source, target = scratch + "/" + folder.replace("/", "_"), home + folder
         os.makedirs(target)
         os.mkdir(source)

@@ -73,9 +73,14 @@ class Outcome:
 
 
 def run_program(
-    program: str, cases: list[dict[str, Any]], limits: Limits, *, allow_unsandboxed_namespaces: bool = False
+    program: str,
+    cases: list[dict[str, Any]],
+    limits: Limits,
+    *,
+    allow_unsandboxed_namespaces: bool = False,
+    purpose: str = "score.rm_type=code",
 ) -> list[Outcome]:
-    """Run a Python program once for every case, each time afresh; one outcome a case.
+    """Run a Python program once for every case, each time afresh; one outcome a case. Errors begin with `purpose`.
 
     A case is {input: text for stdin}, {code: statements to run after it} or {call: function, arguments: list}.
     Statements run in a process of their own (see judge.py); what they expect never enters the program's.
@@ -102,18 +107,18 @@ def run_program(
     folder, looked at every 50 ms, and one that was removed while it is mapped is not counted.
     """
     if sys.platform != "linux":
-        raise BackendError("score.rm_type=code: programs are shut in by Linux namespaces; grade them on Linux")
+        raise BackendError(f"{purpose}: programs are shut in by Linux namespaces; do this on Linux")
     outcomes, refusal = _attempt(program, cases, limits, isolated=True)
     if refusal and allow_unsandboxed_namespaces:
         outcomes, weaker_refusal = _attempt(program, cases, limits, isolated=False)
         if weaker_refusal:
             raise BackendError(
-                f"score.rm_type=code: the kernel grants no sandbox ({refusal}), and without namespaces a program "
-                f"cannot be confined ({weaker_refusal}); allow user namespaces, or grade on another machine"
+                f"{purpose}: the kernel grants no sandbox ({refusal}), and without namespaces a program cannot be "
+                f"confined ({weaker_refusal}); allow user namespaces, or do this on another machine"
             )
     elif refusal:
         raise BackendError(
-            f"score.rm_type=code: the kernel grants no sandbox ({refusal}); allow user namespaces (Docker: "
+            f"{purpose}: the kernel grants no sandbox ({refusal}); allow user namespaces (Docker: "
             f"--security-opt seccomp=unconfined), or accept less: score.rm_options.allow_unsandboxed_namespaces=true"
         )
     missing = len(cases) - len(outcomes)
@@ -128,7 +133,7 @@ def _attempt(program: str, cases: list[dict[str, Any]], limits: Limits, *, isola
             program_filter = call_filter(limit_signals=not isolated)
         except ValueError as error:
             return [], str(error)
-        job = {"program": program, "isolated": isolated, "home": home, "readable": _readable(),
+        job = {"program": program, "isolated": isolated, "home": home, "readable": readable_paths(),
                "cases": [{"judged": True} if "code" in case else case for case in cases],
                "filter": program_filter.hex(), **asdict(limits)}  # fmt: skip
         lines, verdicts = _run_jail(job, tests, limits)
@@ -236,7 +241,7 @@ def _read(pipes: dict[int, int], seconds: float) -> list[bytes]:
     return [b"".join(pieces[pipe]) for pipe in pipes]
 
 
-def _readable() -> list[str]:
+def readable_paths() -> list[str]:
     """Return what the interpreter needs: itself, its libraries, its packages; no path inside an earlier one."""
     readable: list[str] = []
     for path in (*SYSTEM, sys.base_prefix, sys.prefix, os.path.dirname(os.path.realpath(sys.executable))):

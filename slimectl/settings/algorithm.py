@@ -7,22 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from slimectl.settings.needs import AlgorithmSection, Need, Reduction
-from slimectl.settings.rollout_algorithms import (
-    Cispo,
-    Dapo,
-    DrGrpo,
-    Gmpo,
-    Grpo,
-    Gspo,
-    MaxRl,
-    Opd,
-    Opo,
-    Ppo,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    Rloo,
-    Sapo,
-)
+from slimectl.settings.rollout_algorithms import RolloutAlgorithm
 
 
 class Sft(AlgorithmSection):
@@ -99,26 +84,7 @@ class RewardModel(Pairwise):
     label_smoothing: ClassVar[float] = 0.0
 
 
-AlgorithmSettings = Annotated[
-    Grpo
-    | DrGrpo
-    | Dapo
-    | Gspo
-    | Cispo
-    | Sapo
-    | Gmpo
-    | Rloo
-    | Opo
-    | MaxRl
-    | ReinforcePlusPlus
-    | ReinforcePlusPlusBaseline
-    | Ppo
-    | Opd
-    | Sft
-    | Dpo
-    | RewardModel,
-    Field(discriminator="name"),
-]
+AlgorithmSettings = Annotated[RolloutAlgorithm | Sft | Dpo | RewardModel, Field(discriminator="name")]
 ALGORITHMS: dict[str, type[AlgorithmSection]] = {
     cls.model_fields["name"].default: cls for cls in get_args(get_args(AlgorithmSettings)[0])
 }

@@ -19,11 +19,26 @@ KEYS = {
     },
     "sft_warmup": {"until_accuracy": "target_accuracy"},
     "sglang": {"groups": "server_groups"},
+    "track": {
+        "track_with": "with",
+        "tracker_kwargs": "kwargs",
+        "wandb_project": "project",
+        "wandb_team": "entity",
+        "wandb_group": "group",
+        "wandb_mode": "mode",
+        "wandb_dir": "dir",
+        "wandb_host": "host",
+        "wandb_key": "api_key",
+        "wandb_run_id": "run_id",
+        "wandb_always_use_train_step": "always_use_train_step",
+        "disable_wandb_random_suffix": "random_suffix",
+        "eval_table_rows": "samples",
+    },
     "train": {"policy": "backend", "share_prompts": "share_prompt_prefix"},
 }
-"""Section -> old key -> key."""
+"""Section -> old key -> key; those of [track] are ROLL's and slime's."""
 
-INVERTED = ("eval.skip_before_train",)
+INVERTED = ("eval.skip_before_train", "track.disable_wandb_random_suffix")
 """Old switches that mean the opposite of the new ones."""
 
 VALUES: dict[str, dict[Any, str]] = {
@@ -31,6 +46,38 @@ VALUES: dict[str, dict[Any, str]] = {
     "algorithm.pairs": {"extremes": "best_worst"},
 }
 """Setting -> old value -> value."""
+
+
+TRACKER_SWITCHES = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
+"""Slime's switches of a tracker, and its name in track.with."""
+TENSORBOARD_FOLDER = ("tb_project_name", "tb_experiment_name")
+"""Slime's names of the folder of TensorBoard: tensorboard_log/PROJECT/EXPERIMENT."""
+
+
+def with_tracker_names(document: dict[str, Any]) -> dict[str, Any]:
+    """The document of a settings file, with the tracker options of ROLL and slime moved into [track].
+
+    In their files these stand at the top level, or in [track] here.
+
+    >>> with_tracker_names({"track_with": "wandb", "use_tensorboard": True})
+    {'track': {'track_with': ['wandb', 'tensorboard']}}
+    """
+    names = {*KEYS["track"], *TRACKER_SWITCHES, *TENSORBOARD_FOLDER}
+    track = document.get("track", {})
+    if not isinstance(track, dict) or not names & {*document, *track}:
+        return document
+    track = track | {name: document[name] for name in document if name in names}
+    selected = [track.pop(switch, False) and tracker for switch, tracker in TRACKER_SWITCHES.items()]
+    if any(selected):
+        key = "track_with" if "track_with" in track else "with"
+        trackers = track.get(key, ["stdout"])
+        track[key] = [*([trackers] if isinstance(trackers, str) else trackers), *filter(None, selected)]
+    folder = [str(track.pop(name)) for name in TENSORBOARD_FOLDER if name in track]
+    if folder:
+        key = "tracker_kwargs" if "tracker_kwargs" in track else "kwargs"
+        arguments = {"log_dir": "/".join(["tensorboard_log", *folder])}
+        track[key] = {"tensorboard": arguments} | track.get(key, {})
+    return {name: value for name, value in document.items() if name not in names} | {"track": track}
 
 
 def current_section(section: str) -> str:

@@ -11,7 +11,8 @@ from slimectl.redaction import redact
 from slimectl.settings import aliases
 
 PositiveInt = Annotated[int, Field(ge=1)]
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)]
+ListOfTexts = BeforeValidator(lambda value: [value] * bool(value) if isinstance(value, str) else value)
+Texts = Annotated[list[str], ListOfTexts]
 """A list of strings; a single string means a list of one, an empty string an empty list: `-s sft_warmup.data=`."""
 
 
@@ -38,7 +39,8 @@ class Section(BaseModel):
             new = aliases.KEYS.get(type(self).section_name, {}).get(name)
             if new is None:
                 return super().__getattr__(name)
-            return aliases.current_value(self.section_name, name, getattr(self, new))  # an inversion is its own inverse
+            field = new if new in type(self).model_fields else f"{new}_"  # `with` is a word of Python
+            return aliases.current_value(self.section_name, name, getattr(self, field))  # an inversion inverts itself
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Names and values for the repr, with secrets masked: tracebacks and test reports print settings."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimectl.registry import ENGINES
+from slimectl.settings.effects import ineffective
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.root import Settings
 from slimectl.settings.run import RunSettings
-from slimectl.settings.train import TrainSettings, megatron_conflicts
+from slimectl.settings.train import megatron_conflicts, offload_conflicts
 
+OF_ATTEMPTS = ("env", "agent", "custom_generate_function_path", "function_path")
+"""Settings of which each says what an attempt is."""
 OF_ROUNDS = ("dynamic_sampling_filter_path", "buffer_filter_path", "over_sampling_batch_size", "partial_rollout")
 """Keys of [rollout] that control how a round is filled, which rollout.function_path replaces."""
 
@@ -42,13 +45,21 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if run.num_rollout and run.num_epoch:
         yield "run.num_rollout and run.num_epoch exclude each other; give one of them"
+    if run.profile and run.num_rollout and run.profile[0] > run.num_rollout:
+        yield (
+            f"run.profile: round {run.profile[0]} is never reached, as run.num_rollout is {run.num_rollout}; name an "
+            f"earlier round, or raise the latter"
+        )
     if rollout.min_new_tokens > rollout.max_response_len:
         yield (
             f"rollout.min_new_tokens: {rollout.min_new_tokens} is above rollout.max_response_len: "
             f"{rollout.max_response_len}; lower it or raise the latter"
         )
-    if settings.eval.interval and not settings.eval.data:
-        yield "eval.interval needs datasets; add eval.data.NAME = PATH or drop it"
+    if len(rewards := [key for key in ("custom_rm_path", "rm", "rm_type") if getattr(settings.score, key)]) > 1:
+        yield f"score.{' and score.'.join(rewards)} exclude each other; give one of them, or set the other to none"
+    for name, dataset in settings.eval.datasets.items():
+        if dataset.rm_type and dataset.custom_rm_path:
+            yield f"eval.data.{name}: rm_type and custom_rm_path exclude each other; give one of them"
     yield from _greedy_repeats(settings.eval, rollout)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr:g} is above train.lr: {train.lr:g}; swap them"
@@ -59,28 +70,47 @@ def conflicts(settings: Settings) -> Iterator[str]:
     if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
         lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
         yield f"train.balance_by_flops needs train.{lacking} = true; set it or drop train.balance_by_flops"
-    if train.micro_batch_size > 1 and train.use_dynamic_batch_size:
-        yield (
-            f"train.micro_batch_size: {train.micro_batch_size} has no effect with train.use_dynamic_batch_size; set "
-            f"that to false, or drop train.micro_batch_size"
-        )
     if train.freeze_params_name_list and train.only_train_params_name_list:
         yield "train.freeze_params_name_list and train.only_train_params_name_list exclude each other; give one of them"
-    yield from _adapter_contradictions(train)
+    if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
+        yield "track.mode: shared is a mode of wandb alone; add wandb to track.with, or set another mode"
     yield from _placement_contradictions(settings)
+    yield from offload_conflicts(train, settings.megatron)
     yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
+    yield from _save_format_contradictions(settings)
     yield from _hook_conflicts(settings)
+    yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
+    yield from (line for _, _, line in ineffective(settings))
 
 
-def _adapter_contradictions(train: TrainSettings) -> Iterator[str]:
-    """Conflicts between LoRA and the selection of trained weights."""
-    for key in ("freeze_params_name_list", "only_train_params_name_list"):
-        if train.lora_rank is not None and getattr(train, key):
-            yield f"train.{key} has no effect with train.lora_rank: adapters alone are trained; drop one of the two"
-    for key in ("lora_alpha", "lora_load"):
-        if train.lora_rank is None and getattr(train, key):
-            yield f"train.{key} has no effect without train.lora_rank; give the rank, or drop it"
+def _shadowed_settings(settings: Settings) -> Iterator[str]:
+    """Keys of [custom] under which hooks would read another value than the program has."""
+    sections = {name: getattr(settings, name) for name in type(settings).model_fields if name != "custom"}
+    for key in settings.custom.entries():
+        names = [f"{name}.{key}" for name, section in sections.items() if key in type(section).model_fields]
+        names += [
+            f"{name}.{key.removeprefix(f'{name}_')}"
+            for name, section in sections.items()
+            if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in type(section).model_fields
+        ]
+        if key in sections or names:
+            name = names[0] if names else f"[{key}]"
+            yield f"custom.{key}: hooks read {name} as args.{key}; set that, or give yours another name"
+
+
+def _save_format_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts of torch_dist, which holds the weights of a language model alone, with what else is trained."""
+    critic = settings.algorithm.critic_options
+    if settings.megatron.save_format == "hf" or settings.train.backend != "megatron":
+        return
+    if settings.train.lora_rank is not None:
+        yield "megatron.save_format: torch_dist has no adapters; set hf with train.lora_rank, and convert that"
+    if settings.algorithm.trained_output == "values" or (critic is not None and critic.shared):
+        yield (
+            f"megatron.save_format: torch_dist has no value head, which {settings.algorithm.name} trains in the same "
+            f"model; set hf"
+        )
 
 
 def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Iterator[str]:
@@ -88,7 +118,7 @@ def _greedy_repeats(evaluation: EvalSettings, rollout: RolloutSettings) -> Itera
     for name, dataset in evaluation.datasets.items():
         temperature = evaluation.temperature if dataset.temperature is None else dataset.temperature
         n = dataset.n_samples_per_prompt or evaluation.n_samples_per_prompt
-        agent = dataset.custom_generate_function_path or rollout.custom_generate_function_path
+        agent = dataset.custom_generate_function_path or any(getattr(rollout, key) for key in OF_ATTEMPTS[:3])
         if temperature == 0 and n > 1 and not agent:
             yield (
                 f"eval.data.{name}: temperature 0 gives all {n} answers to a prompt alike; set n_samples_per_prompt = "
@@ -114,18 +144,11 @@ def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterat
             f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} exclude each other: further "
             f"rounds are under way already; drop one"
         )
-    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
-        yield "rollout.mask_offpolicy_in_partial_rollout needs rollout.partial_rollout = true; set it or drop this"
 
 
 def _placement_contradictions(settings: Settings) -> Iterator[str]:
     """Conflicts between engines, weight transports and the cluster."""
     engine, sync, cluster = settings.engine, settings.sync, settings.cluster
-    if cluster.ray_address and cluster.executor != "ray":
-        yield (
-            f'cluster.ray_address has no effect with cluster.executor = "{cluster.executor}"; set '
-            f'cluster.executor = "ray"'
-        )
     if cluster.actor_num_nodes > 1 and cluster.executor == "local":
         yield f'cluster.actor_num_nodes: {cluster.actor_num_nodes} machines need cluster.executor = "ray"'
     gpus_per_engine = cluster.rollout_num_gpus_per_engine
@@ -161,8 +184,6 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
             "sglang.server_groups excludes sglang.prefill_num_servers and engine.num_engines: it names every engine "
             "itself"
         )
-    if engine.backend != "sglang" and (settings.sglang.server_groups or settings.sglang.prefill_num_servers):
-        yield 'sglang.server_groups and sglang.prefill_num_servers are for SGLang; set engine.backend = "sglang"'
     if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):
         yield (
             f"engine.router: {engine.router}: sglang-router does not forward to {engine.backend}; set engine.router = "
@@ -180,7 +201,11 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
 def _hook_conflicts(settings: Settings) -> Iterator[str]:
     """Conflicts of a hook with another setting, each as a line that names both keys and the remedy."""
     algorithm, rollout, train = settings.algorithm, settings.rollout, settings.train
-    run, sync = settings.run, settings.sync
+    run = settings.run
+    for one, *others in (OF_ATTEMPTS, OF_ATTEMPTS[1:]):
+        for key in others:
+            if getattr(rollout, one) and getattr(rollout, key):
+                yield f"rollout.{one} and rollout.{key} exclude each other: both are the attempt; drop one"
     for key in OF_ROUNDS:
         if rollout.function_path and getattr(rollout, key):
             yield f"rollout.function_path and rollout.{key} exclude each other: the function fills rounds; drop one"
@@ -194,11 +219,6 @@ def _hook_conflicts(settings: Settings) -> Iterator[str]:
         for key in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
             if getattr(train, key):
                 yield f"train.custom_loss_function_path and train.{key} exclude each other: the loss is yours; drop one"
-    if sync.custom_post_write_path and sync.transport not in ("disk", "delta"):
-        yield (
-            f'sync.custom_post_write_path has no effect with sync.transport = "{sync.transport}", which '
-            f"writes no files; set disk or delta, or drop it"
-        )
     if algorithm.trains_on != "rollouts":
         sections = {"rollout": rollout, "score": settings.score, "train": train}
         for name in OF_POLICY_GRADIENTS:

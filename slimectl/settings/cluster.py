@@ -38,6 +38,9 @@ class ClusterSettings(Section):
     colocate: bool = False
     """Engines and trainer share the same GPUs, in turns."""
 
+    offload_train: bool = True
+    """With colocate: weights, gradients and optimizer of the trainer are in host memory while engines sample."""
+
     @property
     def ranks(self) -> int:
         return self.actor_num_nodes * self.actor_num_gpus_per_node

@@ -25,11 +25,19 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights and KV cache; float32 agrees with the trainer to the last digits, bfloat16 is faster."""
 
+    load: str | None = None
+    """Hugging Face directory that SGLang or vLLM servers hold, where it is the policy's model in fp8 (`slimectl convert
+    --quantize fp8`): pushes are quantized as its config.json says."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; auto takes the GPU if there is one."""
 
     max_running_requests: PositiveInt = 64
     """Sequences that an embedded engine decodes at the same time; more wait and join as others finish."""
+
+    prefix_cache_gib: Annotated[float, Field(ge=0)] = 1.0
+    """Memory, in GiB, in which an embedded engine keeps keys and values of prompts and answers that have ended, for
+    prompts that begin with them: the next turn of a conversation, siblings, a common system prompt. 0 keeps none."""
 
     url: Texts = []
     """Running servers to use instead of starting any: vLLM's for backend vllm, else SGLang's or `slimectl serve`."""

@@ -60,7 +60,7 @@ class Dataset(Section):
     """Verifier; it goes before score.custom_rm_path and score.rm."""
 
     custom_rm_path: str | None = None
-    """Your own reward function; it goes before rm_type."""
+    """Your own reward function, instead of rm_type."""
 
     reward_key: str | None = None
     """Which entry of a reward that is a dict counts."""
@@ -80,7 +80,8 @@ class EvalSettings(Section):
     section_name: ClassVar[str] = "eval"
 
     data: dict[str, str | Dataset] = {}
-    """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and settings of its own."""
+    """Datasets by name: each a prompt source, or a table [eval.data.NAME] with `path` and settings of its own. Of
+    demonstrations and preferences without a verifier, `slimectl train` measures the loss."""
 
     @field_validator("data", mode="before")
     @classmethod

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 from slimectl.settings.base import Section
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "none"]
-Surrogate = Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo"]
 Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 
 

@@ -9,14 +9,7 @@ from pydantic import Field
 
 from slimectl.redaction import REFERENCES
 from slimectl.settings.base import Texts
-from slimectl.settings.needs import AlgorithmSection, Baseline, Need, Reduction, Surrogate, TeacherOptions
-
-REQUIRES_SWITCH = {
-    "use_tis": ("tis_batch_normalize",),
-    "use_rs": ("rs_level", "rs_clip", "rs_clip_low"),
-    "use_opsm": ("opsm_delta",),
-}
-"""Keys without effect while their switch is off. TIS bounds are not among them: their would-be effect is reported."""
+from slimectl.settings.needs import AlgorithmSection, Baseline, Need, Reduction, TeacherOptions
 
 
 class PolicyGradient(AlgorithmSection):
@@ -24,8 +17,8 @@ class PolicyGradient(AlgorithmSection):
 
     baseline: ClassVar[Baseline] = "group_mean"
 
-    surrogate: ClassVar[Surrogate] = "ppo_clip"
-    """What is minimised with the advantages."""
+    surrogate: ClassVar[str] = "ppo_clip"
+    """Name of the surrogate that is minimised (SURROGATES in algorithms/surrogates.py)."""
 
     learns_from_rewards: ClassVar[bool] = True
     """Off if rewards are reported and nothing else."""
@@ -33,8 +26,8 @@ class PolicyGradient(AlgorithmSection):
     name: str
     """Which algorithm."""
 
-    drop_zero_std_groups: bool = True
-    """Leave out groups whose rewards are all equal: they carry no signal, only weight in the mean."""
+    drop_zero_std_groups: bool = False
+    """Leave out groups whose rewards are all equal (DAPO): the others then weigh more, and the step is larger."""
 
     calculate_per_token_loss: bool = False
     """Mean over all tokens of the step rather than over rollouts of each one's mean."""
@@ -185,7 +178,6 @@ class PolicyGradient(AlgorithmSection):
             yield "algorithm.calculate_per_token_loss and algorithm.fixed_length are two reductions; give one of them"
         yield from self._teacher_conflicts(temperature)
         yield from self._correction_conflicts()
-        yield from self._ineffective_keys()
 
     def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
         urls = self.opd_teacher_url
@@ -216,20 +208,6 @@ class PolicyGradient(AlgorithmSection):
                 f"algorithm.tis_clip_low: {self.tis_clip_low:g} has no effect with algorithm.tis_mode = "
                 f'"truncate", which holds the upper bound only; set tis_mode = "clip" or drop it'
             )
-
-    def _ineffective_keys(self) -> Iterator[str]:
-        if self.ref_update_interval and Need.REFERENCE not in self.needs:
-            yield (
-                "algorithm.ref_update_interval has no effect without a divergence from the reference; set "
-                "algorithm.kl_coef or algorithm.kl_loss_coef, or drop it"
-            )
-        for key in ("opd_teacher_load", "opd_teacher_url"):
-            if getattr(self, key) and not self.opd_kl_coef:
-                yield f"algorithm.{key} has no effect with algorithm.opd_kl_coef = 0; set opd_kl_coef or drop it"
-        for switch, keys in REQUIRES_SWITCH.items():
-            for key in keys:
-                if not getattr(self, switch) and getattr(self, key) != type(self).model_fields[key].default:
-                    yield f"algorithm.{key} has no effect without algorithm.{switch} = true; set that or drop it"
 
 
 class RatioBounds(PolicyGradient):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slimectl import __version__
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.base import Section
 from slimectl.settings.root import Settings
@@ -31,6 +32,37 @@ def entries() -> Iterator[Entry]:
         yield Entry(f"algorithm.{name}", name, "algorithm", text)
         yield from _section_entries(f"algorithm.{name}", cls)
     yield from _section_entries("algorithm", type(Settings().algorithm))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a settings file: [algorithm] by its name, and "none" where a setting may be none."""
+    schema: dict[str, Any] = _with_none(Settings.model_json_schema(by_alias=True))
+    references = schema["properties"]["algorithm"]["discriminator"]["mapping"]
+    default = Settings().algorithm.name
+    choices = [
+        {"if": {"properties": {"name": {"const": name}}, "required": ["name"]}, "then": {"$ref": reference}}
+        for name, reference in references.items()
+    ]
+    schema["properties"]["algorithm"] = {
+        "type": "object",
+        "properties": {"name": {"enum": list(ALGORITHMS), "default": default}},
+        "allOf": [*choices, {"if": {"not": {"required": ["name"]}}, "then": {"$ref": references[default]}}],
+    }
+    schema["properties"]["recipe"] = {"type": "object", "description": "Title of a recipe and commands to try next."}
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:slimectl:settings:{__version__}"}
+    return dialect | schema
+
+
+def _with_none(schema: Any) -> Any:
+    """Return a schema in which "none" is allowed where null is, since TOML has no null."""
+    if isinstance(schema, list):
+        return [_with_none(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: _with_none(part) for key, part in schema.items()}
+    if {"type": "null"} in parts.get("anyOf", ()):
+        parts["anyOf"].append({"const": "none"})
+    return parts
 
 
 def _section_entries(prefix: str, cls: type[Section]) -> Iterator[Entry]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from slimectl.settings.base import PositiveInt, Section, Texts
 
@@ -13,16 +14,19 @@ class RolloutSettings(Section):
     """Prompts in, samples out."""
 
     data: Texts = []
-    """Prompt sources: files, globs, path@[a:b] slices, -, reasoning_gym:TASK?key=value, module:function?key=value."""
+    """Prompt sources: files, globs, path@[a:b] slices, -, folders of save_to_disk, data sets of the hub (org/name,
+    org/name/FILES), reasoning_gym:TASK?key=value, module:function?key=value, and env, the tasks of `env` below."""
 
     data_weights: list[Annotated[float, Field(gt=0)]] = []
     """Mix the sources of `data`: how often a prompt comes from each, in proportion; one after another where empty."""
 
     input_key: str = "prompt"
-    """Key of the prompt in a row: a string, or a chat list of {role, content}."""
+    """Key of the prompt in a row: a string, or a chat list of {role, content}. A dotted key is a path into objects.
+    Where a row has no `prompt`, the columns of other published formats are recognized (docs/records.md)."""
 
     label_key: str = "label"
-    """Key of the ground truth in a row."""
+    """Key of the ground truth in a row, e.g. reward_model.ground_truth; where there is no `label`, the column of an
+    answer."""
 
     metadata_key: str = "metadata"
     """Key of the metadata in a row."""
@@ -31,7 +35,8 @@ class RolloutSettings(Section):
     """Key of the tool schemas in a row."""
 
     apply_chat_template: bool = False
-    """Wrap string prompts as one user message in the model's chat template; chat lists always are."""
+    """Wrap string prompts as one user message in the model's chat template; chat lists always are. Where it is not set
+    and the model has a template, a string prompt is sampled from as it stands, with a warning."""
 
     apply_chat_template_kwargs: dict[str, Any] = {}
     """Extra arguments for the chat template, e.g. {enable_thinking = false}."""
@@ -98,6 +103,55 @@ class RolloutSettings(Section):
     """Your own async function for one attempt (multi-turn, tools), by path; for all attempts at a prompt where it asks
     for `samples`."""
 
+    agent: str | None = None
+    """A program that is one attempt, e.g. "python agent.py": it is started for each sample, finds the policy at
+    OPENAI_BASE_URL or ANTHROPIC_BASE_URL and its task on stdin (docs/agents.md). No shell reads the command."""
+
+    agent_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that its attempt may take beside the policy's answers; then it is ended with all that it started."""
+
+    agent_max_turns: PositiveInt = 64
+    """Answers of the policy in one attempt; a further request is refused."""
+
+    agent_retries: Annotated[int, Field(ge=0)] = 1
+    """Further attempts of a program that died through no fault of the model: by a signal, with exit status 75, or with
+    another error before the policy answered."""
+
+    agent_concurrency: PositiveInt = 16
+    """Programs that run at the same time."""
+
+    agent_model: str = "*"
+    """Name by which the program must ask for the policy; * is any name."""
+
+    env: str | None = None
+    """An environment that the policy plays in, KIND:ID, e.g. gymnasium:FrozenLake-v1; the kinds are gymnasium,
+    textarena, reasoning_gym, verifiers, openenv, mcp, harbor, and python for a class of your own
+    (docs/environments.md). Its tasks are the data source `env`, those that are held out `env:eval`; without `data`, env
+    is it."""
+
+    env_args: dict[str, Any] = {}
+    """Arguments with which the environment is made, e.g. {is_slippery = false}."""
+
+    env_python: str | None = None
+    """Python in which the environment runs, for packages that do not go with slimectl's; that of slimectl where not
+    given."""
+
+    env_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that an environment may take for an episode beside the policy's answers; then its process is ended, and
+    the episode is played again."""
+
+    env_max_turns: PositiveInt = 64
+    """Answers of the policy in an episode, of all players together."""
+
+    env_turn_tokens: PositiveInt | None = None
+    """Tokens of one answer; `max_response_len` bounds a whole chat where not given."""
+
+    env_retries: Annotated[int, Field(ge=0)] = 1
+    """Further episodes in place of one whose environment raised, died or took too long; then the sample has failed."""
+
+    env_concurrency: PositiveInt = 64
+    """Episodes at the same time, a process each."""
+
     allow_paths_in_records: bool = False
     """Let a sample name its own generate function (generate_function_path), and a prompt the file that the search agent
     reads (metadata.corpus): only for data that you trust."""
@@ -122,3 +176,18 @@ class RolloutSettings(Section):
 
     data_postprocess_path: str | None = None
     """Function of (args, rollout_id, rollout_data) that may change what of a round is trained on."""
+
+    @field_validator("env")
+    @classmethod
+    def _check_environment(cls, name: str | None) -> str | None:
+        """Refuse a name without a kind."""
+        if name is not None and not all(name.partition(":")):
+            raise PydanticCustomError("environment", "{name}: write it as KIND:ID", {"name": name})
+        return name
+
+    @model_validator(mode="after")
+    def _play_all_tasks(self) -> Self:
+        """Take the tasks of an environment as data where no data is named."""
+        if self.env is not None and not self.data:
+            self.__dict__["data"] = ["env"]
+        return self

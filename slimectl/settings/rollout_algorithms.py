@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms by name, with the defaults of their papers."""
+"""Policy-gradient algorithms by name, with the defaults of their papers, and the union of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slimectl.settings.needs import Baseline, CriticOptions, Need, Surrogate
+from slimectl.settings.needs import Baseline, CriticOptions, Need
 from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, RatioBounds
 
 
@@ -40,6 +40,9 @@ class Dapo(GroupNormalized, ClippedRatio):
     name: Literal["dapo"] = "dapo"
     """Which algorithm."""
 
+    drop_zero_std_groups: bool = True
+    """Leave out groups whose rewards are all equal: they carry no signal, only weight in the mean."""
+
     eps_clip_high: Annotated[float, Field(gt=0)] | None = 0.28
     """How far it may rise above 1: wider than it may fall, so that rare tokens can grow."""
 
@@ -50,7 +53,7 @@ class Dapo(GroupNormalized, ClippedRatio):
 class Gspo(GroupNormalized, ClippedRatio):
     """Group sequence policy optimisation: one ratio per answer (Zheng et al. 2025, arXiv:2507.18071)."""
 
-    surrogate: ClassVar[Surrogate] = "gspo"
+    surrogate: ClassVar[str] = "gspo"
 
     name: Literal["gspo"] = "gspo"
     """Which algorithm."""
@@ -65,7 +68,7 @@ class Gspo(GroupNormalized, ClippedRatio):
 class Cispo(GroupNormalized, RatioBounds):
     """Clipped importance weights, so that every token keeps its gradient (MiniMax 2025, arXiv:2506.13585)."""
 
-    surrogate: ClassVar[Surrogate] = "cispo"
+    surrogate: ClassVar[str] = "cispo"
 
     name: Literal["cispo"] = "cispo"
     """Which algorithm."""
@@ -83,7 +86,7 @@ class Cispo(GroupNormalized, RatioBounds):
 class Sapo(GroupNormalized):
     """Soft adaptive policy optimisation: a gate instead of a clip (Qwen 2025, arXiv:2511.20347)."""
 
-    surrogate: ClassVar[Surrogate] = "sapo"
+    surrogate: ClassVar[str] = "sapo"
 
     name: Literal["sapo"] = "sapo"
     """Which algorithm."""
@@ -98,7 +101,7 @@ class Sapo(GroupNormalized):
 class Gmpo(GroupNormalized, RatioBounds):
     """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673)."""
 
-    surrogate: ClassVar[Surrogate] = "gmpo"
+    surrogate: ClassVar[str] = "gmpo"
 
     name: Literal["gmpo"] = "gmpo"
     """Which algorithm."""
@@ -166,9 +169,6 @@ class ReinforcePlusPlus(ReinforceFamily):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """Which algorithm."""
 
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count, as no group is compared within itself."""
-
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of a reward for each token before it."""
 
@@ -179,9 +179,6 @@ class ReinforcePlusPlusBaseline(ReinforceFamily):
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """Which algorithm."""
 
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count in the scale of the batch."""
-
 
 class Ppo(ReinforceFamily):
     """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347)."""
@@ -190,9 +187,6 @@ class Ppo(ReinforceFamily):
 
     name: Literal["ppo"] = "ppo"
     """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here they count, as answers are compared with the critic."""
 
     calculate_per_token_loss: bool = True
     """Mean over all tokens of the step, for policy and critic alike."""
@@ -235,13 +229,6 @@ class Ppo(ReinforceFamily):
             only_steps=self.num_critic_only_steps,
         )
 
-    def conflicts(self, *, temperature: float) -> Iterator[str]:
-        yield from super().conflicts(temperature=temperature)
-        separate_only, shared_only = ("critic_load", "critic_lr", "num_critic_only_steps"), ("value_coef",)
-        for key in separate_only if self.critic == "shared" else shared_only:
-            if getattr(self, key) != Ppo.model_fields[key].default:
-                yield f"algorithm.{key} has no effect with algorithm.critic = {self.critic}; drop one of them"
-
 
 class Opd(ClippedRatio):
     """On-policy distillation: reverse KL to a teacher, token by token (Agarwal et al. 2023, arXiv:2306.13649)."""
@@ -251,9 +238,6 @@ class Opd(ClippedRatio):
 
     name: Literal["opd"] = "opd"
     """Which algorithm."""
-
-    drop_zero_std_groups: bool = False
-    """Leave out groups whose rewards are all equal; here rewards are reported and nothing else."""
 
     calculate_per_token_loss: bool = True
     """Mean over all tokens of the step."""
@@ -268,3 +252,22 @@ class Opd(ClippedRatio):
                 "algorithm.kl_loss_coef"
             )
         yield from super().conflicts(temperature=temperature)
+
+
+RolloutAlgorithm = (
+    Grpo
+    | DrGrpo
+    | Dapo
+    | Gspo
+    | Cispo
+    | Sapo
+    | Gmpo
+    | Rloo
+    | Opo
+    | MaxRl
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | Ppo
+    | Opd
+)
+"""Settings of any algorithm that learns from rollouts, in the order of docs/algorithms.md."""

@@ -15,9 +15,9 @@ from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettin
 from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.rollout_algorithms import Grpo
-from slimectl.settings.run import RunSettings, SftWarmupSettings, TrackSettings
+from slimectl.settings.run import CustomSettings, RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
-from slimectl.settings.train import MegatronSettings, TrainSettings
+from slimectl.settings.train import Granularity, MegatronSettings, RecomputeModule, TrainSettings
 
 SectionType = TypeVar("SectionType", bound=BaseModel)
 
@@ -42,6 +42,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
     cluster: ClusterSettings = ClusterSettings()
+    custom: CustomSettings = CustomSettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -68,6 +69,17 @@ class Settings(Section):
         self.model_post_init(None)
 
     @property
+    def has_agent(self) -> bool:
+        """Whether attempts are an agent's, which may reward them itself."""
+        rollout = self.rollout
+        return bool(rollout.env or rollout.agent or rollout.custom_generate_function_path)
+
+    @property
+    def names_verifier(self) -> bool:
+        """Whether [score] names what grades, which then goes before the reward of an agent."""
+        return bool(self.score.rm_type or self.score.rm or self.score.custom_rm_path)
+
+    @property
     def num_engines(self) -> int:
         """Number of engines to start."""
         if self.sglang.server_groups:
@@ -76,15 +88,45 @@ class Settings(Section):
         return self.engine.num_engines if gpus is None else gpus // gpus_per_engine
 
     @property
+    def rollout_gpus(self) -> int:
+        """Number of GPUs of all engines (on a CPU: of engines); of servers that run already, by their addresses."""
+        size = self.cluster.rollout_num_gpus_per_engine
+        if self.cluster.rollout_num_gpus is not None:
+            return self.cluster.rollout_num_gpus
+        if groups := self.sglang.server_groups:
+            return sum(
+                int(group.get("num_engines", 1)) * int(group.get("num_gpus_per_engine", size)) for group in groups
+            )
+        return max(len(self.engine.url), self.num_engines) * size
+
+    @property
     def uses_servers(self) -> bool:
         """Whether engines are HTTP servers, rather than in the process of their caller."""
         in_process = ENGINES.fact(self.engine.backend, "in_process", False)
         return not in_process or bool(self.engine.url) or self.num_engines > 1
 
     @property
+    def recompute_granularity(self) -> Granularity | None:
+        """What the backward pass computes again, under any of its three keys."""
+        if self.train.gradient_checkpointing:
+            return "full"
+        return self.megatron.recompute_granularity or self.train.recompute_granularity
+
+    @property
+    def recompute_modules(self) -> list[RecomputeModule]:
+        """Modules of selective recomputation."""
+        section = self.megatron if self.megatron.recompute_granularity == "selective" else self.train
+        return section.recompute_modules
+
+    @property
+    def policy_temperature(self) -> float:
+        """Temperature of the policy's log-probabilities: that of the rollout, 1 for data that no rollout made."""
+        return self.rollout.temperature if self.algorithm.trains_on == "rollouts" else 1.0
+
+    @property
     def rollouts_per_round(self) -> int:
-        """Number of attempts per round; demonstrations (sft) have one per prompt."""
-        if self.algorithm.trains_on == "demonstrations":
+        """Number of attempts per round; demonstrations (sft) have one per prompt, preferences (dpo) one pair."""
+        if self.algorithm.trains_on != "rollouts":
             return self.train.global_batch_size or self.run.rollout_batch_size
         return self.run.rollout_batch_size * self.rollout.n_samples_per_prompt
 

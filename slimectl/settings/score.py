@@ -24,8 +24,9 @@ class ScoreSettings(Section):
     number of a part that is a dict itself."""
 
     custom_rm_path: str | None = None
-    """Your own reward function, by path; it goes before rm_type. One that asks for `samples` rather than `sample` gets
-    a list and returns a list."""
+    """Your own reward function, by path, instead of rm_type and rm: of these three, a later layer of settings replaces
+    what earlier ones say, and two in one layer are refused. A function that asks for `samples` rather than `sample`
+    gets a list and returns a list."""
 
     allow_paths_in_records: bool = False
     """Let a sample name its own reward function (custom_rm_path), which goes before all of these: it runs code, so only
@@ -54,10 +55,20 @@ class ScoreSettings(Section):
     """Write into metadata.explanation what was extracted from where, and why it did or did not match."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds one call may take (of a verifier: one sample) in a worker process; past it the reward is 0, with
-    metadata.reward_error. Servers have time limits of their own, among their options."""
+    """Seconds of CPU time that one call may take (of a verifier: one sample) in a worker process. What overran is tried
+    once more while nothing else is graded; past it again, the reward is 0, with metadata.reward_error. Servers, and the
+    programs that `code` runs, have time limits of their own, among their options."""
+
+    wall_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds on the clock that one call may take, of which a busy machine may take most; 12 times timeout_s where not
+    given, and the waiting times of servers come on top."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Worker processes; 0 grades in this process, without the time limit. Where not given: one for each core, at most
-    4, if a verifier of these settings does symbolic mathematics or runs programs, else 0. Verifiers that only prompts
-    name (metadata.rm_type) are not looked at: give a number where these are slow ones."""
+    """Worker processes; 0 grades in this process, without the time limits. Where not given: one for each core, at most
+    4, for verifiers that do symbolic mathematics or run programs, also where only a prompt names one
+    (metadata.rm_type); this process for the others."""
+
+    @property
+    def wall_limit_s(self) -> float:
+        """Wall-clock limit of one call."""
+        return self.wall_timeout_s or 12.0 * self.timeout_s

@@ -8,10 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.registry import POLICIES
-from slimectl.settings.base import PositiveInt, Section, Texts
+from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts
 from slimectl.settings.parts import registered_in
 
 NonNegative = Annotated[float, Field(ge=0)]
+Granularity = Literal["selective", "full"]
+RecomputeModule = Literal["core_attn", "mlp", "moe"]
 
 
 class TrainSettings(Section):
@@ -30,7 +32,7 @@ class TrainSettings(Section):
     """How the learning rate falls from lr to min_lr."""
 
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: step k of n, from 0, has k / n of lr, so that the first one changes no weight."""
 
     lr_decay_iters: Annotated[int, Field(ge=1)] | None = None
     """Step at which min_lr is reached; the run's last step where not given."""
@@ -49,6 +51,10 @@ class TrainSettings(Section):
 
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
+
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's two moments; bfloat16 halves their memory, and is rounded stochastically, so that small
+    changes are not lost."""
 
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 does not clip."""
@@ -117,11 +123,24 @@ class TrainSettings(Section):
     lora_load: str | None = None
     """A peft adapter's directory to begin from."""
 
+    offload: Literal["optimizer", "parameters"] | None = None
+    """What is in host memory: optimizer has master weights, sums of gradients and moments there, and the update;
+    parameters (fsdp) has all weights too, and brings a layer to the GPU when it is computed."""
+
+    recompute_granularity: Granularity | None = None
+    """What the backward pass computes again instead of keeping it: nothing, recompute_modules (selective), or whole
+    layers (full: least memory, about a third more time)."""
+
+    recompute_modules: Annotated[list[RecomputeModule], ListOfTexts] = ["core_attn"]
+    """Modules that selective recomputes: core_attn (attention without its projections), mlp (those of dense layers),
+    moe (mixtures of experts with their routers)."""
+
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """The same as recompute_granularity = "full"."""
 
     share_prompt_prefix: bool = True
-    """Compute the prompt of a group once for all its answers."""
+    """Compute once what several samples of a step begin with: the prompt of a group, the turns before a fork. Loss and
+    gradient stay the same; max_tokens_per_gpu counts the tokens that are computed."""
 
 
 class MegatronSettings(Section):
@@ -149,13 +168,17 @@ class MegatronSettings(Section):
     """Split master weights and optimizer state over the data-parallel ranks."""
 
     optimizer_cpu_offload: bool = False
-    """Keep master weights and optimizer state in host memory."""
+    """The same as train.offload = "optimizer"."""
 
-    recompute_granularity: Literal["selective", "full"] | None = None
-    """What the backward pass computes again: whole layers, or recompute_modules; nothing if not given."""
+    save_format: Literal["hf", "torch_dist"] = "hf"
+    """Layout of the policy in checkpoints: Hugging Face's in float32, from which fsdp goes on too, or Megatron's own
+    (torch_dist): weights in train.dtype and the optimizer, by the ranks that hold them. A separate critic is hf."""
 
-    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = ["core_attn"]
-    """Modules that are computed again with recompute_granularity = "selective"."""
+    recompute_granularity: Granularity | None = None
+    """train.recompute_granularity under Megatron's section; that one where not given."""
+
+    recompute_modules: Annotated[list[RecomputeModule], ListOfTexts] = ["core_attn"]
+    """train.recompute_modules where megatron.recompute_granularity is selective."""
 
     use_routing_replay: bool = False
     """Train mixture-of-experts models on the routing of the pass that took the old log-probabilities."""
@@ -182,17 +205,24 @@ class MegatronSettings(Section):
         return {name: value for name, value in sizes.items() if value != 1}
 
 
+def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Iterator[str]:
+    """Conflicts between the settings of host memory, one line each."""
+    if train.backend == "megatron" and train.offload == "parameters":
+        yield (
+            'train.offload: parameters, but Megatron-core keeps its weights on the GPU; set "optimizer", or'
+            ' train.backend = "fsdp"'
+        )
+    offloads = train.offload == "optimizer" or megatron.optimizer_cpu_offload
+    if train.backend == "megatron" and offloads and train.optimizer_state_dtype != "float32":
+        yield (
+            f"train.optimizer_state_dtype: {train.optimizer_state_dtype} and train.offload exclude each other with"
+            " Megatron-core, whose offloaded optimizer has float32 moments; drop one"
+        )
+
+
 def megatron_conflicts(megatron: MegatronSettings, backend: str, ranks: int) -> Iterator[str]:
     """Conflicts of [megatron] that are independent of the model, one line each."""
-    sizes = megatron.parallel_sizes
     if backend != "megatron":
-        for name, value in sizes.items():
-            yield (
-                f'megatron.{name}: {value} has no effect on train.backend = "{backend}"; set train.backend = "megatron"'
-            )
-        for name, value in megatron:
-            if name.startswith("custom_") and value:
-                yield f'megatron.{name} has no effect on train.backend = "{backend}"; set train.backend = "megatron"'
         return
     model_ranks = (
         megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,16 +17,18 @@ from slimectl.settings import Settings
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.finite_check import Outputs
 from slimectl.stages.hooks import Hooks
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, TrainingSample
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models that a step updates: the policy, and the critic if there is one."""
+    """The models that a step updates, the policy and the critic if there is one, and the timer of their passes."""
 
     policy: Policy
     critic: Critic | None = None
+    timer: RoundTimer = field(default_factory=RoundTimer)
 
     def outputs(self, algorithm: AlgorithmSection) -> Outputs:
         """Return the method that computes the output that the algorithm trains, for every token of rows."""
@@ -48,12 +50,17 @@ def attach_model_outputs(
     hooks_read = hooks.advantages is not None or hooks.post_process_rows is not None
     lacking = [row for row in rows if row.old_log_probs is None]
     if lacking and (several_steps or hooks_read or Need.OLD_LOG_PROBS in algorithm.needs):
-        for row, log_probs in zip(lacking, models.policy.log_probs(lacking), strict=True):
+        with models.timer.time("perf/log_probs_time", of=models.policy):
+            log_probs_by_row = models.policy.log_probs(lacking)
+        models.timer.count_log_probs(lacking)
+        for row, log_probs in zip(lacking, log_probs_by_row, strict=True):
             row.old_log_probs = log_probs
     unjudged = [row for row in rows if row.values is None]
     if unjudged and Need.CRITIC in algorithm.needs:
         assert models.critic is not None
-        for row, values in zip(unjudged, models.critic.values(unjudged), strict=True):
+        with models.timer.time("perf/values_time", of=models.critic):
+            values_by_row = models.critic.values(unjudged)
+        for row, values in zip(unjudged, values_by_row, strict=True):
             row.values = values
 
 

@@ -77,9 +77,12 @@ def check_reward(
     Samples are graded in at least one worker process, so that the time limit also stops functions that hang.
     """
     grader = as_batched(reward)
-    workers, limit = max(1, worker_count(settings, grader)), settings.timeout_s
+    workers = max(1, worker_count(settings, grader))
     calls = list(grader.calls(samples))
-    results = executor.map(RunTwice(grader), calls, workers=workers, timeout_s=2 * (limit + grader.patience_s))
+    results = executor.map(
+        RunTwice(grader), calls, workers=workers, timeout_s=2 * settings.timeout_s,
+        wall_timeout_s=2 * (settings.wall_limit_s + grader.patience_s), prepare=grader.prepare,
+    )  # fmt: skip
     pairs = [pair for call, result in zip(calls, results, strict=True) for pair in _pair_results(call, result)]
     late = [sample for sample, result in pairs if isinstance(result, TimeoutError)]
     trials = [_make_trial(*pair, settings) for pair in pairs if not isinstance(pair[1], TimeoutError)]
@@ -97,7 +100,7 @@ def check_reward(
         if repr(trial.results[0]) != repr(trial.results[1])
     ]
     yield _check_faults("determinism", changed, "the same reward twice")
-    yield _check_time(completed, late, limit, workers)
+    yield _check_time(completed, late, settings, workers)
     yield _check_variance(numeric)
 
 
@@ -142,9 +145,12 @@ def _check_range(trials: list[Trial], bounds: Bounds) -> RewardCheck:
     return RewardCheck(True, "range", f"{min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
 
 
-def _check_time(trials: list[Trial], late: list[Sample], limit: float, workers: int) -> RewardCheck:
+def _check_time(trials: list[Trial], late: list[Sample], limits: ScoreSettings, workers: int) -> RewardCheck:
     if late:
-        message = f"{len(late)} samples took longer than {limit:g} s, the first is sample {late[0].index}"
+        message = (
+            f"{len(late)} samples took more than {limits.timeout_s:g} s of CPU time or {limits.wall_limit_s:g} s "
+            f"on the clock, the first is sample {late[0].index}"
+        )
         return RewardCheck(False, "time", message)
     if not trials:
         return RewardCheck(False, "time", "nothing ran to its end")
@@ -152,7 +158,7 @@ def _check_time(trials: list[Trial], late: list[Sample], limit: float, workers: 
     slowest = max(trials, key=lambda trial: trial.seconds)
     message = (
         f"{statistics.fmean(seconds) * 1e3:.3g} ms a sample, at most {slowest.seconds * 1e3:.3g} ms "
-        f"(sample {slowest.sample.index}; limit {limit:g} s), {workers} worker{'s' if workers > 1 else ''}"
+        f"(sample {slowest.sample.index}; limit {limits.timeout_s:g} s), {workers} worker{'s' if workers > 1 else ''}"
     )
     return RewardCheck(True, "time", message)
 

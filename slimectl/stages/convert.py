@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
+from slimectl.protocols import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +24,13 @@ Hashes = Mapping[str, str]
 
 
 class HashingWeights:
-    """Wraps weights and records the SHA-256 of every tensor that is read from them."""
+    """Wraps weights, counts the tensors that are read from them, and records the SHA-256 of every one."""
 
-    def __init__(self, weights: Weights, *, hashing: bool, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, weights: Weights, *, hashing: bool, progress: Progress = NO_PROGRESS) -> None:
         self._weights = weights
         self._hashing = hashing
         self._progress = progress
+        self._names: set[str] = set()
         self._digests: dict[str, str] = {}
 
     def forms(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -38,8 +40,8 @@ class HashingWeights:
         tensor = self._weights.get(name)
         if self._hashing:
             self._digests[name] = digest(tensor)
-        if self._progress:
-            self._progress(name)
+        self._names.add(name)
+        self._progress.reach(len(self._names))
         return tensor
 
     def hash(self, name: str) -> str:
@@ -58,15 +60,15 @@ def convert(
     force: bool = False,
     sign: Callable[[dict[str, int]], dict[str, Any]] | None = None,
     resume: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> dict[str, int]:
     """Write the tensors of `source` into the folder `target`; return counts of tensors, parameters and bytes.
 
     `companions` copies the files that belong to the weights (config, tokenizer), then `write` writes the tensors.
     With `reread` the written folder is read back before it is renamed to `target`: every tensor must exist, with equal
     shape, dtype and bits; `check(source, folder)` may verify more. `sign` turns the counts into the fields of the
-    manifest besides its list of files; `progress` is called with each tensor name. `resume` names the conversion, so
-    that a later call continues an interrupted one.
+    manifest besides its list of files; `progress` counts the tensors of each of its phases. `resume` names the
+    conversion, so that a later call continues an interrupted one.
 
     `target` is complete or does not exist. Raises SettingsError if `target` is not empty and `force` is not set,
     CheckpointError if the written tensors differ, StorageError if writing fails.
@@ -83,11 +85,17 @@ def convert(
 
     def fill(staged: Path) -> Hashes | None:
         companions(staged)
-        hashes = write(staged, witness)
+        with progress.phase("write"):
+            progress.expect(len(forms))
+            hashes = write(staged, witness)
+            progress.reach(len(forms))  # those of an interrupted conversion were not read again
         if reread:
-            compare(witness, reread(staged))
+            with progress.phase("verify"):
+                progress.expect(len(forms))
+                compare(witness, reread(staged), progress=progress)
         if check:
-            check(source, staged)
+            with progress.phase("logits"):
+                check(source, staged)
         manifest_fields.update(sign(counts) if sign else {"counts": counts})
         return hashes
 
@@ -95,7 +103,7 @@ def convert(
     return counts
 
 
-def compare(expected: HashingWeights, actual: Weights) -> None:
+def compare(expected: HashingWeights, actual: Weights, *, progress: Progress = NO_PROGRESS) -> None:
     """Raises CheckpointError unless `actual` has exactly the expected tensors, equal to the last bit."""
     expected_forms, actual_forms = expected.forms(), actual.forms()
     if actual_forms.keys() != expected_forms.keys():
@@ -103,7 +111,8 @@ def compare(expected: HashingWeights, actual: Weights) -> None:
         raise CheckpointError(
             f"verifying: {mismatched[0]} and {len(mismatched) - 1} others are not in both; nothing was kept"
         )
-    for name, (shape, dtype) in actual_forms.items():
+    for count, (name, (shape, dtype)) in enumerate(actual_forms.items()):
+        progress.reach(count)
         if (tuple(shape), dtype) != expected_forms[name] or digest(actual.get(name)) != expected.hash(name):
             raise CheckpointError(
                 f"verifying: {name}, {dtype} {tuple(shape)}, is not what was read; nothing was kept; check the disk"

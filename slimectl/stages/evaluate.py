@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from slimectl.algorithms.metrics import count_failures, majority_at_n
 from slimectl.data.streams import tee
 from slimectl.errors import RecordError
 from slimectl.protocols import Agent, Engine, Executor, RewardFn
+from slimectl.rewards import Verifier
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
@@ -20,7 +23,7 @@ from slimectl.stages.generation import GroupGenerator, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import optional_metrics, pass_rates
 from slimectl.stages.rollout import rollout, sampling_params
-from slimectl.stages.score import Grader, reward_number, score
+from slimectl.stages.score import Grader, report_timeouts, reward_number, score
 from slimectl.stages.whole_rounds import whole_round_evaluation
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow
 
@@ -107,7 +110,7 @@ def with_summary(
     metrics: Metrics,
     settings: Settings,
     *,
-    answer: Callable[[Sample], str | None] | None = None,
+    answer: AnswerExtractor | None = None,
     too_long: Sequence[Prompt] = (),
 ) -> Iterator[Sample]:
     """Yield the graded samples of one dataset, then write their summary into `metrics`.
@@ -118,6 +121,7 @@ def with_summary(
     for sample in tee(samples, collected.append):
         sample.metadata.setdefault("dataset", name)
         yield sample
+    report_timeouts(collected, settings.score, f"eval.data.{name}")
     threshold, key = settings.eval.success_threshold, settings.score.reward_key
     metrics |= summarize(
         name, collected, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track
@@ -126,20 +130,34 @@ def with_summary(
         metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
 
 
-def answer_extractor(reward: RewardFn) -> Callable[[Sample], str | None]:
-    """Return a function that extracts the answer compared in a majority vote.
+@dataclasses.dataclass(frozen=True)
+class AnswerExtractor:
+    """Extracts and compares the answers of a majority vote: the text that the verifier graded, or a reward's "pred"."""
 
-    The answer is the text that the verifier graded, or "pred" of a reward that is a dict.
-    """
+    reward: RewardFn
 
-    def answer(sample: Sample) -> str | None:
+    def __call__(self, sample: Sample) -> str | None:
         if isinstance(sample.reward, dict) and "pred" in sample.reward:
-            return str(sample.reward["pred"])
-        if not isinstance(reward, Grader) or sample.custom_rm_path or reward.settings.score.custom_rm_path:
-            return None
-        return reward.verifier_of(sample).extract(sample)
+            return str(sample.reward["pred"]) or None
+        verifier = self._verifier(sample)
+        return verifier.extract(sample) if verifier else None
 
-    return answer
+    def same(self, sample: Sample, first: str, second: str) -> bool:
+        """Whether the verifier of the sample holds two answers to its prompt equal; without one, equal strings."""
+        verifier = self._verifier(sample)
+        return verifier.same_answer(sample, first, second) if verifier else first == second
+
+    def _verifier(self, sample: Sample) -> Verifier | None:
+        if not isinstance(self.reward, Grader) or sample.custom_rm_path or self.reward.settings.score.custom_rm_path:
+            return None
+        if self.reward.has_agent_rewards([sample]):
+            return None
+        return self.reward.verifier_of(sample)
+
+
+def answer_extractor(reward: RewardFn) -> AnswerExtractor:
+    """Return what extracts and compares the answers of a majority vote."""
+    return AnswerExtractor(reward)
 
 
 def summarize(
@@ -148,7 +166,7 @@ def summarize(
     *,
     success_threshold: float = 1.0,
     reward_key: str | None = None,
-    answer: Callable[[Sample], str | None] | None = None,
+    answer: AnswerExtractor | None = None,
     track: TrackSettings | None = None,
 ) -> Metrics:
     """Return the metrics of one dataset: rewards, accuracy, unbiased pass@k, avg@n, maj@n, lengths, truncation.
@@ -173,12 +191,28 @@ def summarize(
         f"eval/{name}/response_len/max": float(max(lengths)),
         f"eval/{name}/response_len/min": float(min(lengths)),
     }
+    for kind, values in (("accuracy", right), ("avg_reward", rewards)):
+        if (error := _standard_error(samples, values)) is not None:
+            metrics[f"eval/{name}_{kind}_stderr"] = error
     metrics |= count_failures(f"eval/{name}/", samples) | _group_metrics(name, samples, right, answer)
     return metrics | optional_metrics(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
 
 
+def _standard_error(samples: Sequence[Sample], values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of `values` over prompts; None for a single prompt.
+
+    Answers to one prompt depend on each other: the mean of each prompt is one observation (Miller 2024,
+    arXiv:2411.00640, on clustered questions).
+    """
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    for sample, value in zip(samples, values, strict=True):
+        by_prompt[sample.group_index].append(value)
+    means = [statistics.fmean(answers) for answers in by_prompt.values()]
+    return statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+
+
 def _group_metrics(
-    name: str, samples: Sequence[Sample], right: Sequence[bool], answer: Callable[[Sample], str | None] | None
+    name: str, samples: Sequence[Sample], right: Sequence[bool], answer: AnswerExtractor | None
 ) -> Metrics:
     """Return avg@n, pass@k and maj@n of the groups; nothing if prompts have one answer each."""
     groups: dict[int, list[int]] = defaultdict(list)
@@ -191,20 +225,31 @@ def _group_metrics(
     metrics |= pass_rates(f"eval/{name}-", [sample.group_index for sample in samples], right)
     answers = [answer(sample) for sample in samples] if answer else []
     if any(text is not None for text in answers):
-        votes = [majority_at_n([answers[i] for i in g], [right[i] for i in g]) for g in groups.values()]
+        votes = [
+            majority_at_n(
+                [answers[i] for i in g],
+                [right[i] for i in g],
+                partial(answer.same, samples[g[0]]) if answer else operator.eq,
+            )
+            for g in groups.values()
+        ]
         metrics[f"eval/{name}-maj@{n}"] = statistics.fmean(votes)
     return metrics
 
 
 def table_of(samples: Iterable[Sample], rows: int, *, reward_key: str | None = None) -> list[TableRow]:
-    """Return one answer to each of the first `rows` prompts as a table; the same prompts at every evaluation."""
-    first = {sample.group_index: sample for sample in reversed(list(samples))}
+    """Return a table of `rows` samples, the same ones at every evaluation: of each prompt one before a second."""
+    attempts: Counter[int] = Counter()
+    ranked: list[tuple[int, int, Sample]] = []
+    for sample in sorted(samples, key=lambda sample: (sample.group_index, sample.index)):
+        ranked.append((attempts[sample.group_index], sample.group_index, sample))
+        attempts[sample.group_index] += 1
     return [
         {
             "prompt": text if isinstance(text := sample.prompt, str) else json.dumps(text, ensure_ascii=False),
-            "answer": sample.response,
+            "response": sample.response,
             "label": "" if sample.label is None else str(sample.label),
             "reward": reward_number(sample, reward_key),
         }
-        for _, sample in sorted(first.items())[:rows]
+        for _, _, sample in sorted(ranked, key=lambda each: each[:2])[:rows]
     ]

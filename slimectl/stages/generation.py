@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from slimectl.data.chat import render
+from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.protocols import Agent, Engine, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
-from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
+from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, SamplingParams, Status, VersionSpan
 
 TICKS = 20
 """Number of checks per time limit."""
@@ -62,7 +62,6 @@ class ToolTimeout:
             task.cancel()
 
 
-FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
 """Counters of speculative decoding in `Completion.extras`."""
@@ -127,6 +126,7 @@ class GroupGenerator:
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         if self._rendered is None or self._rendered[0] is not prompt:  # else the length check has rendered it
             settings = self.settings
+            warn_of_raw_prompt(prompt, self.tokenizer, settings)
             tokens = render(
                 prompt,
                 self.tokenizer,
@@ -170,6 +170,7 @@ class GroupGenerator:
                 tokens=tokens,
                 label=prompt.label,
                 metadata=copy.deepcopy(prompt.metadata),
+                extra=copy.deepcopy(prompt.extra),
             )
             for i in range(n)
         ]
@@ -201,7 +202,7 @@ class GroupGenerator:
         session = _GenerationSession(self, samples)
         subject = {"samples": samples} if is_per_group(agent) else {"sample": samples[0]}
         arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
-        arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer}
+        arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer, "context": self.context}
         try:
             result = await _call_agent(agent, arguments, tool_timeout_s=self.settings.tool_timeout_s)
             outputs = _as_samples(result, getattr(agent, "name", "rollout.custom_generate_function_path"))
@@ -238,16 +239,22 @@ class ContextFullError(Exception):
 class _GenerationSession:
     """Engine requests of one agent call: derives seeds and collects weight versions and cache statistics.
 
-    A request without a seed gets one derived from its number, so that the samples of a group differ.
+    Every request draws independently: its seed is derived from the sample and the number of the request, unless the
+    agent chose another one.
     """
 
     def __init__(self, attempts: GroupGenerator, samples: list[Sample]) -> None:
         self._attempts = attempts
         sample = self._sample = samples[0]
-        self._together, self._unseeded_requests = len(samples) > 1, 0
-        self._before, self._prompt_length = list(sample.weight_versions), sample.prompt_length
+        self._together, self._draws = len(samples) > 1, 0
+        self._before = list(sample.weight_versions)
+        self._spans_before: list[VersionSpan] = sample.metadata.get(VERSION_SPANS) or []
+        if len(set(self._before)) == 1:
+            self._spans_before = [[self._before[0], 0, sample.response_length]]
         self._versions: list[str] = []
-        self._cached_tokens = self._answers = 0
+        self._requests: list[tuple[int, Completion]] = []
+        """Number of tokens of each request, and its answer."""
+        self._cached_tokens = self._prompt_tokens = self._answers = 0
         self._is_full = False
         self._speculation_counts: Counter[str] = Counter()
         self.aborted = False
@@ -269,7 +276,9 @@ class _GenerationSession:
         completion = await self._attempts.engine.generate(tokens, params=self._with_seed(params or self.params))
         self._answers += 1
         self._versions.extend(completion.weight_versions)
+        self._requests.append((len(tokens), completion))
         self._cached_tokens += completion.cached_tokens
+        self._prompt_tokens += len(tokens)
         if "spec_verify_ct" in completion.extras:
             self._speculation_counts.update(
                 {name: int(completion.extras[name]) for name in DRAFTS if name in completion.extras}
@@ -287,29 +296,45 @@ class _GenerationSession:
         return Completion([], [], "", "length")
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
-        if params.seed is not None:
+        """Return the parameters with a seed of this request alone; the first request of a sample has the sample's."""
+        if params.seed is not None and params.seed != self.params.seed:
             return params
-        self._unseeded_requests += 1
-        text = f"{self._text}\0draw {self._unseeded_requests}"
+        self._draws += 1
+        if self._draws == 1 and params.seed is not None:
+            return params
+        text = f"{self._text}\0draw {self._draws}"
         return dataclasses.replace(params, seed=sample_seed(self._attempts.settings.seed, text, self._sample.index))
 
     def attach_versions(self, samples: list[Sample]) -> list[Sample]:
-        """Set weight versions and engine statistics of the samples; samples of a fan-out share an execution."""
+        """Set temperature, weight versions and engine statistics of the samples; a fan-out shares an execution."""
         parts = Counter(sample.index for sample in samples)
         for sample in samples:
+            # Of a greedy answer the engine records log-probabilities at temperature 1.
+            sample.rollout_temperature = self.params.temperature or 1.0
             if self._before and sample.weight_versions == self._before:
                 sample.weight_versions = [*self._before, *self._versions]
             sample.weight_versions = sample.weight_versions or list(self._versions)
+            if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
+                sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
             if self._together and parts[sample.index] > 1:
                 sample.rollout_id = sample.index
             elif not self._together and len(samples) > 1:
                 sample.rollout_id = self._sample.index
-        samples[0].spec_info = dict(self._speculation_counts) or None
+        if self._speculation_counts:  # an agent may have counts of an engine of its own
+            samples[0].spec_info = dict(self._speculation_counts)
         samples[0].prefix_cache_info = {
             "cached_tokens": self._cached_tokens,
-            "total_prompt_tokens": self._prompt_length,
+            "total_prompt_tokens": self._prompt_tokens,
         }
         return samples
+
+    def _spans(self, sample: Sample) -> list[VersionSpan]:
+        """Return which version wrote which tokens of the response; an answer that stands elsewhere is left out."""
+        spans = list(self._spans_before)
+        for place, completion in self._requests:
+            if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
+                spans += completion.version_spans(place - sample.prompt_length)
+        return spans
 
 
 def is_per_group(agent: Agent) -> bool:
@@ -320,6 +345,8 @@ def is_per_group(agent: Agent) -> bool:
 async def _call_agent(agent: Agent, arguments: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
     if agent is single_turn:
         return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
+    if getattr(agent, "limits_time", False):
+        return await agent(arguments)
     tools = ToolTimeout(arguments["generate"], tool_timeout_s)
     result = agent({**arguments, "generate": tools.generate})
     return await tools.result(result) if inspect.isawaitable(result) else result

@@ -6,13 +6,14 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
 from slimectl.data.records import refused_path
 from slimectl.data.streams import batched
-from slimectl.errors import RecordError, SettingsError
+from slimectl.errors import RecordError, SettingsError, SlimectlError
 from slimectl.rewards import Grade, Verifier, known_types, takes_url, verifier, weighted
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
@@ -39,7 +40,15 @@ class BatchedReward(Protocol):
 
     @property
     def slow(self) -> bool:
-        """Whether samples are graded in worker processes by default."""
+        """Whether the settings name a grader that can be slow."""
+        ...
+
+    def is_slow(self, samples: list[Sample]) -> bool:
+        """Whether the call can take seconds; then it is graded in a worker process by default."""
+        ...
+
+    def prepare(self, samples: list[Sample]) -> None:
+        """Import what grading the call needs, so that it does not count as time of its samples."""
         ...
 
     @property
@@ -95,6 +104,12 @@ class PerSampleReward:
     def is_async(self, samples: list[Sample]) -> bool:
         return False
 
+    def is_slow(self, samples: list[Sample]) -> bool:
+        return False
+
+    def prepare(self, samples: list[Sample]) -> None:
+        pass
+
     async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         return self.grade(samples)
 
@@ -112,7 +127,12 @@ def worker_count(settings: ScoreSettings, grader: BatchedReward) -> int:
     """Return the number of worker processes that grade; 0 is this process."""
     if settings.workers is not None:
         return settings.workers
-    return min(4, os.cpu_count() or 1) if grader.slow else 0
+    return default_workers() if grader.slow else 0
+
+
+def default_workers() -> int:
+    """Return the number of worker processes where no setting gives one."""
+    return min(4, os.cpu_count() or 1)
 
 
 def as_batched(reward: Callable[[Sample], Any]) -> BatchedReward:
@@ -133,6 +153,7 @@ class Grader:
         self._load_function = load_function
         self._user_rewards: dict[str, RewardFunction] = {}
         self._verifiers: dict[str, Verifier] = {}
+        self._prepared: set[str] = set()
         score = settings.score
         if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type exclude each other; make the type a part of the sum")
@@ -187,6 +208,8 @@ class Grader:
         """Return the rewards of one call, or verdicts if score.explain is set."""
         if failed(samples):
             return _zero_rewards(samples)
+        if self.has_agent_rewards(samples):
+            return [sample.reward for sample in samples]
         user_reward, explains = self._user_reward_for(samples[0]), self.settings.score.explain
         if user_reward:
             rewards = self._call_user_reward(user_reward, samples)
@@ -197,14 +220,42 @@ class Grader:
             return verdicts if explains else [verdict.reward for verdict in verdicts]
         return [sample_verifier.explain(samples[0]) if explains else sample_verifier(samples[0])]
 
+    def has_agent_rewards(self, samples: Sequence[Sample]) -> bool:
+        """Return whether these rewards are the agent's: it gave them, and neither settings nor prompts name another."""
+        if not self.settings.has_agent or self.settings.names_verifier:
+            return False
+        return all(
+            sample.reward is not None and not sample.custom_rm_path and not sample.metadata.get("rm_type")
+            for sample in samples
+        )
+
     def is_async(self, samples: list[Sample]) -> bool:
-        if failed(samples):
+        if failed(samples) or self.has_agent_rewards(samples):
             return False
         try:
             user_reward = self._user_reward_for(samples[0])
             return user_reward.is_async if user_reward else self.verifier_of(samples[0]).is_async
         except RecordError:  # `grade` raises it again
             return False
+
+    def is_slow(self, samples: list[Sample]) -> bool:
+        """Whether a verifier that can take seconds grades the call, also one that only its prompt names."""
+        if failed(samples) or self.has_agent_rewards(samples):
+            return False
+        try:
+            return not self._path_of(samples[0]) and self.verifier_of(samples[0]).slow
+        except RecordError:  # `grade` raises it again
+            return False
+
+    def prepare(self, samples: list[Sample]) -> None:
+        """Prepare this process for the verifier or the function of the call, once for each."""
+        rm_type = str(samples[0].metadata.get("rm_type") or "")
+        if failed(samples) or rm_type in self._prepared or self.has_agent_rewards(samples):
+            return
+        with suppress(SlimectlError):  # `grade` raises it again
+            if not self._user_reward_for(samples[0]):
+                self.verifier_of(samples[0]).prepare()
+                self._prepared.add(rm_type)
 
     async def grade_async(self, samples: list[Sample], asker: HttpClient) -> list[Any]:
         """Asynchronous form of `grade`."""
@@ -249,7 +300,7 @@ class Grader:
 
     def _batch_key(self, sample: Sample) -> tuple[str, int, int | None]:
         """Return (grader, maximum batch size, group index if the group is graded in one call, else None)."""
-        if failed([sample]) and not self.settings.score.group_rm:
+        if (failed([sample]) and not self.settings.score.group_rm) or self.has_agent_rewards([sample]):
             return "", 1, None
         try:
             path = self._path_of(sample)

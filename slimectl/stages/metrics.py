@@ -25,14 +25,15 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     uses the policy's current log-probabilities.
     """
     columns: dict[str, list[float]] = {}
+    rows = [row for row in rows if row.response_length]
     for name in ("advantages", "returns", "values", "old_log_probs", "ref_log_probs"):
-        if all(len(getattr(row, name) or ()) == row.response_length > 0 for row in rows):
+        if all(len(getattr(row, name) or ()) == row.response_length for row in rows):
             pairs = (zip(getattr(row, name), row.loss_weights, strict=True) for row in rows)
             columns[name] = [value for pair in pairs for value, weight in pair if weight]
     metrics: Metrics = {}
     for name in ("advantages", "returns", "values"):
         if columns.get(name):
-            metrics |= _mean_max_min(f"rollout/{name}", columns[name])
+            metrics |= mean_max_min(f"rollout/{name}", columns[name])
     for name, column in (("log_probs", "old_log_probs"), ("ref_log_probs", "ref_log_probs")):
         if columns.get(column):
             metrics[f"rollout/{name}"] = statistics.fmean(columns[column])
@@ -41,7 +42,7 @@ def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:
     return metrics
 
 
-def _mean_max_min(name: str, values: Sequence[float]) -> Metrics:
+def mean_max_min(name: str, values: Sequence[float]) -> Metrics:
     return {name: statistics.fmean(values), f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
@@ -63,7 +64,7 @@ def round_metrics(
     if len(rewards) != len(samples):
         return metrics | optional_metrics("rollout/", samples, None, [], track) if details else metrics
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
-    metrics |= _mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
+    metrics |= mean_max_min("rollout/rewards", normalized_rewards) if normalized_rewards else {}
     right = [reward >= settings.eval.success_threshold for reward in rewards]
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in samples], right)
@@ -124,10 +125,11 @@ def multi_turn(prefix: str, samples: Iterable[Sample]) -> Metrics:
 
 
 def by_category(prefix: str, samples: Sequence[Sample], rewards: Sequence[float], key: str) -> Metrics:
-    """Return share and mean reward of the samples of each category, read from the metadata under `key`."""
+    """Return share and mean reward of the samples of each category: `key` in the metadata, or in the prompt's row."""
     rewards_by_category: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
-        rewards_by_category.setdefault(str(sample.metadata.get(key, "none")).replace("/", "_"), []).append(reward)
+        category = sample.metadata.get(key, sample.extra.get(key, "none"))
+        rewards_by_category.setdefault(str(category).replace("/", "_"), []).append(reward)
     metrics: Metrics = {}
     for name, category_rewards in sorted(rewards_by_category.items()):
         metrics[f"{prefix}category/{name}/share"] = len(category_rewards) / len(samples)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,9 +18,13 @@ from slimectl.stages.advantages import Models
 from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import sample_ids, set_preference_gradients
+from slimectl.stages.train_data import train_records
 from slimectl.types import Metrics, TrainingSample
 
-METRIC_ALIASES = {"pg_clipfrac": "clipfrac", "kl_loss": "kl"}
+METRIC_ALIASES = {
+    "pg_clipfrac": "clipfrac", "kl_loss": "kl",
+    "critic-value_loss": "value_loss", "critic-value_clipfrac": "value_clipfrac",
+}  # fmt: skip
 """Metrics that are reported under a second name."""
 
 
@@ -33,11 +38,16 @@ class StepIndex:
 
 
 def optimizer_step(
-    minibatch: Sequence[tuple[int, TrainingSample]], models: Models, settings: Settings, hooks: Hooks, index: StepIndex
+    minibatch: Sequence[tuple[int, TrainingSample]],
+    models: Models,
+    settings: Settings,
+    hooks: Hooks,
+    index: StepIndex,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> Metrics:
     """Set the loss weights of rows, update policy and critic, and return the metrics. Raises DivergedError.
 
-    A minibatch has (execution, row) of whole rollouts.
+    A minibatch has (execution, row) of whole rollouts. `keep` gets the record of every row that the policy learns from.
     """
     algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
@@ -64,9 +74,25 @@ def optimizer_step(
         loss = hooks.policy_loss(loss, rows, executions)
     if options is not None and options.shared and functions.joint_loss is not None:
         loss = functions.joint_loss(algorithm, loss)
-    summed = finite.update(models.policy, loss, of="the", outputs=outputs)
-    summed |= {alias: summed[name] for name, alias in METRIC_ALIASES.items() if name in summed}
-    return metrics | {f"train/{name}": value for name, value in summed.items()} | pair_metrics | size
+    if keep is not None and algorithm.trained_output == "log_probs":
+        with models.timer.time("perf/train_data_time"):
+            for record in train_records(rows, executions, models.policy.log_probs(rows), loss, step=index.step):
+                keep(record)
+    with models.timer.time("perf/actor_train_time", of=models.policy):
+        summed = finite.update(models.policy, loss, of="the", outputs=outputs)
+    models.timer.count_training(rows)
+    metrics |= _entropy_metrics(rows, summed, index)
+    metrics |= {f"train/{name}": value for name, value in summed.items()}
+    aliases = {f"train/{alias}": f"train/{name}" for name, alias in METRIC_ALIASES.items()}
+    return metrics | {alias: metrics[name] for alias, name in aliases.items() if name in metrics} | pair_metrics | size
+
+
+def _entropy_metrics(rows: Sequence[TrainingSample], summed: Metrics, index: StepIndex) -> Metrics:
+    """Return the mean entropy of a step's tokens if the policy is that of before the round."""
+    total = summed.pop("token_entropy", None)
+    if total is None or index.step_in_round:
+        return {}
+    return {"rollout/entropy": total / sum(weight != 0 for row in rows for weight in row.loss_weights)}
 
 
 def loss_weights(
@@ -97,7 +123,8 @@ def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Setti
     metrics: Metrics = {}
     if options is not None and not options.shared:
         loss = make_loss(settings.algorithm)
-        summed = finite.update(models.critic, loss, of="the critic's", outputs=models.critic.values)
+        with models.timer.time("perf/critic_train_time", of=models.critic):
+            summed = finite.update(models.critic, loss, of="the critic's", outputs=models.critic.values)
         metrics = {f"train/critic-{name}": value for name, value in summed.items()}
     values = [torch.tensor(row.values, dtype=torch.float64) for row in rows]
     returns = [torch.tensor(row.returns, dtype=torch.float64) for row in rows]

@@ -42,19 +42,18 @@ def preferred(
     template cannot render, and if all are too long.
     """
 
-    def answers(number: int, pair: Preference) -> tuple[Prompt, list[Sample]]:
+    def answers(pair: Preference) -> tuple[Prompt, list[Sample]]:
         samples = []
         for place, answer in enumerate((pair.chosen, pair.rejected)):
             sample = demonstration(answer, tokenizer, settings, from_message=pair.shared)
-            sample.index, sample.reward = 2 * number + place, 1.0 - place
+            sample.index, sample.reward = 2 * answer.index + place, 1.0 - place
             samples.append(sample)
         return pair.chosen, samples
 
     def excess(item: tuple[Prompt, list[Sample]]) -> str:
         return next(filter(None, (demonstration_excess(sample, settings, context) for sample in item[1])), "")
 
-    pairs = (answers(i, pair) for i, pair in enumerate(preferences))
-    for _, samples in drop_long(pairs, lambda item: item[0], excess, left_out):
+    for _, samples in drop_long(map(answers, preferences), lambda item: item[0], excess, left_out):
         yield from samples
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slimectl.data.chat import warn_of_raw_prompt
 from slimectl.data.supervised import sft_sample
 from slimectl.protocols import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
@@ -91,6 +92,7 @@ def demonstrations(
 
 def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, from_message: int = 0) -> Sample:
     """Return the demonstration of one prompt; assistant messages before `from_message` get loss mask 0."""
+    warn_of_raw_prompt(prompt, tokenizer, settings)
     tokens, response_length, mask = sft_sample(
         prompt,
         tokenizer,
@@ -109,4 +111,5 @@ def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, 
         loss_mask=mask,
         status=Status.COMPLETED,
         metadata=prompt.metadata,
+        extra=prompt.extra,
     )

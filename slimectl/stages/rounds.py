@@ -11,18 +11,17 @@ from typing import Any
 
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError, SlimectlError
-from slimectl.protocols import Agent, Engine, Executor, RewardFn
+from slimectl.protocols import NO_PROGRESS, Agent, Engine, Executor, Progress, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource
 from slimectl.stages.rollout import most_in_flight
-from slimectl.stages.score import score
+from slimectl.stages.round_timer import Clock, RoundTimer
+from slimectl.stages.score import report_timeouts, score
 from slimectl.stages.whole_rounds import whole_rounds
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
-
-Clock = Callable[[], float]
 
 MAX_DROPPED_ROUNDS = 64
 """Dropped groups for one round, in multiples of its size, after which the filter counts as unsatisfiable."""
@@ -44,6 +43,7 @@ def sampled_rounds(
     state: SamplerState | None = None,
     hooks: Hooks = NO_HOOKS,
     clock: Clock = time.perf_counter,
+    progress: Progress = NO_PROGRESS,
 ) -> Iterator[RolloutBatch]:
     """Yield rounds of scored samples lazily, until the prompts or `settings.run.num_rollout` end.
 
@@ -69,20 +69,23 @@ def sampled_rounds(
         on_sample=hooks.on_sample,
         agent_at=hooks.agent_at,
     )
-    rounds = RoundScheduler(prompts, attempts, reward, settings, executor, hooks, source, count, state)
+    timer = RoundTimer(clock, log_memory=settings.track.log_memory, progress=progress)
+    rounds = RoundScheduler(prompts, attempts, reward, settings, executor, hooks, source, count, state, timer)
     if hooks.sample_rounds is not None:
         rounds.in_flight.close()
         sampler, on_round = hooks.sample_rounds(attempts), hooks.on_round
-        yield from whole_rounds(sampler, rounds.source, rounds.graded, settings, state, on_round=on_round, clock=clock)
+        yield from whole_rounds(sampler, rounds.source, rounds.graded, settings, state, on_round=on_round, timer=timer)
         return
     try:
         while max_rounds is None or rounds.state.rounds < max_rounds:
             started = clock()
-            samples = rounds.next()
+            with timer.time("perf/generate_time"):
+                samples = rounds.next()
             rounds.check(samples)
             if not samples:
                 return
-            yield RolloutBatch(samples, clock() - started, rounds.metrics, rounds.state.snapshot())
+            seconds = clock() - started
+            yield RolloutBatch(samples, seconds, rounds.metrics, rounds.state.snapshot(), timings=timer.take())
     finally:
         rounds.in_flight.close()
 
@@ -101,6 +104,7 @@ class RoundScheduler:
         source: Any,
         count: Callable[[], int] | None,
         state: SamplerState,
+        timer: RoundTimer,
     ) -> None:
         self.state = state
         self.metrics: Metrics = {}
@@ -120,10 +124,12 @@ class RoundScheduler:
         self._oversampling_size, self._partial = rollout.over_sampling_batch_size or self._size, rollout.partial_rollout
         self._max_in_flight = most_in_flight(rollout)
         self._hooks = hooks
-        self._score: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: score(
-            samples, reward, settings.score, executor=executor
+        # Of the time that grading takes, what samples take to come is their generation's.
+        self._score: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: timer.iterate(
+            "perf/reward_time",
+            score(timer.iterate("perf/generate_time", samples), reward, settings.score, executor=executor),
         )
-        self._attempts = attempts
+        self._attempts, self._progress = attempts, timer.progress
         self._drops: Counter[str] = Counter()
 
     def next(self) -> list[Sample]:
@@ -158,6 +164,7 @@ class RoundScheduler:
     def _stream_round(self) -> Iterator[Sample]:
         """Yield the samples of a round without filters: grading overlaps with sampling, as no group can be dropped."""
         for collected in range(self._size):
+            self._progress.part(collected, self._size)
             self._submit_groups(collected, self._size)
             if not self.in_flight:
                 return
@@ -173,6 +180,7 @@ class RoundScheduler:
                 self.in_flight.resume(copy.deepcopy(group))
         required = self._oversampling_size
         while len(collected) < self._size:
+            self._progress.part(len(collected), self._size)
             self._submit_groups(len(collected), required)
             required = self._size  # beyond the first, one more for each that is dropped
             if not self.in_flight:
@@ -230,7 +238,7 @@ class RoundScheduler:
 
     def check(self, samples: list[Sample]) -> None:
         """Raises SlimectlError if there is nothing to train on: the prompts ended before the first group passed the
-        filter, or every attempt of the round failed."""
+        filter, every attempt of the round failed, or too many of them could not be graded in time."""
         if not samples and not self.state.rounds and self._drops:
             raise SlimectlError(f"round 1: {self._describe_drops()}, and then the prompts ended; {FILTER_HINT}")
         if samples and all(sample.status is Status.FAILED for sample in samples):
@@ -238,6 +246,8 @@ class RoundScheduler:
                 f"round {self.state.rounds}: all {len(samples)} attempts failed, the first with "
                 f"{samples[0].metadata.get('error')}; mend rollout.custom_generate_function_path"
             )
+        limits, share = self._settings.score, self._settings.run.max_reward_timeouts
+        report_timeouts(samples, limits, f"round {self.state.rounds}", max_share=share)
 
     def _count_too_long(self, prompt: Prompt) -> None:
         if prompt.index >= self.state.long_prompts_until:  # otherwise it was counted before the run was resumed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from slimectl.protocols import Critic, Executor, LogProbModel, Policy, WeightSync
+from slimectl.protocols import Critic, Executor, LogProbModel, Policy, Sleeper, WeightSync
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.rounds import Clock
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState, train_batches
 from slimectl.types import Metrics, RolloutBatch, StepReport
@@ -17,7 +18,7 @@ from slimectl.types import Metrics, RolloutBatch, StepReport
 def run(
     make_rounds: Callable[[], Iterator[RolloutBatch]],
     policy: Policy,
-    sync: WeightSync,
+    sync: WeightSync | None,
     settings: Settings,
     *,
     executor: Executor,
@@ -26,56 +27,95 @@ def run(
     critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
-    clock: Clock = time.perf_counter,
+    timer: RoundTimer | None = None,
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[StepReport]:
     """Yield one report per optimizer step, until the rounds end; the engine has the new weights by then.
 
     `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
     or earlier with `settings.run.async_level`: its weights are then at most that many versions old, at one step per
-    round.
+    round. The next round is waited for inside `waiting()`, when all steps of the round before have been made. `sync` is
+    None for recorded rounds, which no engine samples. `timer` takes the times of the run.
     """
 
-    def prepared_batches() -> Iterator[RolloutBatch]:
-        batches = executor.stream(make_rounds, ahead=min(1, settings.run.async_level))
-        wait_start = clock()
-        for batch in batches:
-            waited = clock() - wait_start
-            if colocated:
-                sync.sleep()
-            batch.timings = _rollout_timings(batch.duration_s, len(batch.samples), waited)
-            if reference is not None:  # which may have moved since the batch was scored
-                batch.samples = list(attach_log_probs(batch.samples, reference, "ref_log_probs", recompute=True))
-            if teacher is not None:
-                batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
-            yield batch
-            wait_start = clock()
-
+    timer = timer or RoundTimer()
     colocated = settings.cluster.colocate
-    sync.push()
-    round_start = clock()
-    for report in train_batches(prepared_batches(), policy, settings, critic=critic, state=state, hooks=hooks):
+
+    def prepared_batches() -> Iterator[RolloutBatch]:
+        batches = iter(executor.stream(make_rounds, ahead=min(1, settings.run.async_level)))
+        while True:
+            with waiting(), timer.time("perf/wait_time"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if sync is not None and colocated:
+                with timer.time("perf/engine_offload_time"):
+                    sync.sleep()
+            if sync is not None:
+                batch.timings |= _rollout_timings(batch.duration_s, len(batch.samples))
+            if reference is not None:  # which may have moved since the batch was scored
+                with timer.time("perf/ref_log_probs_time", of=reference):
+                    batch.samples = list(
+                        attach_log_probs(
+                            batch.samples, reference, "ref_log_probs", recompute=True,
+                            temperature=settings.policy_temperature,
+                        )
+                    )  # fmt: skip
+            if teacher is not None:
+                with timer.time("perf/teacher_log_probs_time", of=teacher):
+                    batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
+            yield batch
+
+    sleepers = (policy, critic, reference, teacher) if colocated and settings.cluster.offload_train else ()
+    if sync is not None:
+        sync.push()
+        _sleep(sleepers)
+    reports = train_batches(
+        prepared_batches(), policy, settings, critic=critic, state=state, hooks=hooks, timer=timer
+    )  # fmt: skip
+    total_s = 0.0
+    while True:  # the clock stands while the caller has a report: it evaluates, and saves
+        started = timer.clock()
+        report = next(reports, None)
+        if report is None:
+            return
         if report.last_step_of_round:
-            if colocated:
-                sync.wake()
-            if colocated or report.rollout_id % settings.sync.update_weights_interval == 0:
-                report.timings |= _push_weights(sync, clock)
-            total, round_start = clock() - round_start, clock()
-            report.timings["perf/total_time"] = total
-            report.timings["perf/wait_time_ratio"] = report.timings.get("perf/wait_time", 0.0) / total if total else 0.0
+            if sync is not None and colocated:
+                _sleep(sleepers, keep_weights_of=policy)
+                with timer.time("perf/engine_onload_time"):
+                    sync.wake()
+            if sync is not None and (colocated or report.rollout_id % settings.sync.update_weights_interval == 0):
+                report.timings |= _push_weights(sync, policy, timer)
+                _sleep(sleepers)
+            report.timings |= timer.take()
+        total_s += timer.clock() - started
+        if report.last_step_of_round:
+            report.timings |= _total_timings(total_s, report.timings.get("perf/wait_time", 0.0))
+            total_s = 0.0
         yield report
 
 
-def _rollout_timings(duration_s: float, samples: int, waited_s: float) -> Metrics:
+def _total_timings(total_s: float, wait_s: float) -> Metrics:
+    """Return the time of a round, and the share of it that was spent waiting for samples."""
+    return {"perf/total_time": total_s, "perf/wait_time_ratio": wait_s / total_s if total_s else 0.0}
+
+
+def _sleep(models: Iterable[object], *, keep_weights_of: object = None) -> None:
+    """Let the models leave the GPUs, for engines that sample on them; of one the weights stay, to be pushed."""
+    for model in models:
+        if isinstance(model, Sleeper):
+            model.sleep(keep_weights=model is keep_weights_of)
+
+
+def _rollout_timings(duration_s: float, samples: int) -> Metrics:
     return {
         "perf/rollout_time": duration_s,
-        "perf/wait_time": waited_s,
         "rollout/generation_time": duration_s,
         "rollout/samples_per_second": samples / duration_s if duration_s else 0.0,
     }
 
 
-def _push_weights(sync: WeightSync, clock: Clock) -> Metrics:
-    started = clock()
-    sync_metrics = sync.push()
-    metrics = {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}
-    return metrics | {"perf/update_weights_time": clock() - started}
+def _push_weights(sync: WeightSync, policy: Policy, timer: RoundTimer) -> Metrics:
+    with timer.time("perf/update_weights_time", of=policy):
+        sync_metrics = sync.push()
+    return {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from slimectl.data.json_values import kind_of
@@ -15,8 +12,9 @@ from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.grader import BatchedReward, Grader, as_batched, worker_count
-from slimectl.transport.client import HttpClient
+from slimectl.stages.grader import Grader, as_batched
+from slimectl.stages.grading_calls import GradingCalls
+from slimectl.stdio import logger
 from slimectl.types import Sample, Status, TrainingSample
 from slimectl.user_code import in_one_line
 
@@ -30,10 +28,11 @@ def attach_log_probs(
     field: Literal["ref_log_probs", "teacher_log_probs"],
     *,
     recompute: bool = False,
+    temperature: float = 1.0,
 ) -> Iterator[Sample]:
     """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
 
-    Existing values are kept, unless `recompute` is set.
+    Existing values are kept, unless `recompute` is set. `temperature` is that of the model's log-probabilities.
     """
     for batch in batched(samples, BATCH):
         lacking = [sample for sample in batch if recompute or getattr(sample, field) is None]
@@ -42,10 +41,12 @@ def attach_log_probs(
         ]
         for sample, log_probs in zip(lacking, model.log_probs(rows) if rows else [], strict=True):
             setattr(sample, field, log_probs)
+            if field == "ref_log_probs":
+                sample.ref_temperature = temperature
         yield from batch
 
 
-__all__ = ["Grader", "reward_number", "score"]
+__all__ = ["Grader", "report_timeouts", "reward_number", "score"]
 
 
 Skip = Callable[[Sample, RecordError], None]
@@ -59,21 +60,24 @@ def score(
     *,
     executor: Executor,
     reference: LogProbModel | None = None,
+    temperature: float = 1.0,
     skip: Skip | None = None,
 ) -> Iterator[Sample]:
-    """Grade every sample, in order; a `reference` also attaches its log-probabilities.
+    """Grade every sample, in order; a `reference` also attaches its log-probabilities, which are at `temperature`.
 
     `reward` returns a number, a dict from which settings.reward_key picks one, or a Verdict, whose explanation is
     stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
     concurrently: then up to settings.concurrency calls are read ahead from `samples`.
 
-    A sample that exceeded the time limit gets reward 0 and the reason in metadata.reward_error; a sample whose attempt
-    failed gets reward 0 too. A sample whose record prevents grading (no label, an unknown verifier) is passed to
-    `skip` with the error and left out; without `skip` that RecordError is raised. Raises HookError if the reward is
+    A sample that exceeded its time limit twice gets reward 0 and the reason in metadata.reward_error; a sample whose
+    attempt failed gets reward 0 too. A sample whose record prevents grading (no label, an unknown verifier) is passed
+    to `skip` with the error and left out; without `skip` that RecordError is raised. Raises HookError if the reward is
     not a finite number, or not a dict with one under `settings.reward_key`.
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
-    yield from graded if reference is None else attach_log_probs(graded, reference, "ref_log_probs", recompute=True)
+    if reference is not None:
+        graded = attach_log_probs(graded, reference, "ref_log_probs", recompute=True, temperature=temperature)
+    yield from graded
 
 
 def _grade_samples(
@@ -84,59 +88,16 @@ def _grade_samples(
     skip: Skip | None,
 ) -> Iterator[Sample]:
     grader = as_batched(reward)
-    waiting: deque[list[Sample]] = deque()
-
-    def submitted_calls() -> Iterator[list[Sample]]:
-        for call in grader.calls(samples):
-            waiting.append(call)
-            yield call
-
-    if workers := worker_count(settings, grader):
-        limit = settings.timeout_s + grader.patience_s
-        results = executor.map(grader.grade, submitted_calls(), workers=workers, timeout_s=limit)
-    else:
-        results = _grade_in_thread(grader, submitted_calls(), settings.concurrency)
-    with ExitStack() as ending:
-        if isinstance(results, Generator):  # not left to the garbage collector when a result is an error
-            ending.callback(results.close)
-        for result in results:
-            call = waiting.popleft()
-            if skip is not None and isinstance(result, RecordError):
-                for sample in call:
-                    skip(sample, result)
-                continue
-            if isinstance(result, ChildProcessError):
-                raise HookError(
-                    f"{_sample_range(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory"
-                )
-            yield from _attach_rewards(call, result, settings)
-
-
-def _grade_in_thread(
-    grader: BatchedReward, calls: Iterable[list[Sample]], concurrency: int
-) -> Iterator[list[Any] | BaseException]:
-    """Yield the result of each call, in order: calls are graded in this thread on demand, or concurrently if they
-    wait for servers."""
-    window: deque[list[Sample] | Future[list[Any]]] = deque()
-    with ExitStack() as closing:
-        asker: HttpClient | None = None
-        for call in calls:
-            if grader.is_async(call):
-                asker = asker or closing.enter_context(HttpClient())
-                window.append(asker.submit(grader.grade_async(call, asker)))
-            else:
-                window.append(call)
-            while window and (len(window) >= concurrency or isinstance(window[0], list) or window[0].done()):
-                yield _call_result(grader, window.popleft())
-        while window:
-            yield _call_result(grader, window.popleft())
-
-
-def _call_result(grader: BatchedReward, call: list[Sample] | Future[list[Any]]) -> list[Any] | BaseException:
-    try:
-        return grader.grade(call) if isinstance(call, list) else call.result()
-    except Exception as error:
-        return error
+    for call, result in GradingCalls(grader, settings, executor).results(grader.calls(samples)):
+        if skip is not None and isinstance(result, RecordError):
+            for sample in call:
+                skip(sample, result)
+            continue
+        if isinstance(result, ChildProcessError):
+            raise HookError(
+                f"{_sample_range(call)}: {_grader_name(settings)}: {result}; mend it, or give it more memory"
+            )
+        yield from _attach_rewards(call, result, settings)
 
 
 def _attach_rewards(
@@ -167,6 +128,28 @@ def _attach_rewards(
             except HookError as error:
                 raise HookError(f"{_grader_name(settings)}: {error}") from None
         yield sample
+
+
+def report_timeouts(
+    samples: Sequence[Sample], settings: ScoreSettings, name: str, *, max_share: float | None = None
+) -> None:
+    """Warn of samples with reward 0 because grading them exceeded its time limit; `name` is that of the samples.
+
+    Raises SlimectlError if they are more than `max_share` of all.
+    """
+    late = sum("reward_error" in sample.metadata for sample in samples)
+    if not late:
+        return
+    message = (
+        f"{name}: grading {late} of {len(samples)} samples exceeded score.timeout_s = {settings.timeout_s:g} s of CPU "
+        f"time, or {settings.wall_limit_s:g} s on the clock, twice"
+    )
+    if max_share is not None and late > max_share * len(samples):
+        raise SlimectlError(
+            f"{message}, more than run.max_reward_timeouts = {max_share:g} of them; find the cause with "
+            f"`slimectl score --check`, or raise one of the three, and go on with --resume"
+        )
+    logger.warning(f"{message}: their reward is 0")
 
 
 def _grader_name(settings: ScoreSettings) -> str:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
+from slimectl.algorithms.estimators import TrainingBatch, penalized_rewards
 from slimectl.algorithms.metrics import rollout_metrics
-from slimectl.protocols import Critic, Policy
+from slimectl.protocols import NO_PROGRESS, Critic, Policy, Progress
 from slimectl.settings import Settings
-from slimectl.settings.needs import Need
+from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.metrics import round_metrics, row_metrics
+from slimectl.stages.metrics import mean_max_min, round_metrics, row_metrics
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step
+from slimectl.stages.recorded_rounds import sample_batches
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import reward_number
+from slimectl.stages.signal import NO_SIGNAL, SignalCount, missing_signal
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
 
@@ -26,7 +28,7 @@ class TrainState:
     """Progress of training that a checkpoint stores besides weights and optimizer."""
 
     step: int = 0
-    """Optimizer steps, including those of rounds without any signal, which make no update."""
+    """Optimizer steps."""
 
     rollout_id: int = 0
     """Rounds started."""
@@ -34,6 +36,9 @@ class TrainState:
     pending: list[tuple[int, TrainingSample]] = field(default_factory=list)
     """(execution, row) of rollouts that did not fill a step of train.global_batch_size; the next step starts with them.
     """
+
+    signal: SignalCount = field(default_factory=SignalCount)
+    """Rounds whose rewards carried signal, and those that did not."""
 
     def next_step(self, step_in_round: int = 0) -> StepIndex:
         """Count one more optimizer step, and return its place in the run."""
@@ -49,6 +54,7 @@ def train(
     critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
+    progress: Progress = NO_PROGRESS,
 ) -> Iterator[StepReport]:
     """Train on samples, round by round; yield one report per optimizer step.
 
@@ -58,11 +64,10 @@ def train(
     RecordError for samples that this algorithm cannot train on. ppo needs a `critic`; a reward model is a critic that
     is also passed as the policy. For pairwise algorithms a round is run.rollout_batch_size groups.
     """
-    if Need.PAIRS in settings.algorithm.needs:
-        rounds = _batch_groups(samples, settings.train.global_batch_size or settings.run.rollout_batch_size)
-    else:
-        rounds = _batch_rollouts(samples, settings.rollouts_per_round)
-    yield from train_batches(map(RolloutBatch, rounds), policy, settings, critic=critic, state=state, hooks=hooks)
+    rounds = sample_batches(samples, settings, settings.rollouts_per_round)
+    timer = RoundTimer(progress=progress)
+    batches = map(RolloutBatch, rounds)
+    yield from train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer)
 
 
 def train_batches(
@@ -73,15 +78,18 @@ def train_batches(
     critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
+    timer: RoundTimer | None = None,
 ) -> Iterator[StepReport]:
     """Train on rounds of samples; yield one report per optimizer step, with what its batch brought along.
 
     Rows that do not fill a step of train.global_batch_size wait for the next round; those that remain at the end make
-    a last, smaller step.
+    a last, smaller step. A round that fills no step is reported without one: its rewards are measured all the same. The
+    last report of a round has what `timer` took since the round before.
     """
     state = state or TrainState()
     options = settings.algorithm.critic_options
-    models = Models(policy, cast(Critic, policy) if options is not None and options.shared else critic)
+    judge = cast(Critic, policy) if options is not None and options.shared else critic
+    models = Models(policy, judge, timer or RoundTimer())
     sampling = None
     for batch in batches:
         state.rollout_id += 1
@@ -89,76 +97,62 @@ def train_batches(
         yield from _train_batch(batch, models, settings, state, hooks)
     if state.pending:
         minibatch, state.pending = state.pending, []
-        started, tokens = time.perf_counter(), sum(len(row.tokens) for _, row in minibatch)
-        metrics = optimizer_step(minibatch, models, settings, hooks, state.next_step())
-        report = _report(metrics, state, models.policy.weight_version, started=started, tokens=tokens)
+        report = _step_report(minibatch, models, settings, hooks, state)
         report.sampling = sampling
+        report.metrics.pop("rollout/entropy", None)  # the policy is not that of before the round any more
+        report.timings |= _round_timings(models)
         yield report
-
-
-def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
-    """Yield lists of `size` whole rollouts; the samples of a fan-out are adjacent and share their rollout_id."""
-    batch: list[Sample] = []
-    count = 0
-    for sample in samples:
-        continues = bool(batch) and sample.rollout_id is not None and sample.rollout_id == batch[-1].rollout_id
-        if count == size and not continues:
-            yield batch
-            batch, count = [], 0
-        batch.append(sample)
-        count += not continues
-        if count == size and sample.rollout_id is None:
-            yield batch
-            batch, count = [], 0
-    if batch:
-        yield batch
-
-
-def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
-    """Yield lists of `size` whole groups, whose samples are adjacent."""
-    batch: list[list[Sample]] = []
-    for _, group in groupby(samples, key=lambda sample: sample.group_index):
-        batch.append(list(group))
-        if len(batch) == size:
-            yield [sample for members in batch for sample in members]
-            batch = []
-    if batch:
-        yield [sample for members in batch for sample in members]
 
 
 def _train_batch(
     batch: RolloutBatch, models: Models, settings: Settings, state: TrainState, hooks: Hooks
 ) -> Iterator[StepReport]:
     """Train on one round in five passes: rows, outputs of the models, advantages, metrics, and the optimizer steps."""
-    started = time.perf_counter()
-    data, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
-    has_older_rows = bool(state.pending)
-    state.pending += zip(data.executions, data.rows, strict=True)
-    waiting = [row for _, row in state.pending]
-    minibatches = list(_take_minibatches(state, settings))
-    # With several steps the policy changes before the last row is used.
-    several_steps = len(minibatches) > 1 or has_older_rows or bool(state.pending)
-    attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
-    metrics |= set_advantages(data, settings, hooks, state.rollout_id)
+    timer = models.timer
+    with timer.time("perf/data_preprocess_time"):
+        data, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
+        has_older_rows = bool(state.pending)
+        state.pending += zip(data.executions, data.rows, strict=True)
+        waiting = [row for _, row in state.pending]
+        minibatches = list(_take_minibatches(state, settings))
+        # With several steps the policy changes before the last row is used.
+        several_steps = len(minibatches) > 1 or has_older_rows or bool(state.pending)
+        attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
+        with timer.time("perf/advantages_time"):
+            metrics |= set_advantages(data, settings, hooks, state.rollout_id)
+        state.signal.add(missing_signal(data, settings, hooks))
+        metrics |= _batch_metrics(batch, data, settings, state)
+    for i, minibatch in enumerate(minibatches or [[]]):
+        report = _step_report(minibatch, models, settings, hooks, state, step_in_round=i)
+        if i == 0:
+            report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
+            report.samples = batch.samples
+            report.timings |= batch.timings
+        report.sampling = batch.state
+        report.last_step_of_round = i == max(0, len(minibatches) - 1)
+        if report.last_step_of_round:
+            report.timings |= _round_timings(models)
+        yield report
+
+
+def _batch_metrics(batch: RolloutBatch, data: TrainingBatch, settings: Settings, state: TrainState) -> Metrics:
+    """Return the metrics of a round's samples and rows, before its first step."""
+    metrics: Metrics = {NO_SIGNAL: 1.0} if state.signal.in_a_row else {}
     rewards = data.reported_rewards
     if rewards is None:
         rewards = [reward_number(s, settings.score.reward_key) for s in batch.samples if s.reward is not None]
     metrics |= rollout_metrics(batch.samples, rewards)
     metrics |= round_metrics(batch.samples, rewards, data.normalized_rewards, settings)
-    metrics |= row_metrics(data.rows)
-    timings = {"perf/data_preprocess_time": time.perf_counter() - started, **batch.timings}
-    for i, minibatch in enumerate(minibatches or [[]]):
-        started, tokens = time.perf_counter(), sum(len(row.tokens) for _, row in minibatch)
-        index = state.next_step(i)
-        step = optimizer_step(minibatch, models, settings, hooks, index) if minibatch else {}
-        report = _report(step, state, models.policy.weight_version, started=started, tokens=tokens)
-        if i == 0:
-            report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
-            report.samples = batch.samples
-            report.timings |= timings
-        report.sampling = batch.state
-        report.last_step_of_round = i == max(0, len(minibatches) - 1)
-        yield report
+    algorithm = settings.algorithm
+    if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef and data.rows:
+        metrics |= mean_max_min("rollout/penalized_rewards", penalized_rewards(data, algorithm))
+    return metrics | row_metrics(data.rows)
+
+
+def _round_timings(models: Models) -> Metrics:
+    """Return what the timer took of a round, with the memory of the processes that train."""
+    models.timer.note_peaks(models.policy)
+    return models.timer.take()
 
 
 def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
@@ -177,11 +171,34 @@ def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tu
         yield step
 
 
-def _report(metrics: Metrics, state: TrainState, version: str, *, started: float, tokens: int) -> StepReport:
-    """Return the report of an optimizer step over rows of so many tokens."""
+def _step_report(
+    minibatch: list[tuple[int, TrainingSample]],
+    models: Models,
+    settings: Settings,
+    hooks: Hooks,
+    state: TrainState,
+    *,
+    step_in_round: int = 0,
+) -> StepReport:
+    """Make one optimizer step and return its report; without rows, return the report of a round without a step."""
+    clock = models.timer.clock
+    started, train_data = clock(), list[dict[str, Any]]()
+    metrics: Metrics = {}
+    timings: Metrics = {}
+    if minibatch:
+        keep = train_data.append if settings.run.keep_samples == "train" else None
+        metrics = optimizer_step(minibatch, models, settings, hooks, state.next_step(step_in_round), keep)
+        metrics["train/step"] = float(state.step)
+        seconds, tokens = clock() - started, sum(len(row.tokens) for _, row in minibatch)
+        timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds if seconds else 0.0}
     if state.pending:
         metrics["train/rollouts_left_over"] = float(len({execution for execution, _ in state.pending}))
-    metrics["train/step"] = float(state.step)
-    seconds = time.perf_counter() - started
-    timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds}
-    return StepReport(state.step, state.rollout_id, version, metrics, timings=timings)
+    return StepReport(
+        state.step,
+        state.rollout_id,
+        models.policy.weight_version,
+        metrics,
+        timings=timings,
+        is_step=bool(minibatch),
+        train_data=train_data,
+    )

@@ -45,10 +45,32 @@ def build_training_batch(
     if Need.GROUPS in algorithm.needs:
         _require_groups(algorithm.name, [(sample.group_index, sample.trajectory_id) for sample in samples])
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
+    require_temperature([samples[i] for i in fresh], settings)
     batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)
     if rewards is not None and len(samples) == count:
         batch.reported_rewards = rewards[0]
     return batch, metrics | drops
+
+
+def require_temperature(samples: Sequence[Sample], settings: Settings) -> None:
+    """Check that log-probabilities of the samples are at the temperature of the policy's.
+
+    Samples that do not name a temperature, of other programs, are taken as they are. Raises RecordError.
+    """
+    algorithm, expected = settings.algorithm, settings.policy_temperature
+    names_key = algorithm.trains_on == "rollouts"
+    for sample in samples:
+        if names_key and sample.rollout_temperature not in (None, expected):
+            raise RecordError(
+                f"sample {sample.index}: was sampled at temperature {sample.rollout_temperature:g}, and "
+                f"rollout.temperature is {expected:g}; add -s rollout.temperature={sample.rollout_temperature:g}"
+            )
+        if Need.REFERENCE in algorithm.needs and sample.ref_temperature not in (None, expected):
+            key = "rollout.temperature is" if names_key else f"{algorithm.name} takes them at"
+            raise RecordError(
+                f"sample {sample.index}: ref_log_probs are at temperature {sample.ref_temperature:g}, and {key} "
+                f"{expected:g}; run `slimectl score --reference` with -s rollout.temperature={expected:g}"
+            )
 
 
 def build_sft_batch(
@@ -87,6 +109,7 @@ def build_policy_batch(
         if sample.group_index in groups:
             _require_columns(sample, algorithm)
             row = _row(sample)
+            row.reward = rewards[i]
             row.old_log_probs = row.rollout_log_probs if algorithm.use_rollout_logprobs else None
             batch.rows.append(row)
             batch.executions.append(sample.trajectory_id)
@@ -171,4 +194,5 @@ def _row(sample: Sample) -> TrainingSample:
         ref_log_probs=sample.ref_log_probs,
         rollout_log_probs=sample.rollout_log_probs,
         group=sample.group_index,
+        index=sample.index,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -10,6 +9,8 @@ from slimectl.settings import Settings
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
+from slimectl.stages.round_timer import RoundTimer
+from slimectl.stages.score import report_timeouts
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 GroupSource = PromptSource | UserDataSource
@@ -37,22 +38,27 @@ def whole_rounds(
     state: SamplerState,
     *,
     on_round: RoundObserver,
-    clock: Callable[[], float] = time.perf_counter,
+    timer: RoundTimer,
 ) -> Iterator[RolloutBatch]:
     """Yield rounds like `rounds.sampled_rounds`; grade samples without a reward."""
     last = settings.run.num_rollout
     try:
         while last is None or state.rounds < last:
-            started = clock()
-            groups, metrics = sampler.groups(state.rounds + 1, source)
+            started = timer.clock()
+            with timer.time("perf/generate_time"):
+                groups, metrics = sampler.groups(state.rounds + 1, source)
             if not groups:
                 return
             samples = flatten(groups)
             graded([sample for sample in samples if sample.reward is None])
+            report_timeouts(
+                samples, settings.score, f"round {state.rounds + 1}", max_share=settings.run.max_reward_timeouts
+            )
             on_round(groups, source)
             state.rounds += 1
             source.save(state.rounds)
-            yield RolloutBatch(samples, clock() - started, metrics, state.snapshot())
+            seconds = timer.clock() - started
+            yield RolloutBatch(samples, seconds, metrics, state.snapshot(), timings=timer.take())
     finally:
         sampler.close()
 

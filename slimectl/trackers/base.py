@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
-from slimectl.protocols import Tracker
+from slimectl.protocols import NO_PROGRESS, Progress, Tracker
 from slimectl.stdio import logger
 from slimectl.types import TableRow
 
@@ -28,6 +28,7 @@ class Identity:
     group: str | None = None
     mode: str | None = None
     host: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     config: dict[str, Any] | None = None
 
 
@@ -35,25 +36,66 @@ class Identity:
 class TrackedRun:
     """A run as its trackers know it; every tracker's constructor takes it, then the arguments of track.kwargs.
 
-    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed_at` is the step after which a resumed
-    run goes on, `rounds` the number of rounds if known, `rounds_done` those behind it. `identity()` is drawn once.
+    `log_dir` is track.dir, `one_axis` is track.always_use_train_step. `resumed` says that the run has recorded
+    something before, `resumed_at` is the step of the checkpoint after which it goes on, `rounds` the number of rounds
+    if known, `rounds_done` those behind it. `identity()` is drawn once. `progress` shows the run on a terminal.
     """
 
     folder: Path
     identity: Callable[[], Identity]
     log_dir: Path | None = None
     one_axis: bool = False
+    resumed: bool = False
     resumed_at: int | None = None
     rounds: int | None = None
     rounds_done: int = 0
+    progress: Progress = NO_PROGRESS
+
+
+def is_cut_back(tracker: Tracker) -> bool:
+    """Return whether a resume truncates what the tracker has written; its attribute `cut_back` says so."""
+    return bool(getattr(tracker, "cut_back", False))
+
+
+def keeps_lines(tracker: Tracker) -> bool:
+    """Return whether what the tracker got can be neither cut back nor hidden; its attribute `keeps_lines` says so."""
+    return bool(getattr(tracker, "keeps_lines", False))
+
+
+def skips_held(tracker: Tracker) -> bool:
+    """Return whether the tracker itself leaves out what its library holds; its attribute `skips_held` says so."""
+    return bool(getattr(tracker, "skips_held", False))
+
+
+def flush(tracker: Tracker) -> None:
+    """Let a tracker write down what its library holds back, if it has a method `flush`."""
+    if callable(method := getattr(tracker, "flush", None)):
+        method()
+
+
+def shown_rows(tracker: Tracker) -> int:
+    """Return the rows of a table that the tracker shows whatever track.samples says; its attribute says so."""
+    return int(getattr(tracker, "shown_rows", 0))
 
 
 class FaultTolerantTracker:
     """A tracker whose failures are contained: the first is reported, and every later metric is still tried."""
 
-    def __init__(self, name: str, tracker: Tracker, *, warn: Callable[[str], None] = logger.warning) -> None:
+    def __init__(
+        self,
+        name: str,
+        tracker: Tracker,
+        *,
+        setting: str = "track.with",
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
         self.name = name
+        self.setting = setting
         self.tracker = tracker
+        self.cut_back = is_cut_back(tracker)
+        self.keeps_lines = keeps_lines(tracker)
+        self.skips_held = skips_held(tracker)
+        self.shown_rows = shown_rows(tracker)
         self._warn = warn
         self._warned = False
 
@@ -64,6 +106,10 @@ class FaultTolerantTracker:
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         with self._contain_errors(f"at step {step}"):
             self.tracker.table(name, rows, step=step)
+
+    def flush(self) -> None:
+        with self._contain_errors("when a checkpoint was saved"):
+            flush(self.tracker)
 
     def close(self) -> None:
         with self._contain_errors("when it was closed"):
@@ -77,7 +123,7 @@ class FaultTolerantTracker:
             if not self._warned:
                 self._warned = True
                 self._warn(
-                    f"track.with: {self.name} failed {moment}: {first_line(error)}; the run goes on, and its "
+                    f"{self.setting}: {self.name} failed {moment}: {first_line(error)}; the run goes on, and its "
                     f"metrics.jsonl has every number"
                 )
 

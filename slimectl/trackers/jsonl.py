@@ -20,6 +20,7 @@ class JsonlTracker:
 
     def __init__(self, run: TrackedRun, *, path: str | None = None) -> None:
         self.path = Path(path) if path else run.folder / "tracked.jsonl"
+        self.cut_back = path is None
         with storage_errors(self.path):
             self._file = self.path.open("a", encoding="utf-8")
 

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
-from slimectl.data.metrics_catalogue import ROLL_NAMES
+from slimectl.data.metrics_catalogue import MOVES, PHASES, ROLL_NAMES
 from slimectl.protocols import Tracker
+from slimectl.trackers.base import flush, is_cut_back, keeps_lines, skips_held
 from slimectl.types import Metrics, TableRow
 
 EXTREMES = {"score/mean": "", "score/max": "_max_reward", "score/min": "_min_reward"}
 """ROLL's suffix of an evaluation metric, and the suffix after the dataset's name in slimectl's."""
 
 
+RATED_ROUNDS = 5
+"""Rounds over which ROLL takes the rate of tokens."""
+
+
 def roll_named(metrics: Mapping[str, float], *, prompts_per_round: int) -> Metrics:
-    """Metrics that ROLL has, under its names, and the axes (…/step) unchanged."""
-    renamed = {name: value for name, value in metrics.items() if name.endswith("/step")}
+    """Metrics that ROLL has, under its names; the axes (…/step) and the memory of phases have them already."""
+    renamed = {name: value for name, value in metrics.items() if name.endswith("/step") or name.startswith("memory/")}
     renamed |= {ROLL_NAMES[name]: value for name, value in metrics.items() if name in ROLL_NAMES}
+    for part in ("", "/max", "/min"):
+        if (value := metrics.get(f"rollout/penalized_rewards{part}")) is not None:
+            renamed[ROLL_NAMES[f"rollout/rewards{part}"]] = value
     if "train/ppo_kl" in metrics:
-        renamed["actor/policykl"] = -metrics[
-            "train/ppo_kl"
-        ]  # ROLL's sign: it grows with the probability of the sampled tokens
+        # ROLL's sign: it grows with the probability of the sampled tokens.
+        renamed["actor/policykl"] = -metrics["train/ppo_kl"]
+    if "train/pg_loss" in metrics:
+        renamed["actor/weighted_pg_loss"] = metrics["train/pg_loss"]
     if "train/ratio_high_clipfrac" in metrics:
         sides = (metrics[f"train/ratio_{side}_clipfrac"] for side in ("high", "low"))
         renamed["actor/ppo_ratio_clipfrac"] = sum(sides)
     if "rollout/step" in metrics:
         renamed["system/samples"] = metrics["rollout/step"] * prompts_per_round
-    return renamed | _validation(metrics)
+    return renamed | _phases(metrics) | _validation(metrics)
+
+
+SUMS = {
+    "time/ref_log_probs_values_reward": ("perf/ref_log_probs_time", "perf/teacher_log_probs_time"),
+    "time/old_log_probs_values": ("perf/log_probs_time", "perf/values_time"),
+}
+"""ROLL's times of passes before the steps, and the metrics whose sum they are."""
+
+
+def _phases(metrics: Mapping[str, float]) -> Metrics:
+    """Times of the phases of a round, whole and in their parts, and of the passes before its steps."""
+    renamed: Metrics = {}
+    for name, passes in SUMS.items():
+        if any(one_pass in metrics for one_pass in passes):
+            renamed[name] = sum(metrics.get(one_pass, 0.0) for one_pass in passes)
+    for phase, names in PHASES.items():
+        if any(name in metrics for name in names):
+            parts = {"execute": sum(metrics.get(name, 0.0) for name in names)}
+            for move, metric_by_phase in MOVES.items():
+                parts[move] = metrics.get(metric_by_phase.get(phase, ""), 0.0)
+            parts["total"] = sum(parts.values())
+            renamed |= {f"time/{phase}/{part}": seconds for part, seconds in parts.items()}
+    return renamed
 
 
 def _validation(metrics: Mapping[str, float]) -> Metrics:
@@ -47,19 +80,33 @@ def _validation(metrics: Mapping[str, float]) -> Metrics:
 
 
 class Renamed:
-    """A tracker that gets ROLL's names, in addition to slime's with `keep_slime_names`."""
+    """A tracker that gets ROLL's names, in addition to slime's with `keep_slime_names`.
+
+    system/tps is the rate of the last `RATED_ROUNDS` rounds.
+    """
 
     def __init__(self, tracker: Tracker, *, keep_slime_names: bool, prompts_per_round: int) -> None:
         self.tracker = tracker
+        self.cut_back = is_cut_back(tracker)
+        self.keeps_lines = keeps_lines(tracker)
+        self.skips_held = skips_held(tracker)
         self._keep_slime_names = keep_slime_names
         self._prompts_per_round = prompts_per_round
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=RATED_ROUNDS)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         roll = roll_named(metrics, prompts_per_round=self._prompts_per_round)
+        if "perf/tokens_per_sec" in metrics:
+            self._rounds.append((metrics["perf/tokens_per_sec"], metrics["perf/total_time"]))
+            tokens = sum(rate * seconds for rate, seconds in self._rounds)
+            roll["system/tps"] = tokens / sum(seconds for _, seconds in self._rounds)
         self.tracker.log({**metrics, **roll} if self._keep_slime_names else roll, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         self.tracker.table(name, rows, step=step)
+
+    def flush(self) -> None:
+        flush(self.tracker)
 
     def close(self) -> None:
         self.tracker.close()

@@ -1,60 +1,56 @@
-"""Live progress bar on a terminal, with smoothed reward."""
+"""What the terminal shows of a run: figures beside its progress bar, or a line a step."""
 
 from __future__ import annotations
 
-import sys
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from slimectl.protocols import Tracker
-from slimectl.stdio import logger
+from slimectl.data.metrics_catalogue import is_supervised
+from slimectl.protocols import Progress, Tracker
+from slimectl.stdio import FILES_ONLY, logger, quantity, say
 from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 
-KEPT = 0.9
+DECAY = 0.9
 """Decay of the exponential moving average of the reward, per round."""
 
 
 def console_tracker(run: TrackedRun) -> Tracker:
-    """Make a live progress bar on a terminal, a plain line per step elsewhere."""
-    return ProgressTracker(total=run.rounds, done=run.rounds_done) if sys.stderr.isatty() else StdoutTracker()
+    """Return the tracker for a progress bar, or one of a plain line a step where no bar is drawn."""
+    return BarTracker(run.progress) if run.progress.is_drawn else StdoutTracker()
 
 
-class ProgressTracker:
-    """One progress bar on stderr; evaluations are printed above it and stay."""
+class BarTracker:
+    """Shows the last round's figures beside the bar; evaluations are printed above it and stay."""
 
-    def __init__(self, *, total: int | None, done: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"),
-            TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True,
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=total, completed=done)
-        self._smooth: float | None = None
-        self._bar.start()
+    shown_rows = 2
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._reward: float | None = None
+        self._files = StdoutTracker(files_only=True)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._files.log(metrics, step=step)
         for name, value in metrics.items():
-            if is_accuracy(name):
-                self._console.print(f"step {step:>4}  {name.removeprefix('eval/')} {value:.3f}", highlight=False)
+            if is_result(name):
+                say(f"step {step:>4}  {name.removeprefix('eval/')} {value:.3f}")
         if "rollout/step" not in metrics:
             return
-        shown = shown_of(metrics)
+        figures = shown_of(metrics)
         reward = metrics.get("rollout/raw_reward")
         if reward is not None:
-            self._smooth = reward if self._smooth is None else KEPT * self._smooth + (1 - KEPT) * reward
-            shown[0] = f"reward {self._smooth:.3f}"
-        self._bar.update(self._task, completed=metrics["rollout/step"], description="  ".join(shown))
+            self._reward = reward if self._reward is None else DECAY * self._reward + (1 - DECAY) * reward
+            figures[0] = f"reward {self._reward:.3f}"
+        self._progress.show(figures)
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        for line in lines_of(rows):
-            self._console.print(line, highlight=False, markup=False)
+        self._files.table(name, rows, step=step)
+        for line in lines_of(rows, columns=shutil.get_terminal_size().columns):
+            say(line)
 
-    def close(self) -> None:
-        self._bar.stop()
+    def close(self) -> None: ...
 
 
 SHOWN = {
@@ -67,20 +63,32 @@ SHOWN = {
 }
 """Metrics in the line of a step, and their short names; not the loss, which is 0 by construction on-policy."""
 
-ROWS, WIDTH = 2, 40
-"""Rows of a table of texts that are shown, and characters of each text."""
+SHOWN_SUPERVISED = {
+    "train/loss": "loss",
+    "train/pair_accuracy": "pairs right",
+    "train/grad_norm": "grad",
+    "train/lr": "lr",
+}
+"""The same of a step on demonstrations or preferences."""
+
+WIDTH = 40
+"""Characters of each text of a table."""
 
 
 class StdoutTracker:
-    """Logs a line for every step, or writes it to `stream`; stdout itself is for data."""
+    """Logs a line for every step, or writes it to `stream`; stdout itself is for data.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    With `files_only` the terminal shows no line, as it has a progress bar.
+    """
+
+    shown_rows = 2
+
+    def __init__(self, stream: TextIO | None = None, *, files_only: bool = False) -> None:
         self.stream = stream
+        self._extra = FILES_ONLY if files_only else None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        evaluated = [
-            f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if is_accuracy(name)
-        ]
+        evaluated = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if is_result(name)]
         shown = shown_of(metrics)
         if evaluated or shown:
             self._write(f"step {step:>4}  " + "  ".join(shown + evaluated))
@@ -91,29 +99,61 @@ class StdoutTracker:
 
     def _write(self, line: str) -> None:
         if self.stream is None:
-            logger.info(line)
+            logger.info(line, extra=self._extra)
         else:
             print(line, file=self.stream, flush=True)
 
     def close(self) -> None: ...
 
 
-def lines_of(rows: Sequence[TableRow]) -> list[str]:
-    """The first rows of a table, one short line each."""
-    return ["           " + "  ".join(_short(value) for value in row.values()) for row in rows[:ROWS]]
+def lines_of(rows: Sequence[TableRow], *, columns: int | None = None) -> list[str]:
+    """Return the rows of a table, one short line each; of a terminal below 80 columns, shorter ones."""
+    is_narrow = columns is not None and columns < 80
+    indent, width = ("  ", max(6, ((columns or 0) - 18) // 3)) if is_narrow else (" " * 11, WIDTH)
+    return [indent + "  ".join(_short(value, width) for value in row.values()) for row in rows]
 
 
-def _short(value: str | float) -> str:
+def _short(value: str | float, width: int) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
-    return repr(value if len(value) <= WIDTH else f"{value[: WIDTH - 1]}…")
+    return repr(value if len(value) <= width else f"{value[: width - 1]}…")
 
 
 def shown_of(metrics: Mapping[str, float]) -> list[str]:
-    """Parts of the line of a step; staleness only if above 0."""
-    names = [name for name in SHOWN if name in metrics and (SHOWN[name] != "stale" or metrics[name] > 0)]
-    return [f"{SHOWN[name]} {metrics[name]:.3g}" for name in names]
+    """Parts of the line of a step; staleness only if above 0, and what its round lacks."""
+    labels = SHOWN_SUPERVISED if is_supervised(metrics) else SHOWN
+    names = [name for name in labels if name in metrics and (labels[name] != "stale" or metrics[name] > 0)]
+    return [f"{labels[name]} {metrics[name]:.3g}" for name in names] + shortcomings(metrics)
 
 
-def is_accuracy(name: str) -> bool:
-    return name.startswith("eval/") and name.endswith("_accuracy")
+def shortcomings(metrics: Mapping[str, float]) -> list[str]:
+    """Return "no signal" for a round that teaches nothing, "no step" for one whose rollouts do not fill a step."""
+    notes = ["no signal"] if metrics.get("rollout/no_signal") else []
+    if "rollout/step" in metrics and "train/step" not in metrics:
+        waiting = int(metrics.get("train/rollouts_left_over", 0))
+        notes.append(f"no step, {quantity(waiting, 'rollout')} left over" if waiting else "no step")
+    return notes
+
+
+COLUMNS = {
+    "rollout/raw_reward": "reward", "train/loss": "loss", "train/grad_norm": "grad", "train/entropy_loss": "entropy",
+    "rollout/response_len/mean": "length", "train/lr": "lr",
+}  # fmt: skip
+"""Columns of the table of a training on a terminal."""
+
+
+def table_header() -> str:
+    return f"{'step':>6}" + "".join(f"{name:>11}" for name in COLUMNS.values())
+
+
+def table_row(metrics: Mapping[str, float], step: int) -> str:
+    """Return the row of a step; a metric that it lacks is a dash."""
+    cells = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in COLUMNS]
+    return (
+        f"{step:>6}" + "".join(f"{cell:>11}" for cell in cells) + "".join(f"  {note}" for note in shortcomings(metrics))
+    )
+
+
+def is_result(name: str) -> bool:
+    """Return whether a metric is the result of an evaluation: an accuracy, or a loss on held-out data."""
+    return name.startswith("eval/") and name.endswith(("_accuracy", "/loss"))

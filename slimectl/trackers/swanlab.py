@@ -5,26 +5,35 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
 from slimectl.trackers.base import TrackedRun, starting
+from slimectl.trackers.history import History, Point, log_records
 from slimectl.types import TableRow
 
 WAY_OUT = 'set SWANLAB_API_KEY (or run `swanlab login`), or track.mode = "offline", or drop swanlab from track.with'
+
+NAMES = {"experiment_name": "name", "logdir": "log_dir"}
+"""Older names of arguments, which swanlab.init ignores beside the present ones."""
+
+HELD_BACK_S = 0.75
+"""Seconds after which SwanLab's thread has written a line: it waits half a second for the next."""
 
 
 class SwanlabTracker:
     """One SwanLab experiment, in a folder `swanlab`; each metric on its own axis, or with `one_axis` on the train step.
 
-    `kwargs` overrides all other arguments of `swanlab.init`. Raises MissingExtraError without the library, BackendError
-    if it cannot start.
+    `kwargs` overrides all other arguments of `swanlab.init`, under ROLL's names too; `login_kwargs` are those of
+    `swanlab.login`. Raises MissingExtraError without the library, BackendError if it cannot start.
     """
 
-    def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
+    def __init__(self, run: TrackedRun, *, login_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         try:
             import swanlab
         except ImportError as error:
@@ -38,18 +47,30 @@ class SwanlabTracker:
             "group": identity.group,
             "name": identity.name,
             "id": identity.run_id,
-            "mode": identity.mode,
+            "mode": None if identity.mode == "shared" else identity.mode,  # wandb's alone
             "log_dir": str(run.log_dir or run.folder / "swanlab"),
             "config": identity.config,
             "resume": "allow",
             "reinit": True,
         }
         with starting("swanlab", way_out=WAY_OUT), _isolated_startup():
+            if login_kwargs:
+                swanlab.login(**{"relogin": True, **login_kwargs})
+            kwargs = {NAMES.get(name, name): value for name, value in kwargs.items()}
             # The console belongs to the user and is not recorded.
             init_kwargs = {"settings": swanlab.Settings(terminal={"proxy_type": "none"}), **arguments, **kwargs}
             self._run = swanlab.init(**init_kwargs)
+            # The service refuses steps that it has; the file of a killed process may lack the last ones.
+            files = Path(init_kwargs["log_dir"]).glob(f"run-*/run-{init_kwargs['id']}.swanlab")
+            history: History | None = History()
+            if run.resumed and self._run.mode != "online":
+                points = (point for file in files for point in _points(file))
+                history = History.read("swanlab", lambda: points, by_axis=False)
+            self.skips_held, self.keeps_lines = history is not None, history is None
+            self._history = history or History()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        metrics = self._history.missing(metrics, step)
         if not metrics:
             return
         for name in metrics.keys() - self._defined:
@@ -61,13 +82,35 @@ class SwanlabTracker:
         self._run.log({"train/step": step, **metrics}, step=step)
 
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        import swanlab
+        from swanlab import echarts
 
-        self._run.log({name: [swanlab.Text("\n".join(f"{key}: {row[key]}" for key in row)) for row in rows]}, step=step)
+        if self._history.has(name, step):
+            return
+        columns = list(rows[0])
+        table = echarts.Table().add(columns, [[row[column] for column in columns] for row in rows])
+        self._run.log({name: table}, step=step)
+
+    def flush(self) -> None:
+        """Write to the run's file what SwanLab 0.10 holds back: half a second of lines, then the buffer of the file."""
+        time.sleep(HELD_BACK_S)
+        store = getattr(getattr(self._run, "_core", None), "_store", None)
+        if store is not None:
+            store.ensure_flushed()
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._run.finish()
+
+
+def _points(file: Path) -> Iterator[Point]:
+    """Yield the points of a file of SwanLab's, which has no axes."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    for data in log_records(file):
+        record = Record.FromString(data)
+        for point in (record.scalar, record.media):
+            if point.key:
+                yield point.key, point.step, None
 
 
 @contextmanager

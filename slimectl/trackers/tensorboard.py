@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
@@ -25,12 +26,15 @@ class TensorboardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with") from error
-        folder = os.environ.get("TENSORBOARD_DIR") or str(run.folder / "tensorboard")
+        folder = kwargs.pop("log_dir", None) or os.environ.get("TENSORBOARD_DIR") or str(run.folder / "tensorboard")
         self._one_axis = run.one_axis
-        self._axes: dict[str, float] = {}
+        self._axes: dict[str, float] = {"rollout/step": float(run.rounds_done)} if run.rounds_done else {}
         with starting("tensorboard", way_out="set TENSORBOARD_DIR to a folder that can be written"):
-            # purge_step hides steps that a resumed run writes again.
-            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": run.resumed_at, **kwargs})
+            # A resumed run has cut back the files in its own folder. In another one, steps that it writes again are
+            # hidden: those from purge_step on, the first after the checkpoint.
+            self.cut_back = Path(folder).resolve() == (run.folder / "tensorboard").resolve()
+            purge = None if self.cut_back or run.resumed_at is None else run.resumed_at + 1
+            self._writer = SummaryWriter(**{"log_dir": folder, "purge_step": purge, **kwargs})
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._axes |= {name: value for name, value in metrics.items() if name.endswith("/step")}

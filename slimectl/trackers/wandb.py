@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.trackers.base import TrackedRun, starting
+from slimectl.stdio import logger
+from slimectl.trackers.base import Identity, TrackedRun, first_line, starting
+from slimectl.trackers.history import History, log_records, points_of
 from slimectl.types import TableRow
 
 WAY_OUT = 'set WANDB_API_KEY (or run `wandb login`), or track.mode = "offline", or drop wandb from track.with'
+
+WRITES_EVERY_S = 0.25
+"""Seconds that wandb may hold back what it got before it writes it to its file."""
 
 
 class WandbTracker:
     """One wandb run, in a folder `wandb`; each metric on its own axis by define_metric, or with `one_axis` on the step.
 
-    `kwargs` overrides all other arguments of `wandb.init`. Raises MissingExtraError without the library, BackendError
-    if it cannot start.
+    It is the global run, which `wandb.log` in a hook means, unless the program has one of its own already. `kwargs`
+    overrides all other arguments of `wandb.init`. Raises MissingExtraError without the library, BackendError if it
+    cannot start.
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
@@ -28,10 +39,10 @@ class WandbTracker:
         folder, identity = run.log_dir or run.folder, run.identity()
         self._one_axis = run.one_axis
         self._defined: set[str] = set()
-        # The console belongs to the user: wandb neither records it nor prints to it.
-        defaults = {"console": "off", "silent": True, **({"base_url": identity.host} if identity.host else {})}
-        settings = {**defaults, **kwargs.pop("settings", {})}
-        arguments = {
+        settings = {**_defaults(identity), **kwargs.pop("settings", {})}
+        if identity.mode == "shared":
+            settings = {"x_label": "driver", "x_primary": True, **settings}
+        arguments: dict[str, Any] = {
             "project": identity.project,
             "entity": identity.entity,
             "group": identity.group,
@@ -41,13 +52,25 @@ class WandbTracker:
             "dir": str(folder.resolve()),
             "config": identity.config,
             "resume": "allow",
-            "reinit": "create_new",
+            "reinit": "default" if wandb.run is None else "create_new",
         }
+        if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:
+            # wandb 0.31 holds back 15 s, which a killed process loses.
+            settings = {"x_transaction_log_flush_interval": WRITES_EVERY_S, **settings}
+        self._written_s = settings.get("x_transaction_log_flush_interval", 0.0)
+        arguments |= kwargs
         with starting("wandb", way_out=WAY_OUT):
             folder.mkdir(parents=True, exist_ok=True)  # else wandb silently writes to /tmp
-            self._run = wandb.init(**{**arguments, **kwargs}, settings=settings)
+            files = list(Path(arguments["dir"]).glob(f"wandb/*run-*/run-{arguments['id']}.wandb"))
+            history = None
+            if run.resumed and files:  # what a run got in another folder is known to wandb alone
+                history = History.read("wandb", lambda: points_of(row for file in files for row in _rows(file)))
+            self.skips_held, self.keeps_lines = history is not None, history is None
+            self._history = history or History()
+            self._run = wandb.init(**arguments, settings=settings)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        metrics = self._history.missing(metrics, step)
         if not metrics:
             return
         for name in metrics.keys() - self._defined:
@@ -59,10 +82,70 @@ class WandbTracker:
     def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         import wandb
 
+        if self._history.has(name, step):
+            return
         axis = "train/step" if self._one_axis else axis_of(name)
         columns = list(rows[0])
         table = wandb.Table([*columns], [[row[key] for key in columns] for row in rows])
         self._run.log({name: table, axis: step})
 
+    def flush(self) -> None:
+        """Wait until wandb has written to its file what it got."""
+        time.sleep(self._written_s)
+
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def joined_run(identity: Identity, folder: Path, label: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Write into the run of another process, which began it in wandb's shared mode, as long as the context is open.
+
+    Metrics of this machine stand under the label. It is the global run here, which `wandb.log` in a function of the
+    user's means. A process that cannot join warns and goes on.
+    """
+    import wandb
+
+    run = None
+    # The driver's wandb service, which wandb puts into the environment, takes one process a run.
+    os.environ.pop("WANDB_SERVICE", None)
+    own = {**_defaults(identity), **settings, "x_label": label, "x_primary": False, "x_update_finish_state": False}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        run = wandb.init(
+            project=identity.project,
+            entity=identity.entity,
+            id=identity.run_id,
+            mode="shared",
+            dir=str(folder.resolve()),
+            settings=own,
+        )
+    except Exception as error:  # a chart must not stop a run
+        logger.warning(f"track.mode: {label} cannot join the run at wandb: {first_line(error)}; training goes on")
+    try:
+        yield
+    finally:
+        if run is not None:
+            run.finish()
+
+
+def _defaults(identity: Identity) -> dict[str, Any]:
+    """Return the settings of every process; the console belongs to the user: wandb neither records nor uses it."""
+    access = {"base_url": identity.host, "api_key": identity.api_key}
+    return {"console": "off", "silent": True, **{name: value for name, value in access.items() if value}}
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of wandb's. A table stands at the place of its own axis."""
+    from wandb.proto import wandb_internal_pb2
+
+    protocol: Any = wandb_internal_pb2  # which has no types
+
+    for data in log_records(file):
+        items = {tuple(item.nested_key): item for item in protocol.Record.FromString(data).history.item}
+        tables = [key[0] for key in items if key[1:] == ("_type",)]
+        row = {key[0]: json.loads(item.value_json) for key, item in items.items() if len(key) == 1}
+        for name in tables:
+            yield {name: None, "train/step": row.get("train/step", row.get(axis_of(name)))}
+        if not tables:
+            yield row

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slimectl.errors import BackendError
-from slimectl.transport.answers import PASSING, backoff_s, error_message, parsed
 from slimectl.transport.background import Background
+from slimectl.transport.http import PASSING, backoff_s, error_message, parsed
 
 if TYPE_CHECKING:
     import aiohttp

@@ -1,8 +1,10 @@
-"""Single requests, each on a connection of its own."""
+"""Single HTTP requests, and the reading of answers: their JSON, their error messages, what is worth a retry."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +12,48 @@ from typing import Any
 import aiohttp
 
 from slimectl.errors import BackendError
-from slimectl.transport.answers import error_message, parsed, short
+
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses that are worth a retry."""
+
+LONGEST_MESSAGE = 500
 
 UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 """Errors of a server that is not running, or ends while it answers."""
 
 
+def parsed(text: str) -> Any:
+    """Parse JSON; returns the text if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def error_message(body: Any) -> str:
+    """Return the message in an error's body, on one line: SGLang, its router and OpenAI each use another field."""
+    while isinstance(body, dict):
+        body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), str(dict(body)))
+    return " ".join(str(body).split())[:LONGEST_MESSAGE] or "no reason given"
+
+
+def short(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
+    """Return the pause after so many failed tries, with jitter, so that clients that failed together retry apart.
+
+    It is 50 to 100 % of `first_s`, twice that, four times that, … up to `longest_s`.
+    """
+    return min(longest_s, first_s * 2.0 ** (tries - 1)) * random.uniform(0.5, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """Response of a server: the status, and the body, parsed if it is JSON."""
+
     status: int
     body: Any
 

@@ -6,10 +6,12 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slimectl.errors import HookError
@@ -33,6 +35,7 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
         raise HookError(f"{setting}: {path}: write it as package.module:name or path/to/file.py:name")
     if module_path.endswith(".py") and not Path(module_path).exists():
         raise HookError(f"{setting}: {module_path}: no such file")
+    _make_importable(os.getcwd())
     try:
         with contained(f"{setting}: {module_path}"):
             file = module_path.endswith(".py")
@@ -49,7 +52,14 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
+def _make_importable(folder: str) -> None:
+    """Let modules of a folder be imported: last, so that no file there hides an installed package."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _load_file(path: Path) -> Any:
+    _make_importable(str(path.resolve().parent))  # its neighbours
     # Named after the resolved file: a hook loaded twice is one module, and worker processes can unpickle its objects.
     name = MODULE_PREFIX + "".join(c if c.isalnum() else "_" for c in str(path.resolve().with_suffix("")))
     if name not in sys.modules:
@@ -73,15 +83,29 @@ class Hook:
     message, file and line; so are those that the coroutine of an async callable raises when it is awaited.
     """
 
-    def __init__(self, path: str, *, setting: str, offers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        setting: str,
+        offers: tuple[str, ...],
+        other_names: Mapping[str, str] = MappingProxyType({}),
+        takes_data: bool = False,
+    ) -> None:
+        """`other_names` are further names of what is on offer, each with the one in `offers`.
+
+        With `takes_data` a call also offers what its data have, under names that are not known yet.
+        """
         self.path = path
         self.setting = setting
+        self._other_names = other_names
         self.function = load_callable(path, setting=setting)
         parameters = _parameters(self.function, f"{setting}: {path}")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.wanted = tuple(p.name for p in named)
-        unknown = [p.name for p in named if p.name not in offers and p.default is p.empty]
+        self.required = tuple(p.name for p in named if p.default is p.empty)
+        unknown = [name for name in self.required if other_names.get(name, name) not in offers and not takes_data]
         unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unknown:
             raise HookError(f"{setting}: {path} wants {', '.join(unknown)}; on offer are {', '.join(offers)}")
@@ -98,10 +122,9 @@ class Hook:
 
     def bare(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function and let its exceptions pass unchanged."""
-        accepted = (
-            arguments if self._takes_all else {name: arguments[name] for name in self.wanted if name in arguments}
-        )
-        return self.function(**accepted)
+        names = {name: name if name in arguments else self._other_names.get(name, name) for name in self.wanted}
+        accepted = {name: arguments[ours] for name, ours in names.items() if ours in arguments}
+        return self.function(**(dict(arguments) | accepted if self._takes_all else accepted))
 
     def attempt(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function; subclasses of Exception pass unchanged, others (SystemExit) are raised as HookError."""
@@ -163,6 +186,11 @@ class Hook:
         own_frames = [frame for frame in frames if frame.filename == file]
         frame = (own_frames or list(frames))[-1]
         return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def parameter_names(path: str, *, setting: str) -> set[str]:
+    """Return the names of a callable's parameters. Raises HookError if it cannot be loaded."""
+    return {p.name for p in _parameters(load_callable(path, setting=setting), f"{setting}: {path}")}
 
 
 def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Parameter]:

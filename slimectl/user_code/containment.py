@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dis
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -116,6 +117,30 @@ def _working_directory() -> str | None:
         return os.getcwd()
     except OSError:  # the folder was deleted
         return None
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of a scheduler and of a closed terminal, which end a command as Ctrl-C does."""
+
+
+def handle_here(number: int, handler: Callable[[int, Any], None]) -> None:
+    """Handle a signal in this process, and leave its default to children that user code forks.
+
+    A pool of a user's function ends its processes by SIGTERM: a handler, or a signal ignored, would keep them.
+    """
+    owner = os.getpid()
+
+    def handle(received: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            handler(received, frame)
+            return
+        signal.signal(received, signal.SIG_DFL)
+        os.kill(os.getpid(), received)
+
+    signal.signal(number, handle)
 
 
 # --- exits that run no clean-up ---------------------------------------------------------------------------------------

@@ -14,16 +14,36 @@ from torch import Tensor
 
 from slimectl.errors import BackendError, SlimectlError
 from slimectl.protocols import INCOMPLETE, NamedTensors, Policy, WeightSync, WeightUpdateClient
+from slimectl.stdio import logger
 from slimectl.types import Metrics
 
 Message = list[tuple[str, Tensor]]
 
-KEEP_FLOAT32 = "e_score_correction_bias"
-"""Suffix of tensors that stay in float32: a router's bias is small beside its effect, every engine keeps it exact."""
+KEEP_FLOAT32 = ("e_score_correction_bias", "weight_scale_inv", "weight_scale")
+"""Suffixes of tensors that stay in float32: a router's bias, small beside its effect, and scales of fp8."""
 
 
-def cast(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Cast floating tensors to the engine's precision (None: unchanged), where the engine would round them anyway."""
+class Recoded(Protocol):
+    """A recoding with the precision of the tensors that it leaves alone."""
+
+    dtype: torch.dtype
+
+    def __call__(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]: ...
+
+
+Precision = torch.dtype | Recoded | None
+"""The engines' precision: a dtype, a quantization, or that of the tensors."""
+
+
+def cast(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+    """Cast floating tensors to the engine's precision, where the engine would round them anyway.
+
+    A router's bias, fp8 and the scales of fp8 keep theirs.
+    """
+    if precision is None or isinstance(precision, torch.dtype):
+        dtype = precision
+    else:
+        dtype, tensors = precision.dtype, precision(tensors)
     for name, tensor in tensors:
         is_cast = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(KEEP_FLOAT32)
         yield name, tensor.detach().to(dtype) if dtype is not None and is_cast else tensor.detach()
@@ -148,6 +168,10 @@ class WatchedServers(Protocol):
         ...
 
 
+def _described(metrics: Metrics) -> Iterator[str]:
+    return (f"{name} {value:g}" for name, value in metrics.items())
+
+
 class WeightSynchronizer:
     """Pushes by `sync`, again after servers of `pool` were restarted, and tracks the version that the engines have."""
 
@@ -166,6 +190,7 @@ class WeightSynchronizer:
                 with self._pool.pause_watch() if self._pool else nullcontext():
                     metrics = self._sync.push()
                     self.version = self._policy.weight_version
+                    logger.debug(f"engines have weights {self.version}: {', '.join(_described(metrics))}")
                     return metrics
             except BackendError:
                 if self._pool is None:

@@ -16,7 +16,7 @@ from slimectl.data.run_dir import storage_errors, write_text
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
 from slimectl.weight_sync.delta_apply import VERSION, apply_delta, recover, weight_version
 from slimectl.weight_sync.delta_format import Change, DeltaWriter, Versions, digest, tensor_ranges
 from slimectl.weight_sync.disk import OnWritten, Write, clear_pushed, write_checkpoint
@@ -48,7 +48,7 @@ class DeltaSync(WeightSyncBase):
         folder: Path,
         write: Write,
         pause_mode: str = "in_place",
-        dtype: torch.dtype | None = None,
+        dtype: Precision = None,
         keep_files: bool = False,
         encoding: str = "xor",
         checksum: str = "blake2b",
@@ -130,9 +130,7 @@ def snapshot(update: Path, checkpoint: Path) -> None:
     return None
 
 
-def write_delta(
-    tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: torch.dtype | None
-) -> int:
+def write_delta(tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision) -> int:
     """Write the changes from the directory `base` to these tensors as the file `target`; returns its size in bytes.
 
     Raises CheckpointError if they are not the same tensors.

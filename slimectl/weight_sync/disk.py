@@ -7,15 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from slimectl.data.atomic_replace import staging
 from slimectl.data.ownership import remove_made
 from slimectl.data.run_dir import storage_errors
 from slimectl.errors import SettingsError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
 
 Write = Callable[[Path, NamedTensors], None]
 """Fills an empty folder with a complete Hugging Face checkpoint: these tensors, config and tokenizer. Picklable."""
@@ -38,7 +36,7 @@ class DiskSync(WeightSyncBase):
         folder: Path,
         write: Write,
         pause_mode: str = "in_place",
-        dtype: torch.dtype | None = None,
+        dtype: Precision = None,
         keep_files: bool = False,
         wrote: OnWritten | None = None,
     ) -> None:
@@ -73,7 +71,7 @@ class DiskSync(WeightSyncBase):
             self._newest = None
 
 
-def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: torch.dtype | None) -> int:
+def write_checkpoint(tensors: NamedTensors, *, target: Path, write: Write, dtype: Precision) -> int:
     """Write the folder `target`, whole or not at all; returns the bytes of its weights.
 
     It keeps the mark of a folder that may be removed. Raises StorageError, SettingsError if `target` is not ours.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from slimectl.errors import BackendError, SlimectlError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Message, WeightSyncBase, buckets, cast, drained, in_progress_version
+from slimectl.weight_sync.base import Message, Precision, WeightSyncBase, buckets, cast, drained, in_progress_version
 
 JOIN_TIMEOUT_S = 120.0
 LOOK_S = 0.005
@@ -220,7 +220,7 @@ class DistributedSync(WeightSyncBase):
         *,
         pause_mode: str = "in_place",
         buffer_bytes: int = 512 * 2**20,
-        dtype: torch.dtype | None = None,
+        dtype: Precision = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
@@ -250,7 +250,7 @@ def _send(
     keep: bool,
     version: str,
     most_bytes: int,
-    dtype: torch.dtype | None,
+    dtype: Precision,
     timeout_s: float,
 ) -> int:
     """Broadcast the tensors, in the process that has the weights; returns the bytes sent to each worker."""

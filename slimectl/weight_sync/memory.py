@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import WeightSyncBase, buckets, cast, drained, in_progress_version
+from slimectl.weight_sync.base import Precision, WeightSyncBase, buckets, cast, drained, in_progress_version
 
 
 class InProcessSync:
@@ -66,7 +65,7 @@ class TensorSync(WeightSyncBase):
         *,
         pause_mode: str = "in_place",
         buffer_bytes: int = 512 * 2**20,
-        dtype: torch.dtype | None = None,
+        dtype: Precision = None,
     ) -> None:
         super().__init__(policy, workers, pause_mode=pause_mode)
         self.buffer_bytes, self.dtype = buffer_bytes, dtype
@@ -79,7 +78,7 @@ class TensorSync(WeightSyncBase):
 
 
 def _send(
-    tensors: NamedTensors, *, workers: WeightUpdateClient, version: str, most_bytes: int, dtype: torch.dtype | None
+    tensors: NamedTensors, *, workers: WeightUpdateClient, version: str, most_bytes: int, dtype: Precision
 ) -> int:
     """Send the tensors, in the process that has the weights; returns the bytes sent."""
     sent = 0

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from slimectl.data.hashing import tensor_checksum
 from slimectl.data.ownership import remove_made
 from slimectl.errors import BackendError
 from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import WeightSyncBase, cast, drained
+from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
 from slimectl.weight_sync.disk import Write, write_checkpoint
 
 HEAD = "lm_head.weight"
@@ -29,7 +27,7 @@ class VerifiedSync(WeightSyncBase):
     `folder`, and every hash must equal the earlier one. A mismatch is a BackendError.
     """
 
-    def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, sync: WeightSyncBase, *, folder: Path, write: Write, dtype: Precision = None) -> None:
         super().__init__(sync.policy, sync.workers, pause_mode=sync.pause_mode)
         self.sync, self.folder, self.write, self.dtype = sync, Path(folder), write, dtype
 
@@ -65,7 +63,7 @@ class VerifiedSync(WeightSyncBase):
             remove_made(target)
 
 
-def _checksums(tensors: NamedTensors, *, dtype: torch.dtype | None) -> dict[str, str]:
+def _checksums(tensors: NamedTensors, *, dtype: Precision) -> dict[str, str]:
     """Compute the checksum of every tensor, in the process that has the weights."""
     with drained(tensors) as stream:
         return {name: tensor_checksum(tensor) for name, tensor in cast(stream, dtype)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, mean, stdev
 
 from slimectl.algorithms.losses import PolicyLoss
+from slimectl.algorithms.surrogates import SURROGATES
 
 LIMIT = 20.0
 
@@ -49,9 +50,15 @@ def returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 def advantages(rewards: Sequence[float], values: Sequence[float], gamma: float, lambd: float) -> list[float]:
     """GAE as the sum over l of (gamma lambda)^l delta_{t+l}."""
-    after = [*values[1:], 0.0]
+    after = [*values[1:], 0.0] if values else []
     deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
     return returns(deltas, gamma * lambd)
+
+
+def at_actions(values: Sequence[float], mask: Sequence[int]) -> list[float]:
+    """Each value at its action, an unmasked token; 0 elsewhere."""
+    remaining = iter(values)
+    return [next(remaining) if bit else 0.0 for bit in mask]
 
 
 def whitened(values: Sequence[Sequence[float]], masks: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -154,14 +161,15 @@ def surrogate(row: Row, kind: str, *, low: float, high: float, dual: float | Non
 
 def policy_loss(loss: PolicyLoss, rows: Sequence[Row]) -> tuple[dict[str, float], list[float]]:
     """What the loss and its parts come to, and the derivative by every token's log-probability."""
-    high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
-    dual = loss.eps_clip_c if loss.surrogate in ("ppo_clip", "gspo") else None
+    kind = next(name for name, surrogate_class in SURROGATES.items() if type(loss.surrogate) is surrogate_class)
+    low = getattr(loss.surrogate, "eps_clip", math.nan)
+    high = getattr(loss.surrogate, "eps_clip_high", None)
+    tau = (getattr(loss.surrogate, "tau_pos", math.nan), getattr(loss.surrogate, "tau_neg", math.nan))
+    dual = getattr(loss.surrogate, "eps_clip_c", None)
     parts = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy_loss": 0.0}
     gradient = []
     for row in rows:
-        losses, slopes = surrogate(
-            row, loss.surrogate, low=loss.eps_clip, high=high, dual=dual, tau=(loss.tau_pos, loss.tau_neg)
-        )
+        losses, slopes = surrogate(row, kind, low=low, high=low if high is None else high, dual=dual, tau=tau)
         factors = _factors(loss, row)
         parts["pg_loss"] += math.fsum(t.weight * f * x for t, f, x in zip(row, factors, losses, strict=True))
         parts["entropy_loss"] += math.fsum(t.weight * t.entropy for t in row)
@@ -193,12 +201,12 @@ def _factors(loss: PolicyLoss, row: Row) -> list[float]:
 def _divergence_and_slope(loss: PolicyLoss, token: Token) -> tuple[float, float]:
     r, kl = token.logp - token.ref, divergence(loss.kl_loss_type, token.logp, token.ref)
     slope = {"k1": 1.0, "k2": r}.get(loss.kl_loss_type, 1 - math.exp(-r))
-    if loss.kl_loss_type == "low_var_kl" and divergence("k3", token.logp, token.ref) > 10:
-        slope = 0.0
+    bound, k3 = loss.kl_loss_type == "low_var_kl", divergence("k3", token.logp, token.ref)
     if not loss.use_unbiased_kl:
-        return kl, slope
+        return kl, 0.0 if bound and k3 > 10 else slope
     ratio = exp(token.logp - token.old)
-    return ratio * kl, ratio * (kl + slope)
+    kl = k3 if bound else kl
+    return (10.0, 0.0) if bound and ratio * kl > 10 else (ratio * kl, ratio * (kl + slope))
 
 
 def group_advantages(

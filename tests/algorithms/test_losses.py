@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
+from slimectl.algorithms.surrogates import PpoClip
 from slimectl.errors import SettingsError
 from slimectl.policies.token_batch import merge_metrics
 from slimectl.types import TokenBatch
@@ -71,14 +72,15 @@ def test_policy_loss_is_the_weighted_sum_of_the_clipped_surrogate():
             "ratio_low_clipfrac": 0.5,
             "ratio_max": 1.5,
             "ratio_min": 0.5,
+            "sft_loss": -0.25 * math.log(1.5) + 0.5 * math.log(2),
         }
     )
 
 
 def test_upper_bound_of_its_own_and_dual_clip_are_passed_on():
-    assert PolicyLoss(eps_clip_high=0.28)(pack())[0].item() == pytest.approx(-0.25 * 1.28 - 0.25 + 0.4)
+    assert PolicyLoss(PpoClip(eps_clip_high=0.28))(pack())[0].item() == pytest.approx(-0.25 * 1.28 - 0.25 + 0.4)
     bad = pack(logprobs_T=tensor(5.0).log(), weights_T=tensor(1.0), advantages_T=tensor(-1.0), old_logprobs_T=tensor(0))
-    assert PolicyLoss(eps_clip_c=3.0)(bad)[0].item() == pytest.approx(3.0)
+    assert PolicyLoss(PpoClip(eps_clip_c=3.0))(bad)[0].item() == pytest.approx(3.0)
 
 
 def test_without_old_logprobs_the_gradient_is_advantage_times_weight():
@@ -89,6 +91,7 @@ def test_without_old_logprobs_the_gradient_is_advantage_times_weight():
     assert loss.item() == pytest.approx(-0.25 - 0.25 + 0.5)
     zeros = dict.fromkeys(("pg_loss", "pg_clipfrac", "ppo_kl", "approxkl"), 0.0)
     zeros |= dict.fromkeys(("ratio_high_clipfrac", "ratio_low_clipfrac"), 0.0)
+    zeros["sft_loss"] = -0.25 * math.log(1.5) + 0.5 * math.log(2)
     assert numbers(metrics) == pytest.approx(zeros | dict.fromkeys(("ois", "ratio_max", "ratio_min"), 1.0))
 
 
@@ -149,6 +152,20 @@ def test_entropy_is_asked_for_only_where_it_is_used_or_reported():
     assert (loss.item(), metrics["entropy_loss"].item()) == (pytest.approx(-0.15), pytest.approx(1.0))
 
 
+def test_entropy_is_also_summed_over_the_tokens_that_are_trained_on():
+    reported = pack(entropy_T=tensor(1.0, 2.0, 0.5), weights_T=tensor(0.25, 0.0, 0.5))
+    assert PolicyLoss(report_entropy=True)(reported)[1]["token_entropy"].item() == 1.5
+
+
+def test_imitation_is_measured_of_good_answers_and_of_the_others():
+    metrics = numbers(PolicyLoss(report_scale=4.0)(pack(rewards_T=tensor(1.0, 0.5, 0.0)))[1])
+    good, bad = -0.25 * math.log(1.5) - 0.25 * math.log(1.0), 0.5 * math.log(2)
+    assert metrics["positive_sft_loss"] == pytest.approx(good)  # reduced as the loss is: report_scale leaves it alone
+    assert metrics["negative_sft_loss"] == pytest.approx(bad)
+    assert metrics["sft_loss"] == pytest.approx(good + bad)
+    assert "positive_sft_loss" not in PolicyLoss()(pack())[1]
+
+
 def test_mismatch_is_reported_whenever_the_engine_gave_log_probabilities():
     loss, metrics = PolicyLoss()(pack(rollout_logprobs_T=tensor(1 / 4, 1.0, 2.0).log()))
     assert loss.item() == pytest.approx(-0.15)  # reported, not applied
@@ -182,7 +199,7 @@ def test_what_a_coefficient_asks_for_must_be_there():
 
 
 def test_losses_travel_and_compare_as_values():
-    for loss in (PolicyLoss(eps_clip_high=0.28, use_tis=True), SftLoss()):
+    for loss in (PolicyLoss(PpoClip(eps_clip_high=0.28), use_tis=True), SftLoss()):
         assert pickle.loads(pickle.dumps(loss)) == loss
 
 

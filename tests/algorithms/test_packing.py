@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from slimectl.algorithms.packing import (
     BatchingOptions,
-    PromptGroup,
     assign_to_ranks,
-    group_by_prompt,
     pack,
     plan_batches,
+    shared_fraction,
     tokens_of,
 )
-from slimectl.errors import RecordError
+from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries
 from slimectl.types import TrainingSample
 
 
@@ -28,36 +27,8 @@ def row(prompt: list[int], response_length: int, group: int = 0) -> TrainingSamp
     )
 
 
-def alone(tokens: int, i: int = 0) -> PromptGroup:
-    return PromptGroup((i,), tokens, (1,))
-
-
-def test_siblings_share_one_copy_of_the_prompt():
-    rows = [row([1, 2, 3], 2), row([4, 5, 6], 2, group=1), row([1, 2, 3], 5)]
-    assert group_by_prompt(rows, max_tokens=100) == [PromptGroup((0, 2), 3, (2, 5)), PromptGroup((1,), 3, (2,))]
-    assert [bundle.tokens for bundle in group_by_prompt(rows, max_tokens=100)] == [3 + 1 + 4, 3 + 1]
-
-
-def test_equal_prompts_of_different_groups_and_different_prompts_of_one_group_stay_apart():
-    assert len(group_by_prompt([row([1], 2, group=0), row([1], 2, group=1), row([2], 2, group=0)], max_tokens=100)) == 3
-
-
-def test_sharing_can_be_refused():
-    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 2)] * 3, max_tokens=100, share=False)] == [
-        (0,),
-        (1,),
-        (2,),
-    ]
-
-
-def test_a_family_over_the_limit_is_cut_between_answers():
-    bundles = group_by_prompt([row([1] * 10, 11), row([1] * 10, 11), row([1] * 10, 11)], max_tokens=30)
-    assert [(bundle.rows, bundle.tokens) for bundle in bundles] == [((0, 1), 30), ((2,), 20)]
-
-
-def test_answers_much_longer_than_their_prompt_do_not_share_it():
-    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 9), row([1, 2], 9)], max_tokens=100)] == [(0,), (1,)]
-    assert [bundle.rows for bundle in group_by_prompt([row([1, 2], 8), row([1, 2], 8)], max_tokens=100)] == [(0, 1)]
+def alone(tokens: int, i: int = 0) -> PrefixTrie:
+    return PrefixTrie((i,), (tokens,), (0,))
 
 
 def test_first_fit_decreasing_by_hand():
@@ -70,24 +41,14 @@ def test_the_heaviest_pack_is_split_until_ranks_divide_the_number():
     assert [[tokens_of(pack) for pack in share] for share in shares] == [[8, 6], [8, 5]]
 
 
-def test_a_lone_bundle_is_split_between_its_answers():
-    shares = assign_to_ranks([[PromptGroup((0, 1, 2), 4, (5, 3, 3))]], ranks=2)
-    assert shares == [[[PromptGroup((0,), 4, (5,))]], [[PromptGroup((1, 2), 4, (3, 3))]]]
+def test_a_lone_trie_is_split_between_its_rows():
+    shares = assign_to_ranks([[PrefixTrie((0, 1, 2), (8, 6, 6), (0, 4, 4))]], ranks=2)
+    assert shares == [[[PrefixTrie((0,), (8,), (0,))]], [[PrefixTrie((1, 2), (6, 6), (0, 4))]]]
 
 
 def test_a_single_row_leaves_the_other_rank_an_empty_pack():
     assert assign_to_ranks([[alone(4)]], ranks=2) == [[[alone(4)]], [[]]]
     assert assign_to_ranks([], ranks=2) == [[], []]
-
-
-def test_a_row_without_a_prompt_is_refused():
-    with pytest.raises(RecordError, match="row 1: 2 tokens with a response of 2"):
-        group_by_prompt([row([1], 1), row([], 2)], max_tokens=10)
-
-
-def test_pairs_are_what_attention_looks_at():
-    # A prompt of 3: 1 + 2 + 3; the answers' computed tokens, 1 and 2, see it and what is before: 4, and 4 + 5.
-    assert PromptGroup((0, 1), 3, (2, 3)).pairs == 6 + 4 + 9
 
 
 def test_long_answers_weigh_more_by_flops_than_by_tokens():
@@ -106,9 +67,20 @@ def test_long_answers_weigh_more_by_flops_than_by_tokens():
 def test_micro_batches_of_a_fixed_number_of_rows_keep_the_order():
     rows = [row([1, 2], length) for length in (9, 1, 9, 1, 2)]
     [packs] = plan_batches(rows, max_tokens=4, batching=BatchingOptions(micro_batch_size=2))
-    assert [[bundle.rows for bundle in pack] for pack in packs] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
+    assert [[trie.rows for trie in pack] for pack in packs] == [[(1, 0)], [(3, 2)], [(4,)]]
+    [packs] = plan_batches(rows, max_tokens=4, batching=BatchingOptions(micro_batch_size=2), share=False)
+    assert [[trie.rows for trie in pack] for pack in packs] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
     first, second = plan_batches(rows, max_tokens=4, ranks=2, batching=BatchingOptions(micro_batch_size=2))
     assert [len(share) for share in (first, second)] == [2, 2]
+
+
+def test_the_fraction_of_shared_tokens_counts_every_copy_of_a_prompt():
+    rows = [row([1] * 6, 3), row([1] * 6, 3), row([2] * 8, 1)]  # 8 computed tokens each
+    rows[0].tokens[6] = 8
+    packs = plan_batches(rows, max_tokens=100)[0]
+    assert shared_fraction(packs) == pytest.approx(6 / 24)
+    assert shared_fraction(plan_batches(rows, max_tokens=8)[0]) == 0
+    assert shared_fraction([]) == 0
 
 
 KINDS = ("tokens", "flops", "none")
@@ -150,7 +122,7 @@ def test_balanced_shares_are_never_heavier_than_those_dealt_in_turns(
         BatchingOptions(balance=kind, pair_cost=0.25),
         replace(BatchingOptions(pair_cost=0.25), balance="none"),
     )
-    packs = pack(group_by_prompt(rows, max_tokens=40), max_tokens=40)
+    packs = pack(build_tries(rows, max_tokens=40), max_tokens=40)
     while len(packs) % ranks:
         packs.append([])  # so that both deal the same packs
     heaviest = [

@@ -50,3 +50,9 @@ def test_average_is_the_mean_reward():
 def test_majority_counts_the_answer_given_most(answers, successes, expected):
     assert majority_at_n(answers, successes) == expected
     assert majority_at_n(answers[::-1], successes[::-1]) == expected
+
+
+def test_answers_that_are_the_same_vote_together_however_they_are_spelled():
+    answers, successes = ["1/2", "3", "0.5", "3", "2/4"], [True, False, True, False, True]
+    assert majority_at_n(answers, successes) == 0.0
+    assert majority_at_n(answers, successes, lambda a, b: "3" not in (a, b)) == 1.0

@@ -20,6 +20,7 @@ from slimectl.algorithms.estimators import (
 )
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.registry import ALGORITHMS, COMPUTED, LOSS_SETTINGS, Algorithm, policy_loss
+from slimectl.algorithms.surrogates import SURROGATES
 from slimectl.settings import algorithm as names
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -79,10 +80,19 @@ def test_every_field_of_the_loss_is_a_setting_of_the_same_type_or_computed():
         assert (field.type in ("bool", "str")) == isinstance(settings[key].default, bool | str), key
 
 
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_field_of_a_surrogate_is_a_setting_of_the_algorithms_that_use_it(name: str):
+    users = [entry.settings for entry in ROLLOUTS.values() if entry.settings.surrogate == name]
+    assert users, f"no algorithm uses {name}"
+    for settings in users:
+        assert settings.model_fields.keys() >= {field.name for field in fields(SURROGATES[name])}
+
+
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_no_setting_is_ignored(name: str):
+    surrogate = SURROGATES[ROLLOUTS[name].settings.surrogate]
     for key in ROLLOUTS[name].settings.model_fields:
-        if key not in LOSS_SETTINGS:
+        if key not in LOSS_SETTINGS | {field.name for field in fields(surrogate)}:
             assert key == "name" or re.search(rf"\.{key}\b", (ROOT / READ_BY[key]).read_text()), key
 
 
@@ -92,10 +102,11 @@ def test_the_loss_has_the_values_of_the_settings(name: str):
     assert isinstance(settings, PolicyGradient)
     rows = [TrainingSample([1, 2, 3], 2, [0.25, 0.25])]
     loss = policy_loss(settings, rows)
-    assert loss.surrogate == settings.surrogate
+    assert type(loss.surrogate) is SURROGATES[settings.surrogate]
     assert loss.report_scale == 2.0  # 1 / (0.25 + 0.25)
-    for key in LOSS_SETTINGS & type(settings).model_fields.keys():
-        assert getattr(loss, key) == getattr(settings, key), key
+    for part in (loss, loss.surrogate):
+        for key in {field.name for field in fields(part)} & type(settings).model_fields.keys():
+            assert getattr(part, key) == getattr(settings, key), key
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@ import pytest
 import torch
 
 from slimectl.algorithms.advantages import discounted, reinforce_returns, whitened
+from slimectl.algorithms.estimators import TrainingBatch, penalized_rewards
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.types import TrainingSample
 
 
 def tensor(*values):
@@ -16,6 +19,11 @@ def test_returns_are_discounted_from_the_last_token_backwards():
 def test_the_reward_comes_with_the_last_token_that_the_mask_keeps():
     returns_T = reinforce_returns(1.0, None, tensor(1.0, 1.0, 0.0), kl_coef=0.0, gamma=0.5)
     assert returns_T.tolist() == [0.5, 1.0, 0.0]
+
+
+def test_what_a_tool_wrote_discounts_nothing():
+    returns_T = reinforce_returns(1.0, None, tensor(1.0, 0.0, 0.0, 1.0), kl_coef=0.0, gamma=0.5)
+    assert returns_T.tolist() == [0.5, 0.0, 0.0, 1.0]
 
 
 def test_divergence_is_charged_to_every_kept_token():
@@ -40,3 +48,12 @@ def test_whitening_is_over_all_kept_tokens_of_the_batch():
 def test_values_without_spread_whiten_to_exact_zeros(values):
     value_T = tensor(*values)
     assert whitened([value_T], [torch.ones_like(value_T)])[0].tolist() == [0.0] * len(values)
+
+
+def test_rewards_less_the_divergence_are_those_of_whole_answers():
+    log_probs = {"old_log_probs": [-1.0, -1.0], "ref_log_probs": [-1.5, -1.25]}
+    rows = [TrainingSample([1, 2, 3], 2, [1.0, weight], **log_probs) for weight in (1.0, 0.0)]
+    batch = TrainingBatch(rows, [0, 2], positions=[0, 2], normalized_rewards=[1.0, 5.0, -1.0])
+    # Divergences 0.5 and 0.25 of the tokens that are trained on; the sample without a row does not count.
+    algorithm = ALGORITHMS["rloo"].model_validate({"name": "rloo", "kl_coef": 0.1})
+    assert penalized_rewards(batch, algorithm) == pytest.approx([1.0 - 0.075, -1.0 - 0.05])

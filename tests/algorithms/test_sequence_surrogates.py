@@ -6,7 +6,22 @@ import pytest
 import torch
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.algorithms.surrogates import TokenRows, gmpo_loss, gspo_logprobs, opsm_mask, row_means, sapo_loss
+from slimectl.algorithms.surrogates import (
+    SURROGATES,
+    BoundedSurrogate,
+    Cispo,
+    Gmpo,
+    Gspo,
+    PpoClip,
+    Sapo,
+    Surrogate,
+    TokenRows,
+    gmpo_loss,
+    gspo_logprobs,
+    opsm_mask,
+    row_means,
+    sapo_loss,
+)
 from slimectl.types import TokenBatch
 
 LOG2 = math.log(2)
@@ -70,7 +85,7 @@ def test_bad_sequences_that_the_policy_has_left_are_not_kept():
 
 def test_gspo_has_one_ratio_for_a_sequence_and_clips_whole_sequences():
     given = pack()
-    loss, metrics = PolicyLoss(surrogate="gspo", eps_clip=0.5, eps_clip_high=0.1)(given)
+    loss, metrics = PolicyLoss(Gspo(eps_clip=0.5, eps_clip_high=0.1))(given)
     # row 0: ratio e^0.2 > 1.1, clipped: -1.1; row 1: ratio e^-0.2: 2 e^-0.2; each half of the weight
     assert loss.item() == pytest.approx(0.5 * -1.1 + 0.5 * 2 * math.exp(-0.2))
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.5)
@@ -85,7 +100,7 @@ def test_gspo_has_one_ratio_for_a_sequence_and_clips_whole_sequences():
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     given = pack(log_ratios=(LOG2, -LOG2, 9.0, LOG2, 0.0))
-    loss, metrics = PolicyLoss(surrogate="cispo", eps_clip=1.0, eps_clip_high=0.5)(given)
+    loss, metrics = PolicyLoss(Cispo(eps_clip=1.0, eps_clip_high=0.5))(given)
     # weights 1.5 (of 2), 0.5, -, 1.5, 1; gradient -weight A / 4
     loss.backward()
     assert given.logprobs_T.grad.tolist() == pytest.approx([-0.375, -0.125, 0.0, 0.75, 0.5])
@@ -107,7 +122,7 @@ def test_the_soft_gate_has_slope_one_at_ratio_one_and_closes_faster_for_bad_toke
 
 def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_on_the_side_they_are_pushed_to():
     given = pack()
-    loss, metrics = PolicyLoss(surrogate="gmpo", eps_clip=0.4, eps_clip_high=0.2)(given)
+    loss, metrics = PolicyLoss(Gmpo(eps_clip=0.4, eps_clip_high=0.2))(given)
     # row 0: (min(0.3, 0.2) + 0.1) / 2 = 0.15; row 1, A < 0: (max(-0.5, -0.4) + 0.1) / 2 = -0.15
     assert loss.item() == pytest.approx(-0.5 * math.exp(0.15) + math.exp(-0.15))
     assert metrics["pg_clipfrac"].item() == pytest.approx(0.5)
@@ -120,16 +135,16 @@ def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_on_the_side_they_are_pu
 
 def test_off_policy_masking_silences_bad_sequences_that_the_policy_has_left():
     given = pack()
-    loss, metrics = PolicyLoss(use_opsm=True, eps_clip=0.5)(given)
+    loss, metrics = PolicyLoss(PpoClip(eps_clip=0.5), use_opsm=True)(given)
     # row 1 is bad and mean(old - logp) = 0.2 > 1e-4: only row 0 is left
     assert loss.item() == pytest.approx(-0.25 * (math.exp(0.3) + math.exp(0.1)))
     assert metrics["opsm_clipfrac"].item() == pytest.approx(0.5)
     assert PolicyLoss(use_opsm=True, opsm_delta=0.3)(given)[1]["opsm_clipfrac"].item() == 0.0
 
 
-@pytest.mark.parametrize("surrogate", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
 def test_sums_do_not_depend_on_the_order_or_the_packing_of_rows(surrogate):
-    loss = PolicyLoss(surrogate=surrogate, use_opsm=True, opsm_delta=0.3)
+    loss = PolicyLoss(SURROGATES[surrogate](), use_opsm=True, opsm_delta=0.3)
     whole, turned = pack(), pack(order=(3, 4, 0, 1, 2))
     first, second = pack(order=(0, 1, 2), count=1), pack(order=(3, 4), rows=(0, 0, 0, 0, 0), count=1)
     values = [loss(given)[0] for given in (whole, turned, first, second)]
@@ -142,6 +157,15 @@ def test_sums_do_not_depend_on_the_order_or_the_packing_of_rows(surrogate):
     assert grad[2] == 0.0
 
 
-def test_an_unknown_surrogate_is_refused():
-    with pytest.raises(ValueError, match="no surrogate 'ppo'"):
-        PolicyLoss(surrogate="ppo")(pack())
+@pytest.mark.parametrize(
+    ("surrogate", "bounds"),
+    [
+        (PpoClip(eps_clip=0.1), {"low": 0.1, "high": 0.1}),
+        (Gspo(eps_clip=0.1, eps_clip_high=0.3), {"low": 0.1, "high": 0.3}),
+        (Gmpo(eps_clip=LOG2, eps_clip_high=LOG2), {"low": 0.5, "high": 1.0}),  # of the ratio, not of its logarithm
+        (Sapo(), None),
+    ],
+)
+def test_the_bounds_of_the_ratio_that_are_reported(surrogate: Surrogate, bounds: dict[str, float] | None):
+    assert isinstance(surrogate, BoundedSurrogate) == (bounds is not None)
+    assert surrogate.ratio_bounds == (bounds and pytest.approx(bounds))

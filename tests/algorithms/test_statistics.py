@@ -2,7 +2,13 @@
 
 import pytest
 
-from slimectl.algorithms.metrics import count_failures, rollout_metrics, zero_std_groups
+from slimectl.algorithms.metrics import (
+    agent_metrics,
+    count_failures,
+    environment_metrics,
+    rollout_metrics,
+    zero_std_groups,
+)
 from slimectl.types import Sample, Status
 
 
@@ -59,3 +65,34 @@ def test_what_the_engine_told_is_summed_before_it_is_divided():
 def test_groups_that_agree_are_counted_by_their_reward():
     groups = [[1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.5]]
     assert zero_std_groups(groups) == {"rollout/zero_std/count_0": 2.0, "rollout/zero_std/count_1": 1.0}
+
+
+def test_attempts_of_programs_are_averaged_and_branches_of_one_count_once():
+    whole = {"exit_code": 0, "turn_count": 3, "tool_calls": 2, "timed_out": False}
+    stopped = {"exit_code": -9, "turn_count": 1, "refused_requests": 1, "timed_out": True}
+    attempts = [
+        Sample(index=0, rollout_id=0, metadata={"agent": whole}),
+        Sample(index=0, rollout_id=0, metadata={"agent": whole}),
+        Sample(index=1, metadata={"agent": stopped}),
+        Sample(index=2, metadata={"agent": "a word of the task's"}),
+    ]
+    assert agent_metrics(attempts) == {
+        "rollout/agent/turns": 2.0, "rollout/agent/tool_calls": 1.0, "rollout/agent/refused_requests": 0.5,
+        "rollout/agent/timed_out": 0.5, "rollout/agent/failed": 0.5,
+    }  # fmt: skip
+    assert agent_metrics(attempts[3:]) == {}
+
+
+def test_episodes_are_averaged_and_their_turns_have_a_reward_each():
+    report = {"turns": 3, "tool_calls": 2, "errors": 1, "failures": 1, "timeouts": 1, "rewards": [0.0, 0.5, 1.0]}
+    episodes = [
+        Sample(index=0, rollout_id=0, metadata={"env": report}),
+        Sample(index=0, rollout_id=0, metadata={"env": report | {"player": 1, "rewards": [0.0, 0.0, -1.5]}}),
+        Sample(index=1, metadata={"env": {"turns": 1, "rewards": [{"score": 1}]}}),
+        Sample(index=2, metadata={"env": {"task": 7, "split": "train"}}),
+    ]
+    assert environment_metrics(episodes) == {
+        "rollout/env/turns": 2.0, "rollout/env/tool_calls": 1.0, "rollout/env/errors": 0.5,
+        "rollout/env/failures": 0.5, "rollout/env/timeouts": 0.5, "rollout/env/turn_reward": 0.0,
+    }  # fmt: skip
+    assert environment_metrics(episodes[3:]) == {}

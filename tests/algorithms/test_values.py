@@ -22,16 +22,25 @@ def tensor(*values):
 
 def test_generalized_advantages_go_back_from_the_last_token():
     # delta = 1 - 0.5, 0.5 - 0.25, 0.25 - 0.5 from the back; A = 0.5, 0.25 + 0.5 / 2, -0.25 + 0.5 / 2
-    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), gamma=1.0, lambd=0.5)
+    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), tensor(1, 1, 1), gamma=1.0, lambd=0.5)
     assert made_T.tolist() == pytest.approx([0.0, 0.5, 0.5])
     # gamma 0.5, lambda 1: delta = 0.5, 0.25 - 0.25, 0.125 - 0.5; A = 0.5, 0 + 0.25, -0.375 + 0.125
-    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), gamma=0.5, lambd=1.0)
+    made_T = generalized_advantages(tensor(0, 0, 1), tensor(0.5, 0.25, 0.5), tensor(1, 1, 1), gamma=0.5, lambd=1.0)
     assert made_T.tolist() == pytest.approx([-0.25, 0.25, 0.5])
+
+
+def test_what_a_tool_wrote_is_no_step():
+    # The first example, with three tokens of a tool behind its second: their values bootstrap nothing.
+    rewards_T, mask_T = tensor(0, 0, 0, 0, 0, 1), tensor(1, 1, 0, 0, 0, 1)
+    made_T = generalized_advantages(rewards_T, tensor(0.5, 0.25, 7, 8, 9, 0.5), mask_T, gamma=1.0, lambd=0.5)
+    assert made_T.tolist() == pytest.approx([0.0, 0.5, 0, 0, 0, 0.5])
+    made_T = generalized_advantages(rewards_T, tensor(0.5, 0.25, 7, 8, 9, 0.5), mask_T, gamma=0.5, lambd=1.0)
+    assert made_T.tolist() == pytest.approx([-0.25, 0.25, 0, 0, 0, 0.5])
 
 
 def test_with_lambda_one_they_are_returns_less_values():
     rewards_T, values_T = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    made_T = generalized_advantages(rewards_T, values_T, gamma=0.9, lambd=1.0)
+    made_T = generalized_advantages(rewards_T, values_T, torch.ones_like(values_T), gamma=0.9, lambd=1.0)
     assert (made_T + values_T).tolist() == pytest.approx(discounted(rewards_T, 0.9).tolist())
 
 
@@ -88,3 +97,9 @@ def test_a_shared_critic_adds_its_weighted_loss_to_the_policys():
     assert predicted_T.grad.tolist() == pytest.approx([0.5 * 0.25 * 2 * -1.9, 0.0])
     with pytest.raises(SettingsError, match=r'algorithm.critic: .* set it to "separate"'):
         PolicyAndValueLoss(SftLoss(), ValueLoss(), 0.5)(pack(log_probs_T, tensor(0.25, 0.75)))
+
+
+def test_rounding_is_no_clipping():
+    values_T, old_T, returns_T = 0.1 * torch.rand(3, 4096, generator=torch.Generator().manual_seed(0))
+    _, clipped_T = clipped_value_loss(values_T, old_T, returns_T, clip=0.2)
+    assert clipped_T.sum() == 0

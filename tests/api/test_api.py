@@ -129,12 +129,20 @@ def test_demonstrations_are_prompts_with_labels(settings: Settings):
     assert report.metrics["train/loss"] > 0
     with pytest.raises(SettingsError, match=r"algorithm.name: grpo trains on scored samples, and these are prompts"):
         next(train(iter(words), settings))
+    epochs = {"algorithm.name": "sft", "run.num_epoch": 2, "run.save_interval": None}
+    job = run(load_settings("slimectl.toml", NO_EVAL | epochs), samples="prompts.jsonl")
+    assert [report.step for report in job] == [1, 2, 3, 4]
+    assert Path("runs/a/latest/policy/model.safetensors").exists()
 
 
 def test_an_evaluation_measures_every_dataset(settings: Settings):
     metrics = evaluate(settings)
     with Sampler(settings) as sampler:
-        assert evaluate(settings, sampler=sampler) == metrics
+        tracked = load_settings("slimectl.toml", {"track.with": ["jsonl"], "track.samples": 1})
+        assert evaluate(tracked, sampler=sampler) == metrics
+    [line, table] = map(json.loads, Path("runs/a-eval/tracked.jsonl").read_text().splitlines())
+    assert line == {"step": 0, "metrics": metrics | {"eval/step": 0.0}}
+    assert (table["table"], table["rows"][0]["label"]) == ("eval/small/samples", "one")
     assert 0 <= metrics["eval/small_accuracy"] <= 1
     with pytest.raises(SettingsError, match=r"eval.data: no datasets are given; add eval.data.NAME"):
         evaluate(load_settings())

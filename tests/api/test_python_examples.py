@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import forkserver
 import pytest
+from workshop import Workshop
 
 from slimectl.types import Status
 
@@ -31,8 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_grpo_by_hand_learns(folder: Path):
-    rewards = example("grpo_loop").main(folder=str(folder / "loop"), rounds=8)
-    assert len(rewards) == 8
+    rewards = example("grpo_loop").main(folder=str(folder / "loop"), rounds=6)
+    assert len(rewards) == 6
     assert sum(rewards[-2:]) > 1.3 * sum(rewards[:2])
     assert (folder / "loop" / "trained" / "model.safetensors").exists()
 
@@ -48,6 +53,37 @@ def test_what_an_agent_says_is_not_trained_on():
     assert sample.loss_mask.count(0) == len(" That is wrong. Again: ")  # one token a byte
 
 
+def test_demonstrations_then_rewards_on_megatron_and_back(
+    folder: Path, model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    workshop, outputs, words = Workshop(folder, model_dir("llama")), [], {}
+
+    def forked(line: str) -> str:
+        outputs.append(workshop.slimectl(*shlex.split(line)).decode())
+        words[line.split()[0]] = workshop.stderr
+        return outputs[-1]
+
+    module = example("sft_then_rl")
+    monkeypatch.setattr(module, "slimectl", forked)  # a process that need not import torch
+    accuracy = module.main(str(workshop.model), demonstrations=32, rounds=1, held_out=8)
+    tuned, learned = workshop.metrics("sft"), workshop.metrics("rl")
+    epochs = [line["step"] for line in tuned if "train/loss" in line["metrics"]]
+    assert epochs == [1, 2, 3, 4]  # two of two steps
+    assert [line["step"] for line in learned if "train/loss" in line["metrics"]] == [1]
+    assert words["run"].count("runs/sft: is a run; its newest checkpoint is taken, step_000004\n") == 1
+    # Evaluated before and after; the model that came back answers as the one that the run ended with.
+    assert [line["step"] for line in tuned if "eval/held_out" in line["metrics"]] == [0, 4]
+    last = learned[-1]["metrics"]
+    measured = json.loads(outputs[-1])
+    assert measured == {name: last[name] for name in measured}
+    assert accuracy == last["eval/held_out_accuracy"]
+    for run in ("sft", "rl"):
+        assert (folder / "runs" / run / "latest" / "policy" / ".metadata").exists()
+        [events] = (folder / "runs" / run / "tensorboard").iterdir()
+        assert all(name in events.read_bytes() for name in (b"train/loss", b"eval/held_out"))
+    assert (folder / "models" / "better" / "model.safetensors").exists()
+
+
 SMALL = (
     '"run.num_rollout": 2, "run.rollout_batch_size": 4, "sft_warmup.max_steps": 2, "sft_warmup.check_interval": 5, '
     '"rollout.data": ["slimectl.recipes.spelling:prompts?size=50"], '
@@ -57,10 +93,13 @@ SMALL = (
 """Settings of a run of seconds, in place of the number of rounds."""
 
 
-def printed_lines(code: str, folder: Path) -> list[str]:
-    """What code prints in an interpreter of its own; it may write nothing to stderr."""
+def printed_lines(code: str, folder: Path, *, forked: bool = False) -> list[str]:
+    """What code prints in a process of its own, a new interpreter or a forked one; it may write nothing to stderr."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    if forked:
+        done = forkserver.run_python(code, cwd=folder, env=environment)
+    else:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
@@ -71,7 +110,7 @@ def blocks(page: str) -> list[str]:
 
 def test_the_code_of_the_python_page_runs(folder: Path):
     code = re.sub(r'"run.num_rollout": \d+, "sft_warmup.max_steps": \d+', SMALL, "\n".join(blocks("docs/python.md")))
-    lines = printed_lines(code, folder)
+    lines = printed_lines(code, folder, forked=True)
     assert [line.split()[0] for line in lines[:2]] == ["1", "2"]  # two rounds of a step each
     assert lines[2].startswith("16 abc> ")
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]

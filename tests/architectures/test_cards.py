@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ glm5-744B-A40B           78 6144   12288 64    -      192      1000000  1.0  154
 glm5.2-744B-A40B         78 6144   12288 64    -      192      8000000  1.0  154880 1e-5  no   y       n
 kimi-k2-thinking         61 7168   18432 64    -      64       50000    1.0  163840 1e-5  no   y       n
 kimi-k2                  61 7168   18432 64    -      64       50000    1.0  163840 1e-6  no   y       n
+llama3-70B               80 8192   28672 64    8      128      500000   1.0  128256 1e-5  no   n       n
 llama3.1-8B-Instruct     32 4096   14336 32    8      128      500000   1.0  128256 1e-5  no   n       n
 llama3.2-3B-Instruct-amd 28 3072   8192  24    8      128      500000   1.0  128256 1e-5  yes  n       n
 llama3.2-3B-Instruct     28 3072   8192  24    8      128      500000   1.0  128256 1e-5  yes  n       n
@@ -132,7 +134,7 @@ def number(text: str) -> float | None:
 
 def test_there_is_a_card_for_every_row_and_one_to_learn_on():
     assert set(cards.names()) == {*ROWS, "tiny"}
-    assert len(ROWS) == 39
+    assert len(ROWS) == 40
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -232,8 +234,8 @@ def test_the_weight_mapping_is_the_one_that_the_card_names(name: str):
 
 
 def test_an_unknown_card_is_answered_with_the_nearest():
-    with pytest.raises(SettingsError, match=r"^model.card: no card 'qwen3-8b'; did you mean qwen3-8B\?$"):
-        cards.load("qwen3-8b")
+    with pytest.raises(SettingsError, match=r"^model.card: no card 'qwen3-8c'; did you mean qwen3-8B\?$"):
+        cards.load("qwen3-8c")
 
 
 def found(name: str, **changes: Any) -> list[cards.Difference]:
@@ -320,11 +322,16 @@ def test_megatron_is_told_what_the_table_says(name: str):
         assert fields["kv_channels"] == int(row["head_dim"])
 
 
+@functools.cache
+def model_of(name: str) -> plan.Model:
+    return plan.model_of(whole(name))
+
+
 @pytest.mark.parametrize("gpus", [8, 64])
 @pytest.mark.parametrize("name", ROWS)
 def test_suggested_layouts_are_legal_and_fit(name: str, gpus: int):
     card = cards.load(name)
-    model, run = plan.model_of(whole(name)), Run(gpus)
+    model, run = model_of(name), Run(gpus)
     suggestion = plan.suggested(card, gpus)
     if suggestion is not None:
         run = replace(run, layout=suggestion[0], recompute=suggestion[1])
@@ -335,3 +342,17 @@ def test_suggested_layouts_are_legal_and_fit(name: str, gpus: int):
     least = 18 * card["parameters"] / gpus
     assert least > 0.9 * 80 * GIB or not any(fitting(model.parts, model.architecture, run, batch=256, memory_gib=80))
     assert "do not hold it" in card["layout"][f"gpus_{gpus}"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("deepseek-r1", "deepseek-v3"), ("DeepSeek-V3.1", "deepseek-v3"), ("glm4.6", "glm4.5-355B-A32B"),
+     ("GLM4.7-355B-A32B", "glm4.5-355B-A32B"), ("glm-z1-9B", "glm4-9B"), ("Qwen3-4B", "qwen3-4B")],
+)  # fmt: skip
+def test_a_card_is_found_by_the_names_of_its_other_models(alias: str, name: str):
+    assert cards.path_of(alias).stem == name
+
+
+def test_an_alias_names_one_card_and_no_other():
+    listed = [alias.lower() for name in cards.names() for alias in cards.load(name).get("aliases", [])]
+    assert len(set(listed) - {name.lower() for name in cards.names()}) == len(listed)

@@ -9,7 +9,8 @@ import pytest
 
 from slimectl.builders.servers import _router_policy, _server, _specs
 from slimectl.errors import SettingsError
-from slimectl.settings.loading import Layer, resolve
+from slimectl.settings.layers import Layer
+from slimectl.settings.loading import resolve
 
 MODEL = Path("models/policy")
 

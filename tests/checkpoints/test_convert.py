@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from slimectl.checkpoints.hf import HFCheckpoint, HFWeights, write_hf
 from slimectl.conversions import convert_checkpoint
 from slimectl.data.integrity import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.protocols import NoProgress
 from slimectl.stages.convert import convert
 
 ModelDir = Callable[[str], Path]
@@ -28,6 +27,20 @@ def tensors(path: Path) -> dict[str, Tensor]:
     return dict(HFCheckpoint().read(path))
 
 
+class Counted(NoProgress):
+    """Keeps what a conversion says of its progress."""
+
+    def __init__(self) -> None:
+        self.totals: list[int | None] = []
+        self.counts: list[int] = []
+
+    def expect(self, total: int | None, *, done: int = 0) -> None:
+        self.totals.append(total)
+
+    def reach(self, done: int) -> None:
+        self.counts.append(done)
+
+
 def no_companions(into: Path) -> None: ...
 
 
@@ -35,8 +48,8 @@ def test_cast_and_resharded_model_loads_and_equals_the_cast(tmp_path: Path, mode
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, target = model_dir("qwen3"), tmp_path / "out"
-    heard: list[str] = []
-    summary = convert_checkpoint(source, target, dtype="bfloat16", max_shard_bytes=100_000, progress=heard.append)
+    progress = Counted()
+    summary = convert_checkpoint(source, target, dtype="bfloat16", max_shard_bytes=100_000, progress=progress)
     before, after = tensors(source), tensors(target)
     assert summary == {
         "tensors": len(before), "parameters": sum(t.numel() for t in before.values()),
@@ -44,7 +57,9 @@ def test_cast_and_resharded_model_loads_and_equals_the_cast(tmp_path: Path, mode
         "logits_max_difference": summary["logits_max_difference"],
     }  # fmt: skip
     assert 0 < summary["logits_max_difference"] < 0.1
-    assert sorted(heard) == sorted(after) == sorted(before)
+    assert after.keys() == before.keys()
+    assert progress.totals == [len(before)] * 2  # written, and read back
+    assert progress.counts == [*range(1, len(before) + 1), len(before), *range(len(before))]
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert len(list(target.glob("*.safetensors"))) > 1
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
@@ -79,7 +94,9 @@ def test_unknown_conversions_name_the_known(tmp_path: Path, model_dir: ModelDir)
         convert_checkpoint(model_dir("llama"), tmp_path / "out", to="megatron")
     with pytest.raises(SettingsError, match="--dtype int8: not among those known"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", dtype="int8")
-    with pytest.raises(SettingsError, match="--quantize fp4: not among those known: fp8, int4"):
+    with pytest.raises(
+        SettingsError, match="--quantize fp4: not among those known: fp8, fp8_tensor, fp8_channel, int4"
+    ):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp4")
     with pytest.raises(SettingsError, match="--quantize fp8: Megatron trains on whole numbers"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", to="torch_dist", quantize="fp8")
@@ -106,9 +123,9 @@ class Held:
 
 
 def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_path: Path):
-    heard: list[str] = []
+    progress = Counted()
     parts = {
-        "write": partial(write_hf, max_shard_bytes=8), "companions": no_companions, "progress": heard.append,
+        "write": partial(write_hf, max_shard_bytes=8), "companions": no_companions, "progress": progress,
         "resume": "this work",
     }  # fmt: skip
     tensors = {name: torch.tensor([float(i), 1.0]) for i, name in enumerate("abc")}
@@ -116,7 +133,7 @@ def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_pa
         convert(Held("c", **tensors), tmp_path / "out", **parts)
     assert not (tmp_path / "out").exists()
     convert(Held(**tensors), tmp_path / "out", reread=HFWeights, **parts)
-    assert heard == ["a", "b", "c"]
+    assert progress.counts == [1, 2, 1, 3, 0, 1, 2]  # two of three; the third, so all are written; read back
     assert {name: tensor.tolist() for name, tensor in HFCheckpoint().read(tmp_path / "out")} == {
         "a": [0.0, 1.0], "b": [1.0, 1.0], "c": [2.0, 1.0],
     }  # fmt: skip
@@ -142,23 +159,26 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
     program = (
         "import os, signal, sys, time; from pathlib import Path\n"
         "from slimectl.conversions import convert_checkpoint\n"
-        "staged, heard = Path(sys.argv[2]).with_name('.tmp-out'), []\n"
-        "def progress(name):\n"
-        "    heard.append(name)\n"
-        "    while len(heard) == 18:\n"
-        "        if len(list(staged.glob('model*'))) >= 3: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        time.sleep(0.01)\n"
-        "convert_checkpoint(sys.argv[1], Path(sys.argv[2]), max_shard_bytes=60_000, verify=False, progress=progress)\n"
+        "from slimectl.protocols import NoProgress\n"
+        "target = Path(sys.argv[2])\n"
+        "staged = target.with_name('.tmp-out')\n"
+        "class Killer(NoProgress):\n"
+        "    def reach(self, done):\n"
+        "        while done == 18:\n"
+        "            if len(list(staged.glob('model*'))) >= 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "            time.sleep(0.01)\n"
+        "convert_checkpoint(sys.argv[1], target, max_shard_bytes=60_000, verify=False, progress=Killer())\n"
     )
     source, target = model_dir("qwen3"), tmp_path / "out"
-    child = subprocess.run([sys.executable, "-c", program, str(source), str(target)], check=False)
+    child = forkserver.run_python(program, [str(source), str(target)], cwd=tmp_path)
     assert child.returncode == -9
     kept = {file.name: file.stat().st_ino for file in (tmp_path / ".tmp-out").glob("model*")}
     assert 3 <= len(kept) < 9
     assert not target.exists()
-    heard: list[str] = []
-    summary = convert_checkpoint(source, target, max_shard_bytes=60_000, verify=False, progress=heard.append)
-    assert len(heard) < summary["tensors"]
+    progress = Counted()
+    summary = convert_checkpoint(source, target, max_shard_bytes=60_000, verify=False, progress=progress)
+    assert len(progress.counts) <= summary["tensors"]  # the last count is that of the phase's end
+    assert progress.counts[-1] == summary["tensors"]
     assert all((target / name).stat().st_ino == inode for name, inode in kept.items())
     assert integrity_error(target) is None
     before, after = tensors(source), tensors(target)
@@ -181,19 +201,14 @@ def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
 def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_dir: ModelDir):
     """A limit on file sizes stands for the full disk: both reach safetensors as an error of the system."""
     program = (
-        "import signal, sys; from pathlib import Path; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "import resource, signal, sys; from pathlib import Path; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "from slimectl.conversions import convert_checkpoint\n"
         "from slimectl.errors import StorageError\n"
         "try: convert_checkpoint(sys.argv[1], Path(sys.argv[2]))\n"
         "except StorageError as error: print(error)\n"
     )
-    arguments = [sys.executable, "-c", program, str(model_dir("llama")), str(tmp_path / "out")]
-    child = subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
-    )
+    child = forkserver.run_python(program, [str(model_dir("llama")), str(tmp_path / "out")], cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
     assert child.stdout.startswith(f"{tmp_path}/out: File too large; nothing was left under that name; free space")
     assert os.listdir(tmp_path) == []

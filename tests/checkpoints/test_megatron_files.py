@@ -52,12 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.data = torch.randn_like(parameter)
         model.save_pretrained(made / name / "hf")
         convert_checkpoint(made / name / "hf", made / name / "given", to="torch_dist", logits=0)
-    script = str(Path(__file__).with_name("mcore_rank.py"))
-    arguments = [[sys.executable, script, str(made), str(rank), str(RANKS), json.dumps(MCORE)] for rank in range(RANKS)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in arguments]
-    for process in processes:
-        _, words = process.communicate(timeout=300)
-        assert process.returncode == 0, words
+    code = "import mcore_ranks, sys; mcore_ranks.start(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(made), str(RANKS), json.dumps(MCORE)]
+    ranks = subprocess.run(command, cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ranks.returncode == 0, ranks.stderr
     return made
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import time
 
+import forkserver
 import pytest
 from workshop import Workshop
 
@@ -79,10 +79,10 @@ def test_an_empty_prompt_file(workshop: Workshop):
 
 
 def test_a_prompt_file_without_the_key_lists_the_keys_that_are_there(workshop: Workshop):
-    (workshop.folder / "other.jsonl").write_text('{"question": "1+1", "label": "2"}\n')
+    (workshop.folder / "other.jsonl").write_text('{"sum": "1+1", "label": "2"}\n')
     line = refused(workshop, "run", "--data", "other.jsonl", code=3)
     assert line.startswith("other.jsonl:1: ")
-    assert "question" in line
+    assert "its keys are sum, label" in line
     assert "rollout.input_key" in line
 
 
@@ -145,15 +145,15 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Worksh
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "workers", "message"),
     [
-        ("raise KeyError('gold')", "raised KeyError: 'gold'"),
-        ("return None", "is None, not a finite number"),
-        ("return float('nan')", "is nan, not a finite number"),
-        ("return {'acc': 1.0}", "reward_key"),
+        ("raise KeyError('gold')", "0", "raised KeyError: 'gold'"),
+        ("raise KeyError('gold')", "1", "raised KeyError: 'gold'"),
+        ("return None", "0", "is None, not a finite number"),
+        ("return float('nan')", "0", "is nan, not a finite number"),
+        ("return {'acc': 1.0}", "0", "reward_key"),
     ],
 )
-@pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_reward_hook_that_raises_or_returns_nonsense(workshop: Workshop, body: str, message: str, workers: str):
     (workshop.folder / "bad.py").write_text(f"def reward(sample):\n    {body}\n")
     name = samples_file(workshop, SAMPLE)
@@ -161,46 +161,19 @@ def test_a_reward_hook_that_raises_or_returns_nonsense(workshop: Workshop, body:
     assert message in line
 
 
-def test_a_reader_that_leaves_is_no_error(workshop: Workshop):
-    name = samples_file(workshop, *[{**SAMPLE, "index": i} for i in range(20_000)])
-    shell = f"{' '.join(workshop.command('score', name, '--rm-type', 'random'))} | head -1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(
-        ["bash", "-c", shell], cwd=workshop.folder, capture_output=True, env=workshop.environment, check=False
-    )
-    assert result.returncode == 141
-    assert result.stdout.count(b"\n") == 1
-    assert result.stderr == b""
-
-
 def test_a_full_disk_while_saving_leaves_nothing_half_written(workshop: Workshop):
     # A limit on file size fails the write as a full disk does: with an error in the middle of the file.
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "sampled.jsonl")
     workshop.slimectl("score", "sampled.jsonl", "-c", "slimectl.toml", "--out", "scored.jsonl")
-    result = subprocess.run(
-        workshop.command("train", "scored.jsonl", "-c", "slimectl.toml", "--save", "saved"),
-        cwd=workshop.folder,
-        capture_output=True,
-        env=workshop.environment,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-        check=False,
-    )
-    lines = result.stderr.decode().splitlines()
+    limit = ["RLIMIT_FSIZE", "100000"]
+    arguments = [*limit, "train", "scored.jsonl", "-c", "slimectl.toml", "--save", "saved"]
+    result = forkserver.run_python(forkserver.LIMITED, arguments, cwd=workshop.folder, env=workshop.environment)
+    lines = result.stderr.splitlines()
     assert result.returncode == 1
     assert len(lines) == 1, lines
     assert "saved" in lines[0]
     assert "free space or write elsewhere" in lines[0]
     assert not list(workshop.folder.glob("*saved*"))
-
-
-def test_a_full_output_is_an_error_with_a_way_out(workshop: Workshop):
-    name = samples_file(workshop, SAMPLE)
-    shell = f"{' '.join(workshop.command('score', name, '--rm-type', 'random'))} > /dev/full"
-    result = subprocess.run(
-        ["bash", "-c", shell], cwd=workshop.folder, capture_output=True, env=workshop.environment, check=False
-    )
-    assert result.returncode == 1
-    assert b"No space left on device" in result.stderr
-    assert b"Traceback" not in result.stderr
 
 
 def test_a_second_ctrl_c_stops_at_once(workshop: Workshop):

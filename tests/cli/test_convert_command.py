@@ -43,8 +43,12 @@ def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
     model = str(workshop.model)
     for arguments, code, words in (
         ((model, "out", "--to", "megatron"), 2, "--to megatron: not among the layouts that can be written: hf, torch_"),
-        ((model, "out", "--quantize", "int2"), 2, "--quantize int2: not among those known: fp8, int4"),
-        ((model, "out", "--card", "qwen3-0.6b"), 2, "model.card: no card 'qwen3-0.6b'; did you mean qwen3-0.6B?"),
+        (
+            (model, "out", "--quantize", "int2"),
+            2,
+            "--quantize int2: not among those known: fp8, fp8_tensor, fp8_channel, int4",
+        ),
+        ((model, "out", "--card", "qwen3-0.7b"), 2, "model.card: no card 'qwen3-0.7b'; did you mean qwen3-1.7B?"),
         ((model, "out", "--card", "qwen3-0.6B"), 1, f"{model}: contradicts the card qwen3-0.6B: model_type is 'llama'"),
         (("nowhere", "out"), 1, "nowhere: no such file or directory; give a model directory"),
     ):
@@ -56,6 +60,6 @@ def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
 
 def test_dry_run_does_nothing(workshop: Workshop):
     before = {path.name for path in workshop.folder.iterdir()}
-    workshop.slimectl("convert", str(workshop.model), "out", "--to", "torch_dist", "--dry-run")
-    assert workshop.stderr == f"{workshop.model} -> out (torch_dist, precision as it is)\n"
+    out = workshop.slimectl("convert", str(workshop.model), "out", "--to", "torch_dist", "--dry-run")
+    assert out.decode() == f"{workshop.model} -> out (torch_dist, precision as it is)\n"
     assert left(workshop, before) == set()

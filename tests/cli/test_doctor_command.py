@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from workshop import Workshop
 
-from slimectl.runtime.run import TrainingRun
-from slimectl.settings import Settings
+from slimectl.runtime.round_checks import check_log_prob_mismatch
+from slimectl.settings.run import RunSettings
 from slimectl.types import StepReport
 
 
@@ -46,11 +46,8 @@ def test_a_run_warns_of_a_disagreement_or_stops(workshop: Workshop):
 
 
 @pytest.mark.parametrize(("staleness", "words"), [(0.0, 1), (1.0, 0)])
-def test_answers_of_older_weights_are_no_disagreement(
-    workshop: Workshop, caplog: pytest.LogCaptureFixture, staleness: float, words: int
-):
-    values = {"model": {"path": str(workshop.model)}, "rollout": {"data": ["p"]}, "run": {"max_logprob_mismatch": 0.1}}
-    job = TrainingRun(Settings.model_validate(values))
+def test_answers_of_older_weights_are_no_disagreement(caplog: pytest.LogCaptureFixture, staleness: float, words: int):
     metrics = {"train/train_rollout_logprob_abs_diff": 0.2, "rollout/staleness/max": staleness}
-    job._check_logprob_mismatch(StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics))
+    report = StepReport(step=1, rollout_id=1, weight_version="1", metrics=metrics)
+    check_log_prob_mismatch(report, RunSettings(max_logprob_mismatch=0.1))
     assert caplog.text.count("engine and trainer differ by 0.200") == words

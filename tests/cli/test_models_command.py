@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from slimectl.architectures import cards
@@ -75,3 +76,15 @@ def test_what_cannot_be_done_is_one_line(words: list[str], message: str):
     code, out, err = models(*words)
     assert (code != 0, out, err.count("\n")) == (True, "", 1)
     assert err.startswith(message)
+
+
+def test_a_new_model_ends_its_texts_and_its_turns_and_is_that_of_its_seed(tmp_path: Path):
+    for name in ("new", "again"):
+        assert models("create", "tiny", str(tmp_path / name), "--seed", "3")[0] == 0
+    assert (tmp_path / "new/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    *_, end_of_turn, newline = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert newline == ord("\n")
+    ends = json.loads((tmp_path / "new/generation_config.json").read_text())["eos_token_id"]
+    assert sorted(ends) == sorted({tokenizer.eos_token_id, end_of_turn})

@@ -6,6 +6,7 @@ import inspect
 from typing import Annotated
 
 import typer
+from workshop import Workshop
 
 from slimectl.cli.options import CLUSTER, CommonOptions, with_options
 
@@ -40,3 +41,28 @@ def test_the_first_of_two_options_of_one_name_counts():
     app.command()(command)
     app(["--engine", "--engine-url", "a"], standalone_mode=False)
     assert calls == [(None, ["a"], True)]
+
+
+def test_the_settings_file_of_this_folder_is_named_where_no_other_was_given(workshop: Workshop):
+    said = "settings are read from slimectl.toml in this folder\n"
+    shown = workshop.slimectl("run", "--dry-run", "-s", "score.rm_type=exact")
+    assert workshop.stderr == said
+    # What is said on the command line goes before the other reward of the file.
+    rewards = [line.split() for line in shown.decode().splitlines() if line.startswith("score.")]
+    values = {words[0]: words[1] for words in rewards}
+    assert values == {"score.rm_type": '"exact"'}
+    workshop.slimectl("run", "-s", "run.num_rollout=1", "-s", "eval.interval=none")
+    assert workshop.stderr.startswith(said)
+    workshop.slimectl("run", "slimectl.toml", "--dry-run")
+    assert workshop.stderr == ""
+
+
+def test_a_resume_names_the_settings_that_changed(workshop: Workshop):
+    short = ("-s", "eval.interval=none")
+    workshop.slimectl("run", "-s", "run.num_rollout=1", *short)
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "train.lr=2e-3")
+    assert workshop.stderr.startswith(
+        "resuming with other settings than runs/a/run.toml: train.lr = 0.002 (was 0.001), run.num_rollout = 2 (was 1)\n"
+    )
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=1")
+    assert "run.num_rollout" not in workshop.stderr.splitlines()[0]

@@ -58,33 +58,6 @@ def test_an_output_may_be_a_pipe_or_another_name_of_stdout(samples: Workshop, ou
     assert len(result.stdout.splitlines()) == 3
 
 
-def test_prompts_of_several_pipes_are_shuffled_over_several_epochs(workshop: Workshop):
-    options = "-n 1 -s rollout.max_response_len=2 -s run.num_epoch=2 -s rollout.shuffle=true"
-    result = bash(
-        workshop,
-        f"SLIMECTL rollout --model {workshop.model} {options} "
-        "--data <(head -2 prompts.jsonl) --data <(tail -1 prompts.jsonl)",
-    )
-    labels = [json.loads(line)["label"] for line in result.stdout.splitlines()]
-    assert sorted(labels) == ["eight", "eight", "one", "one", "two", "two"]
-
-
-def test_demonstrations_are_recognised_in_a_pipe(workshop: Workshop):
-    result = bash(
-        workshop,
-        f"SLIMECTL train <(cat prompts.jsonl) --algorithm sft --model {workshop.model} -s train.global_batch_size=8",
-    )
-    assert len(result.stdout.splitlines()) == 1
-
-
-def test_a_run_says_which_pipe_it_would_read_again(workshop: Workshop):
-    result = bash(workshop, "SLIMECTL run -s eval.data.a=<(cat prompts.jsonl)", code=2)
-    assert result.stderr.endswith(
-        ": is a pipe, and evaluations and the warm-up read it again; write it to a file first\n"
-    )
-    assert not (workshop.folder / "runs").exists()
-
-
 def fifo(path: Path, content: bytes) -> str:
     """A FIFO into which a child writes."""
     os.mkfifo(path)
@@ -92,6 +65,33 @@ def fifo(path: Path, content: bytes) -> str:
         path.write_bytes(content)
         os._exit(0)
     return str(path)
+
+
+def test_prompts_of_several_pipes_are_shuffled_over_several_epochs(workshop: Workshop):
+    lines = (workshop.folder / "prompts.jsonl").read_bytes().splitlines(keepends=True)
+    first, second = (
+        fifo(workshop.folder / name, b"".join(part)) for name, part in (("a", lines[:2]), ("b", lines[-1:]))
+    )
+    settings = ["rollout.max_response_len=2", "run.num_epoch=2", "rollout.shuffle=true"]
+    options = ["--model", str(workshop.model), "-n", "1", *(word for each in settings for word in ("-s", each))]
+    out = workshop.slimectl("rollout", *options, "--data", first, "--data", second)
+    labels = [json.loads(line)["label"] for line in out.splitlines()]
+    assert sorted(labels) == ["eight", "eight", "one", "one", "two", "two"]
+
+
+def test_demonstrations_are_recognised_in_a_pipe(workshop: Workshop):
+    source = fifo(workshop.folder / "pipe", (workshop.folder / "prompts.jsonl").read_bytes())
+    options = ["--algorithm", "sft", "--model", str(workshop.model), "-s", "train.global_batch_size=8"]
+    assert len(workshop.slimectl("train", source, *options).splitlines()) == 1
+
+
+def test_a_run_says_which_pipe_it_would_read_again(workshop: Workshop):
+    os.mkfifo(workshop.folder / "pipe")
+    workshop.slimectl("run", "-s", "eval.data.a=pipe", code=2)
+    assert workshop.stderr.endswith(
+        ": is a pipe, and evaluations and the warm-up read it again; write it to a file first\n"
+    )
+    assert not (workshop.folder / "runs").exists()
 
 
 def test_a_fifo_that_is_spooled_is_read_as_often_as_asked(tmp_path: Path):

@@ -67,6 +67,15 @@ def test_what_stands_beside_the_policy_is_counted_and_adapters_make_it_fit():
     assert "of the model, which stays as it is" in out
 
 
+def test_experts_and_the_modules_to_recompute_are_counted_under_fsdp():
+    words = ("--card", "qwen3-30B-A3B", "--gpus", "16", "--backend", "fsdp", "--seq-len", "4096")
+    code, out, err = plan(*words, "--recompute", "selective", "--recompute-module", "moe", "--recompute-module", "mlp")
+    assert (code, err) == (0, "16 ranks: fsdp; recompute moe, mlp; fits 90% of 80 GiB a GPU\n")
+    assert "router" not in out
+    code, out, _ = plan(*words)
+    assert (code, "MLPs of experts 4ckF 49,152" in out) == (1, True)
+
+
 def test_a_layout_that_does_not_fit_is_shown_all_the_same():
     code, out, err = plan("--card", "qwen3-32B", "--tp", "8")
     assert (code, "peak per rank" in out) == (1, True)
@@ -79,15 +88,23 @@ def test_a_layout_that_does_not_fit_is_shown_all_the_same():
         (["--card", "qwen3-8B", "--tp", "3"], "megatron.tensor_model_parallel_size: 3 does not divide 32 attention"),
         (["--card", "qwen3-8B", "--pp", "8"], "megatron.pipeline_model_parallel_size: 8 does not divide 36 layers"),
         (["--card", "deepseek-v3"], "--gpus 8: no layout fits 90% of 80 GiB a GPU"),
-        (["--card", "qwen3-30B-A3B", "--backend", "fsdp"], "--backend fsdp: trains plain dense decoders only"),
+        (["--card", "deepseek-v3", "--backend", "fsdp"], "--backend fsdp: there are formulas for grouped-query"),
+        (
+            ["--card", "qwen3-8B", "--recompute-module", "mlp"],
+            "--recompute-module: has no effect alone; add --recompute",
+        ),
+        (
+            ["--card", "qwen3-8B", "--recompute", "selective", "--recompute-module", "norm"],
+            "--recompute-module norm: must be one of core_attn, mlp, moe",
+        ),
         (["--card", "qwen3-8B", "--backend", "fsdp", "--tp", "2"], "--backend fsdp: takes no parallel sizes"),
-        (["--card", "qwen3-8b"], "model.card: no card 'qwen3-8b'; did you mean qwen3-8B?"),
+        (["--card", "qwen3-8c"], "model.card: no card 'qwen3-8c'; did you mean qwen3-8B?"),
         (["--card", "qwen3-8B", "--lora-rank", "8", "--lora-target", "qkv"], "train.lora_targets: no linear layer is"),
         (
             ["--card", "qwen3-8B", "--lora-target", "q_proj"],
             "--lora-target: says nothing without adapters; add --lora-rank",
         ),
-        (["--card", "qwen3-8B", "--backend", "fsdp", "--teacher", "qwen3-30B-A3B"], "--backend fsdp: trains plain"),
+        (["--card", "qwen3-8B", "--backend", "fsdp", "--teacher", "deepseek-v3"], "--backend fsdp: there are"),
         ([], "plan: which model? add --card NAME or --model DIR"),
     ],
 )

@@ -56,10 +56,9 @@ def test_explaining_is_another_output_than_not_explaining(workshop: Workshop):
 def test_at_a_terminal_explanations_are_lines(workshop: Workshop):
     name = samples_file(workshop, BOXES)
     ours, theirs = pty.openpty()
-    subprocess.run(
-        workshop.command("score", name, "--rm-type", "numeric", "--explain"),
-        cwd=workshop.folder, stdout=theirs, stderr=subprocess.DEVNULL, env=workshop.environment, check=True, timeout=90,
-    )  # fmt: skip
+    options = ("--rm-type", "numeric", "--explain")
+    with workshop.start("score", name, *options, stdout=theirs, stderr=subprocess.DEVNULL) as process:
+        assert process.wait(timeout=90) == 0
     os.close(theirs)
     lines = os.read(ours, 100_000).decode().splitlines()
     os.close(ours)
@@ -137,7 +136,7 @@ def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop
 def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
     samples_file(workshop, BOXES)
     (workshop.folder / "unfit.py").write_text(UNFIT)
-    options = ("--custom-rm-path", "unfit.py:hangs", "--workers", "1", "-s", "score.timeout_s=2")
+    options = ("--custom-rm-path", "unfit.py:hangs", "--workers", "1", "-s", "score.wall_timeout_s=2")
     out = workshop.slimectl("score", "samples.jsonl", *options)
     scored = [json.loads(line) for line in out.splitlines()]
     assert [sample["reward"] for sample in scored] == [1.0, 0.0, 1.0, 1.0]
@@ -179,7 +178,7 @@ def test_scoring_that_was_cut_off_goes_on_after_the_last_sample(workshop: Worksh
     assert graded == [*map(str, range(7)), *map(str, range(6, 10))]
     assert workshop.stderr.splitlines() == [
         f"{out}: 6 samples are there from last time; going on after them",
-        "10 samples, mean reward 4.5",
+        "10 samples, mean reward 4.5, accuracy 0.9 (reward >= 1)",
     ]
     rewards = [sample.reward for sample in read_samples(workshop.folder / out)]
     assert rewards == [float(index) for index in range(10)]
@@ -211,3 +210,15 @@ def test_other_settings_or_force_begin_anew(workshop: Workshop):
     workshop.slimectl(*command, "-s", "score.timeout_s=9", code=2)
     workshop.slimectl(*command, "-s", "score.timeout_s=9", "--force", code=2)
     assert (workshop.folder / "graded.txt").read_text().split() == [*map(str, range(7))] * 3
+
+
+def test_prompts_that_were_never_sampled_are_no_samples_of_reward_0(workshop: Workshop):
+    workshop.slimectl("score", "prompts.jsonl", "--rm-type", "exact", "-o", "scored.jsonl", code=3)
+    assert workshop.stderr == (
+        "slimectl: prompts.jsonl:1: no response and no tokens, so nothing to grade; sample it by `slimectl rollout`\n"
+    )
+    assert not (workshop.folder / "scored.jsonl").exists()
+    workshop.slimectl("score", "prompts.jsonl", "--rm-type", "exact", "--on-error", "skip", "-o", "s.jsonl", code=3)
+    # An empty answer is an answer.
+    empty = b'{"prompt": "say one", "label": "one", "response": ""}\n'
+    assert json.loads(workshop.slimectl("score", "-", "--rm-type", "exact", stdin=empty))["reward"] == 0.0

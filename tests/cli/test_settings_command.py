@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from slimectl.cli.app import app
+from slimectl.settings.keys import settings_toml
+from slimectl.settings.layers import from_custom_config, from_file
+from slimectl.settings.loading import resolve
 
 
 def answer(*words: str) -> tuple[int, str, str]:
@@ -40,5 +45,89 @@ def test_a_misspelt_old_name_leads_to_the_new_one():
 @pytest.mark.parametrize("flag", ["--backend", "--policy"])
 def test_the_flag_of_the_backend_has_an_old_name(flag: str):
     code, out, _ = answer("run", "-s", "run.num_rollout=1", flag, "megatron", "--dry-run")
-    assert code == 0
+    assert code == 2  # there is no model
     assert 'train.backend "megatron" # flag' in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("lr", ["train.lr", "sft_warmup.lr"]),
+        ("temperature", ["rollout.temperature", "eval.temperature"]),
+        ("learning_rate", ["train.lr"]),
+        ("nucleus", ["rollout.top_p"]),
+    ],
+)
+def test_a_key_is_explained_by_its_last_part_by_the_name_of_another_program_or_by_a_word(word: str, keys: list[str]):
+    code, out, _ = answer("settings", "explain", word)
+    explained = [line.split(" = ")[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert code == 0
+    assert explained[: len(keys)] == keys
+
+
+def test_a_word_of_no_setting_is_an_error():
+    assert answer("settings", "explain", "xyzzy") == (
+        2, "", "slimectl: xyzzy: unknown setting; `slimectl settings show` lists all\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("assignment", "hint"),
+    [
+        ("train.learning_rate=1e-5", "did you mean train.lr?"),
+        ("rollout.num_generations=4", "did you mean rollout.n_samples_per_prompt?"),
+        ("train.max_new_tokens=4", "did you mean rollout.max_response_len?"),
+        ("learning_rate=1e-5", "e.g. -s train.lr=1e-5"),
+        ("lr=2e-4", "e.g. -s train.lr=2e-4"),
+    ],
+)
+def test_a_name_of_another_program_leads_to_the_setting(assignment: str, hint: str):
+    code, out, err = answer("run", "-s", assignment, "--dry-run")
+    assert (code, out) == (2, "")
+    assert err.rstrip().endswith(hint)
+
+
+def test_every_suggested_setting_exists_and_no_name_of_a_setting_leads_elsewhere():
+    from slimectl.settings.keys import setting_names
+    from slimectl.settings.suggestions import OTHER_NAMES
+
+    assert set(OTHER_NAMES) <= set(setting_names())
+    others = [other for names in OTHER_NAMES.values() for other in names]
+    assert len(set(others)) == len(others)
+
+
+def test_validate_names_every_error_of_keys_values_verifiers_and_files(tmp_path: Path):
+    file = tmp_path / "bad.toml"
+    file.write_text(
+        '[train]\nlr = "fast"\nlearning_rate = 1\n[score]\nrm_type = "maht"\n[rollout]\ndata = ["none.jsonl"]\n'
+        'custom_generate_function_path = "none.py:f"\n[eval]\ndata = { aime = "aime.jsonl" }\n'
+        '[run]\nnum_rollout = 3\nnum_epoch = 2\n[model]\npath = "nowhere"\n'
+    )
+    code, out, err = answer("settings", "validate", "-c", str(file), "-s", "lr=1")
+    assert (code, out) == (2, "")
+    assert [line.split(": ")[1] for line in err.splitlines()] == [
+        "-s lr=1", "train.learning_rate", "train.lr",
+        "run.num_rollout and run.num_epoch exclude each other; give one of them",
+        "rollout.custom_generate_function_path", "nowhere", "score.rm_type", "none.jsonl", "aime.jsonl",
+    ]  # fmt: skip
+
+
+def test_validate_is_silent_where_all_is_well():
+    assert answer("settings", "validate", "-s", "score.rm_type=math") == (0, "", "")
+
+
+def test_settings_of_ones_own_come_from_a_file_and_are_explained(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text("max_turns: 4\ntool: {name: calc, limit: null}\nempty: null\n")
+    code, out, _ = answer("settings", "show", "--custom-config", str(file), "-s", "custom.more=[1]")
+    assert code == 0
+    rows = {line.split()[0]: line.split("#")[1].strip() for line in out.splitlines() if line.startswith("custom.")}
+    assert rows == {"custom.max_turns": str(file), "custom.tool": str(file), "custom.empty": str(file),
+                    "custom.more": "command line"}  # fmt: skip
+    settings = resolve([from_custom_config(file)]).settings
+    (tmp_path / "run.toml").write_text(settings_toml(settings))
+    again = resolve([from_file(tmp_path / "run.toml")]).settings
+    assert again.custom.entries() == {"max_turns": 4, "tool": {"name": "calc"}, "empty": None}
+    assert answer("settings", "explain", "custom.max_turns")[1].startswith("custom.NAME = VALUE")
+    file.write_text("- 1\n")
+    assert answer("settings", "show", "--custom-config", str(file))[2].endswith("such as `max_turns: 4`\n")

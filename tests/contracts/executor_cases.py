@@ -60,6 +60,40 @@ def hangs_on_three(n: int) -> int:
     return n
 
 
+def spins_on_three(n: int) -> int:
+    while n == 3:
+        pass
+    return n
+
+
+def waits_for_a_core(n: int) -> int:
+    """As on a machine that has none to spare: time passes, CPU time does not."""
+    time.sleep(0.5)
+    return n
+
+
+def prepares_slowly(n: int) -> None:
+    """As the first import of a library does."""
+    started = time.process_time()
+    while time.process_time() - started < 0.5:
+        pass
+
+
+def spins_the_first_time(item: tuple[int, Path]) -> tuple[int, int]:
+    """Return its number, and how many others were at work when number 3 was tried again."""
+    n, folder = item
+    (folder / f"busy-{n}").touch()
+    if n == 3 and not (folder / "tried").exists():
+        (folder / "tried").touch()
+        while True:
+            pass
+    if n == 4:
+        time.sleep(1.0)
+    others = len([file for file in folder.glob("busy-*") if file.name != "busy-3"]) if n == 3 else 0
+    (folder / f"busy-{n}").unlink()
+    return n, others
+
+
 def refuses_two_and_dies_on_five(n: int) -> int:
     if n == 2:
         raise ValueError("two")
@@ -86,6 +120,9 @@ def obey(build: Any, pipe: Any) -> None:
             if method == "die" and rank == value:
                 print("last words", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if method == "threads":
+                pipe.done(torch.get_num_threads())
+                continue
             total = torch.tensor(float(offset + rank))
             if method in ("sum", "die"):
                 dist.all_reduce(total)

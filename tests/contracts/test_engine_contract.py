@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.types import Completion, SamplingParams
+from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 CONTEXT = 256
 PROMPT = list(b"once upon a time")
@@ -114,6 +117,67 @@ def test_a_log_probability_for_every_token_tempered_and_not_renormalised(engine:
     assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.8, "temperature": 0.0},
+    {"frequency_penalty": -0.4, "presence_penalty": 1.9, "repetition_penalty": 0.6, "temperature": 1.3},
+    {"logit_bias": ((66, 9.0), (67, -100.0), (68, 9.5))},
+    {"logit_bias": ((66, 7.0),), "repetition_penalty": 1.9, "temperature": 0.0},
+]
+
+
+def adjusted_log_probs(logits: torch.Tensor, tokens: list[int], params: SamplingParams) -> torch.Tensor:
+    """What a penalised answer's distribution is at each of its tokens, worked out token by token."""
+    rows = []
+    for position, row in enumerate(logits):
+        for token in set(tokens[:position]):
+            value = row[token] - params.presence_penalty - params.frequency_penalty * tokens[:position].count(token)
+            factor = params.repetition_penalty
+            row[token] = value * factor if value < 0 else value / factor
+        for token, bias in params.logit_bias:
+            row[token] += bias
+        rows.append((row / (params.temperature or 1.0)).log_softmax(-1))
+    return torch.stack(rows)
+
+
+def test_penalties_and_biases_change_the_answer_and_its_log_probabilities_alike(engine: Any, model_dir: ModelDir):
+    if getattr(engine, "api", None) == VllmApi():  # which counts the prompt's tokens as repeated, too
+        pytest.skip("vLLM has its own definition of the repetition penalty")
+    chosen = [SamplingParams(max_tokens=20, ignore_eos=True, seed=5, **each) for each in PENALTIES]
+    reference = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    for params, answer in zip(chosen, answers(engine, *((PROMPT, params) for params in chosen)), strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
+        expected = adjusted_log_probs(logits, answer.tokens, params)
+        sampled = expected[torch.arange(20), answer.tokens]
+        assert answer.log_probs == pytest.approx(sampled.tolist(), abs=1e-4), params
+        if not params.temperature:
+            assert answer.tokens == expected.argmax(-1).tolist()
+    free = answers(engine, (PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, seed=5)))[0]
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + free.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    assert free.log_probs == pytest.approx(
+        adjusted_log_probs(logits, free.tokens, SamplingParams())[torch.arange(20), free.tokens].tolist(), abs=1e-4
+    )  # its neighbours' penalties are not its own
+
+
+def test_a_schema_is_kept_with_the_log_probabilities_of_the_policy_or_refused(engine: Any, model_dir: ModelDir):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+    params = dataclasses.replace(GREEDY, max_tokens=60, ignore_eos=False, grammar=JsonGrammar(json.dumps(schema)))
+    if hasattr(engine, "api"):  # of a server
+        with pytest.raises(SettingsError, match=r"a grammar needs engine\.backend = embedded"):
+            answers(engine, (PROMPT, params))
+        return
+    [answer] = answers(engine, (PROMPT, params))
+    assert json.loads(answer.text)["a"] in ("x", "yy")
+    reference = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + answer.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)[torch.arange(len(answer.tokens)), answer.tokens]
+    assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
 def test_a_seed_draws_the_same_answer_again_and_another_seed_another(engine: Any):
     seeded = [(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True, seed=seed)) for seed in (1, 2, 1, 3)]
     one, two, again, three = (answer.tokens for answer in answers(engine, *seeded))
@@ -206,3 +270,33 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_costs_the_others_nothing(en
     assert isinstance(refused, SettingsError)
     assert "256" in str(refused)
     assert len(answer.tokens) == 12
+
+
+def posted(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {serving.KEYS.admin_api_key}"}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["meta_info"]
+
+
+def test_the_likeliest_tokens_of_prompt_and_answer_are_those_that_sglang_lists(
+    served: str, sglang: str, model_dir: ModelDir
+):
+    for url in (served, sglang):
+        engine = serving.client([url], model_dir())
+        engine.load_weights(HFCheckpoint().read(model_dir()), version="0")
+        asyncio.run(engine.close())
+    body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 12}
+    body["sampling_params"] = {
+        "temperature": 0, "max_new_tokens": 6, "ignore_eos": True, "presence_penalty": 1.5, "logit_bias": {"65": 3.0},
+    }  # fmt: skip
+    ours, theirs = posted(served, body), posted(sglang, body)
+    for name in ("input_token_logprobs", "output_token_logprobs"):
+        assert [token for _, token, _ in ours[name]] == [token for _, token, _ in theirs[name]], name
+        for (mine, *_), (real, *_) in zip(ours[name], theirs[name], strict=True):
+            assert mine == (real if real is None else pytest.approx(real, abs=1e-4))
+    for name in ("input_top_logprobs", "output_top_logprobs"):
+        for mine, real in zip(ours[name], theirs[name], strict=True):
+            assert (mine is None) == (real is None)
+            for (value, token, _), (other, same, _) in zip(mine or [], real or [], strict=True):
+                assert (token, value) == (same, pytest.approx(other, abs=1e-4))

@@ -12,27 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executor_cases import Counter, Source, broken, hangs_on_three, negated, obey, refuses_two_and_dies_on_five, ten
+from executor_cases import (
+    Counter,
+    Source,
+    broken,
+    hangs_on_three,
+    negated,
+    obey,
+    prepares_slowly,
+    refuses_two_and_dies_on_five,
+    spins_on_three,
+    spins_the_first_time,
+    ten,
+    waits_for_a_core,
+)
 
 from slimectl.errors import DiedError
 from slimectl.executors.local import LocalExecutor
 
 
-def on_ray(logs: Path) -> Any:
+def on_ray(logs: Path, request: pytest.FixtureRequest) -> Any:
     from slimectl.executors.ray import RayExecutor
 
-    return RayExecutor(logs=logs)
+    return RayExecutor(request.getfixturevalue("shared_cluster").address, logs=logs)
 
 
-ADAPTERS: dict[str, Callable[[Path], Any]] = {"local": lambda logs: LocalExecutor(logs=logs), "ray": on_ray}
+def here(logs: Path, _: pytest.FixtureRequest) -> Any:
+    return LocalExecutor(logs=logs)
+
+
+ADAPTERS: dict[str, Callable[[Path, pytest.FixtureRequest], Any]] = {"local": here, "ray": on_ray}
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'slimectl[ray]'")
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    made = ADAPTERS[request.param](tmp_path_factory.mktemp("logs"))
-    yield made
-    made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "3")
+        made = ADAPTERS[request.param](tmp_path_factory.mktemp("logs"), request)
+        yield made
+        made.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -92,9 +111,26 @@ def test_a_map_pulls_no_further_than_it_must(executor: Any, workers: int):
 
 
 def test_an_overrun_limit_is_the_result_of_its_item_alone(executor: Any):
-    results = list(executor.map(hangs_on_three, range(6), workers=2, timeout_s=1.0))
-    assert isinstance(results.pop(3), TimeoutError)
-    assert results == [0, 1, 2, 4, 5]
+    for hangs, limits, message in (
+        (hangs_on_three, {"timeout_s": 1.0, "wall_timeout_s": 1.0}, "took longer than 1 s"),
+        (spins_on_three, {"timeout_s": 0.3, "wall_timeout_s": 60.0}, "took more than 0.3 s of CPU time"),
+    ):
+        results = list(executor.map(hangs, range(6), workers=2, **limits))
+        late = results.pop(3)
+        assert isinstance(late, TimeoutError)
+        assert str(late) == message
+        assert results == [0, 1, 2, 4, 5]
+
+
+def test_neither_waiting_for_a_core_nor_preparing_the_worker_counts_as_time_of_an_item(executor: Any):
+    results = executor.map(waits_for_a_core, range(3), workers=1, timeout_s=0.2, prepare=prepares_slowly)
+    assert list(results) == [0, 1, 2]
+
+
+def test_an_item_that_overran_is_tried_once_more_alone(executor: Any, tmp_path: Path):
+    items = [(n, tmp_path) for n in range(6)]
+    results = list(executor.map(spins_the_first_time, items, workers=2, timeout_s=0.3))
+    assert results == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]  # nobody else was at work the second time
 
 
 def test_an_exception_and_a_death_are_results_of_their_items_alone(executor: Any):
@@ -110,6 +146,11 @@ def two(executor: Any) -> Iterator[Any]:
     assert list(group.answers()) == [10]
     yield group
     group.end()
+
+
+def test_ranks_take_the_threads_of_the_driver_s_variable(two: Any):
+    two.send("threads", None)
+    assert list(two.answers()) == [3]
 
 
 def test_ranks_share_a_process_group(two: Any):
@@ -132,22 +173,21 @@ def test_a_rank_that_fails_raises_here_and_the_group_goes_on(two: Any):
     assert list(two.answers()) == [21]
 
 
+def test_a_killed_rank_is_named_with_its_last_words_and_ends_the_group(two: Any):
+    """The last test of this group."""
+    two.send("die", 1)
+    with pytest.raises(DiedError, match=r"rank 1 of 2 died \(.*out of memory\?\); see .*rank-1.*\.log") as caught:
+        list(two.answers())
+    assert "last words" in caught.value.__notes__[0]
+    with pytest.raises(DiedError, match="have ended"):
+        two.send("sum", None)
+
+
 def test_what_cannot_be_built_raises_what_building_raised(executor: Any):
     group = executor.group(obey, broken, ranks=1)
     with pytest.raises(LookupError, match="no such thing"):
         list(group.answers())
     group.end()
-
-
-def test_a_killed_rank_is_named_with_its_last_words_and_ends_the_group(executor: Any):
-    group = executor.group(obey, ten, ranks=2)
-    list(group.answers())
-    group.send("die", 1)
-    with pytest.raises(DiedError, match=r"rank 1 of 2 died \(.*out of memory\?\); see .*rank-1.*\.log") as caught:
-        list(group.answers())
-    assert "last words" in caught.value.__notes__[0]
-    with pytest.raises(DiedError, match="have ended"):
-        group.send("sum", None)
 
 
 def test_a_hosted_object_keeps_its_state_and_raises_its_own_exceptions(executor: Any):

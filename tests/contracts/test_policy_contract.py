@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -119,9 +120,18 @@ def test_two_halves_make_the_whole_in_metrics_and_in_gradient(policy: Policy, un
 
 def test_a_step_reports_its_gradient_and_its_learning_rate_and_leaves_no_gradient(policy: Policy):
     steps = trained(policy, range(3))
-    assert [step["lr"] for step in steps] == pytest.approx([2e-3, 4e-3, 4e-3])  # up in two steps, then down
+    assert [step["lr"] for step in steps] == pytest.approx([0.0, 2e-3, 4e-3])  # up in two steps, then down
     assert all(step["grad_norm"] > 0 for step in steps)
     assert policy.optim_step() == pytest.approx({"grad_norm": 0.0, "lr": 3e-3})
+
+
+def test_a_step_without_a_gradient_changes_no_weight(policy: Policy):
+    trained(policy, range(3))
+    before = snapshot(policy)
+    silent = [dataclasses.replace(row, loss_weights=[0.0] * len(row.loss_weights)) for row in rows()]
+    policy.forward_backward(silent, PolicyLoss())
+    assert policy.optim_step()["grad_norm"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
 
 
 def test_the_version_counts_steps_and_nothing_else(policy: Policy, tmp_path: Path):

@@ -76,6 +76,16 @@ CALLED = TOOLS.replace(
     "{% if m['role'] == 'tool' and not messages[loop.index0 - 1]['tool_calls'] %}{{ raise_exception('no call') }}"
     "{% endif %}{{ m['content']",
 )
+DROPS_TOOLS = (
+    "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As gpt-oss does: the last turn ends with another token than the earlier ones.
+RETURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' and loop.last %}<|im_end|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
 PARTS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -195,3 +205,14 @@ def test_content_may_come_in_parts():
 def test_template_that_hides_the_assistant_is_refused():
     with pytest.raises(RecordError, match="does not show what message 2"):
         sft_sample(Prompt(TURNS[:3]), tokenizer("{% for m in messages %}{{ loop.index }},{% endfor %}"))
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_what_a_template_drops_teaches_no_header(answers: int):
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "add"}]
+    chat += [{"role": "tool", "content": "4"}] * answers + [{"role": "assistant", "content": "It is 4"}]
+    assert learned(chat, DROPS_TOOLS) == "add<|im_end|>|It is 4<|im_end|>"
+
+
+def test_the_end_of_an_earlier_turn_is_taught_though_the_last_one_has_another():
+    assert learned(TURNS, RETURNS) == "xyz<|end|>|yes, 2<|im_end|>"

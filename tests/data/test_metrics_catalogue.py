@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
+from data.others_names import NO_GPU, ROLL, SLIME, names
 from workshop import Workshop, set_up
 
-from slimectl.data.metrics_catalogue import CATALOGUE, axis_of, known
+from slimectl.data.jsonl import read_samples
+from slimectl.data.metrics_catalogue import CATALOGUE, Metric, axis_of, known
 
 GENERATE = '''
 async def generate(sample, sampling_params, generate):
-    """Fails for one attempt in four."""
+    """Fails for one attempt in four; one in four has counts of an engine that drafts."""
     completion = await generate(sample.tokens, sampling_params)
     if sample.index % 4 == 3:
         raise TimeoutError("the tool did not answer")
     sample.append_response_tokens(completion.tokens, log_probs=completion.log_probs, text=completion.text)
+    if sample.index % 4 == 0:
+        sample.spec_info = {"spec_verify_ct": 1, "spec_draft_token_num": 4, "spec_accept_token_num": 2,
+                            "completion_token_num": 3}
     return sample
+
+def some(samples):
+    """Drops one group of the first round, and finds the answers of another equal."""
+    if samples[0].group_index == 1:
+        return False, "dull"
+    if samples[0].group_index == 2:
+        for sample in samples:
+            sample.reward = 0.5
+    return True
+
+def graded(sample):
+    """Names what it read, so that answers can vote."""
+    return {"score": float(sample.index % 3 == 0), "pred": sample.response[:1]}
 '''
 
 EVERYTHING = [
@@ -27,6 +49,8 @@ EVERYTHING = [
     "algorithm.kl_loss_coef=0.1",
     "algorithm.entropy_coef=0.01",
     "algorithm.use_tis=true",
+    "algorithm.use_opsm=true",
+    "rollout.dynamic_sampling_filter_path=generate.py:some",
     "train.global_batch_size=5",
     "eval.n_samples_per_prompt=4",
     "sft_warmup.data=prompts.jsonl",
@@ -40,25 +64,77 @@ EVERYTHING = [
     "track.log_multi_turn=true",
     "track.log_correct_samples=true",
     "track.log_reward_category=kind",
+    "track.log_memory=true",
+    "track.measure_peak=true",
+    "run.keep_samples=train",
+    "run.profile=[2,2]",
+    "track.with=['jsonl']",
+    "track.naming=both",
+]
+
+CRITIC_AND_TEACHER = [
+    "run.name=ppo",
+    "algorithm.name=ppo",
+    "algorithm.kl_coef=0.1",
+    "algorithm.opd_kl_coef=0.1",
+    "train.num_steps_per_rollout=2",
+    "run.num_rollout=1",
+    "eval.interval=none",
+    "eval.n_samples_per_prompt=4",
+    "score.custom_rm_path=generate.py:graded",
+    "track.log_memory=true",
+    "track.with=['jsonl']",
+    "track.naming=both",
 ]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]) -> dict[str, set[str]]:
-    """Names in metrics.jsonl and perf.jsonl of a run with everything switched on."""
+def finished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]) -> Workshop:
+    """A run `a` with everything switched on, and a run `ppo` with a critic and a teacher."""
     workshop = set_up(tmp_path_factory.mktemp("metrics"), model_dir("llama"))
     (workshop.folder / "generate.py").write_text(GENERATE)
-    workshop.slimectl("run", *[word for setting in EVERYTHING for word in ("-s", setting)])
-    names: dict[str, set[str]] = {}
-    for file in ("metrics.jsonl", "perf.jsonl"):
-        lines = (workshop.folder / "runs" / "a" / file).read_text().splitlines()
-        names[file] = {name for line in lines for name in json.loads(line)["metrics"]}
-    return names
+    teacher = f"algorithm.opd_teacher_load={workshop.model}"
+    for settings in (EVERYTHING, [*CRITIC_AND_TEACHER, teacher]):
+        workshop.slimectl("run", *[word for setting in settings for word in ("-s", setting)])
+    return workshop
+
+
+@pytest.fixture(scope="module")
+def written(finished: Workshop) -> dict[str, set[str]]:
+    """Names of metrics by file, of both runs."""
+    found: dict[str, set[str]] = {}
+    for run, file in product(("a", "ppo"), ("metrics.jsonl", "perf.jsonl", "tracked.jsonl")):
+        lines = (finished.folder / "runs" / run / file).read_text().splitlines()
+        found.setdefault(file, set()).update(name for line in lines for name in json.loads(line)["metrics"])
+    return found
 
 
 def test_every_metric_that_a_run_writes_is_in_the_catalogue(written: dict[str, set[str]]):
-    names = written["metrics.jsonl"] | written["perf.jsonl"]
+    names = set[str]().union(*written.values())
     assert sorted(name for name in names if not known(name)) == []
+
+
+@pytest.mark.parametrize("table", [SLIME, ROLL], ids=["slime", "roll"])
+def test_every_name_of_slime_and_of_roll_is_emitted_or_absent_for_a_reason(
+    written: dict[str, set[str]], table: dict[str, str]
+):
+    emitted = written["tracked.jsonl"]
+    for pattern, reason in table.items():
+        for name in names(pattern):
+            if reason == NO_GPU:
+                assert known(re.sub(r"\{\w+\}", "0", name)), name
+            else:
+                assert any(map(Metric(name, "", "", "").matches, emitted)) == (not reason), (name, reason)
+
+
+def test_the_documentation_says_which_names_of_others_are_absent():
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    reasons = {reason: [] for reason in [*SLIME.values(), *ROLL.values()] if reason not in ("", NO_GPU)}
+    for pattern, reason in [*SLIME.items(), *ROLL.items()]:
+        if reason in reasons:
+            reasons[reason].append(pattern)
+    for reason, patterns in reasons.items():
+        assert f"| {', '.join(f'`{pattern}`' for pattern in patterns)} | {reason} |" in page
 
 
 def test_what_was_switched_on_was_written(written: dict[str, set[str]]):
@@ -99,9 +175,49 @@ def test_what_was_switched_on_was_written(written: dict[str, set[str]]):
     assert {"perf/tokens_per_gpu_per_sec", "perf/tokens_per_sec"} - written["perf.jsonl"] == set()
 
 
+def test_trackers_get_all_that_is_written_the_warm_up_too(written: dict[str, set[str]]):
+    assert written["metrics.jsonl"] - written["tracked.jsonl"] == set()
+
+
 def test_what_the_clock_decides_stays_out_of_the_metrics(written: dict[str, set[str]]):
     clocked = {name for name in written["metrics.jsonl"] if "time" in name or "per_s" in name}
     assert clocked == set()
+
+
+def test_the_rounds_that_are_named_are_profiled(finished: Workshop):
+    [trace] = (finished.folder / "runs" / "a" / "profile").iterdir()
+    assert trace.name == "rounds_2-2.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    operators = {event["name"] for event in events if event.get("cat") == "cpu_op"}
+    assert {"aten::mm", "aten::embedding"} <= operators
+    threads = {event["tid"] for event in events if event.get("name") == "aten::embedding"}
+    assert len(threads) == 2  # of the engine, which works ahead, and of the trainer
+    # One of three rounds: the optimizer stepped as often as in it.
+    lines = finished.metrics("a")
+    steps = sum(line.get("rollout_id") == 2 and "train/step" in line["metrics"] for line in lines)
+    assert sum(event["name"].startswith("Optimizer.step") for event in events) == steps
+
+
+def test_what_was_trained_on_is_kept_token_by_token(finished: Workshop):
+    run = finished.folder / "runs" / "a"
+    kept = [json.loads(line) for file in sorted(run.glob("step_*/train_data.jsonl")) for line in file.open()]
+    steps = [line for line in finished.metrics("a") if "train/loss" in line["metrics"]]
+    assert len(kept) == sum(line["metrics"]["train/valid_samples"] for line in steps)
+    for line in steps:
+        rows = [row for row in kept if row["step"] == line["step"]]
+        for row in rows:
+            assert len(row["tokens"]) > row["response_length"] == len(row["clipped"]) == len(row["advantages"])
+            gaps = zip(row["log_probs"], row["old_log_probs"], row["ratios"], strict=True)
+            assert all(math.exp(now - old) == pytest.approx(ratio) for now, old, ratio in gaps)
+        for name, column in (("train/pg_clipfrac", "clipped"), ("train/ois", "ratios")):
+            weighted = [
+                weight * value for row in rows for weight, value in zip(row["loss_weights"], row[column], strict=True)
+            ]
+            assert line["metrics"][name] == pytest.approx(sum(weighted), abs=1e-5)
+    # Its lines are samples, and siblings of those of the round.
+    samples = list(read_samples(run / "step_000001" / "train_data.jsonl"))
+    originals = {sample.index: sample for sample in read_samples(run / "step_000001" / "samples.jsonl")}
+    assert all(sample.tokens == originals[sample.index].tokens for sample in samples)
 
 
 def test_no_metric_is_defined_twice():

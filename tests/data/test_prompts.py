@@ -105,14 +105,14 @@ def test_keys_are_named_by_settings(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"question": "q", "answer": 1}, {},
-         "no key 'prompt'; its keys are question, answer: set rollout.input_key to one of them"),
+        ({"words": "q", "info": {"answer": 1}}, {},
+         "no key 'prompt'; its keys are words, info.answer: name one by --input-key or rollout.input_key"),
         ({"prompt": "q"}, {"label_key": "answer"},
-         "no key 'answer'; its keys are prompt: set rollout.label_key to one of them"),
+         "no key 'answer'; its keys are prompt: name one by --label-key or rollout.label_key"),
         ({"prompt": 7}, {}, "prompt: expected a string or a chat list of {role, content}, got 7"),
         ({"prompt": ""}, {}, "prompt: empty"),
         ({"prompt": [{"text": "hi"}]}, {}, "prompt: message 0 of the chat: expected {role, content}, got an object"),
-        ({"prompt": "q", "label": [1]}, {}, "label: expected a string or a number, got a list; put anything else"),
+        ({"prompt": "q", "label": True}, {}, "label: expected a string or a number, got true; put anything else"),
         ({"prompt": "q", "metadata": "x"}, {}, "metadata: expected an object or its JSON, got 'x'"),
         ({"prompt": "q", "metadata": 0}, {}, "metadata: expected an object, got 0"),
         ({"prompt": "q", "tools": {"a": 1}}, {}, "tools: expected a list of tool schemas, got an object"),

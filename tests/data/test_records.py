@@ -93,7 +93,7 @@ def test_one_edit(a: str, b: str, apart: bool):
         ({"index": 1.0}, "Sample.index: expected a whole number, got 1.0"),
         ({"index": None}, "Sample.index: expected a whole number, got null"),
         ({"status": "done"}, "Sample.status: 'done' is none of pending, completed, truncated, aborted, failed"),
-        ({"label": ["2"]}, "Sample.label: expected a string or a number, got a list; put anything else into metadata"),
+        ({"label": True}, "Sample.label: expected a string or a number, got true; put anything else into metadata"),
         ({"prompt": [{"content": "hi"}]}, "Sample.prompt: message 0 of the chat: expected {role, content}, got an"),
         ({"metadata": []}, "Sample.metadata: expected an object, got a list"),
         ({"remove_sample": 1}, "Sample.remove_sample: expected true or false, got 1"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slimectl.data.generators import jsonable
+from slimectl.data.json_values import jsonable
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.types import Prompt

@@ -268,6 +268,9 @@ def test_weights_that_arrive_from_another_thread_are_used_while_it_writes(
     answer = asyncio.run(drive())
     thread.join()
     assert answer.weight_versions == ["0", "1"]
+    (old, start, place), (new, next_place, end) = answer.version_spans()
+    assert (old, start, new, end) == ("0", 0, "1", 200)
+    assert 5 <= place == next_place < 200
     undisturbed = make_engine().generate(PROMPTS[0], params=dataclasses.replace(GREEDY, max_tokens=200))
     assert answer.tokens == asyncio.run(undisturbed).tokens
 

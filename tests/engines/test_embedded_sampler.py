@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
@@ -28,14 +30,14 @@ def draws(count: int, probs: list[float] = PROBS, **filters: Any) -> torch.Tenso
     """How often each token is drawn in `count` rows of different seeds, as fractions."""
     params = [SamplingParams(seed=seed, **filters) for seed in range(count)]
     logits = torch.tensor(probs).log().repeat(count, 1)
-    tokens, _ = sample_tokens(logits, batch_of(*params, vocabulary=len(probs)))
+    tokens, *_ = sample_tokens(logits, batch_of(*params, vocabulary=len(probs)))
     return tokens.bincount(minlength=len(probs)) / count
 
 
 def test_the_draw_inverts_the_cumulative_distribution() -> None:
     batch = batch_of(*(SamplingParams(seed=seed) for seed in range(50)))
     uniforms = batch.uniforms_B1().squeeze(1)
-    tokens, log_probs = sample_tokens(torch.tensor(PROBS).log().repeat(50, 1), batch)
+    tokens, log_probs, *_ = sample_tokens(torch.tensor(PROBS).log().repeat(50, 1), batch)
     edges = [0.05, 0.45, 0.55, 0.80]  # by hand: the running sum of PROBS
     assert tokens.tolist() == [sum(u >= edge for edge in edges) for u in uniforms.tolist()]
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])
@@ -88,9 +90,9 @@ def test_filters_of_one_row_do_not_touch_another_and_log_probs_stay_whole() -> N
         SamplingParams(seed=1, top_k=3),
         SamplingParams(seed=1, temperature=0.0),
     ]
-    tokens, log_probs = sample_tokens(logits, batch_of(*rows, vocabulary=5000))
+    tokens, log_probs, *_ = sample_tokens(logits, batch_of(*rows, vocabulary=5000))
     for row, params in enumerate(rows):
-        alone, alone_log_prob = sample_tokens(logits[:1], batch_of(params, vocabulary=5000))
+        alone, alone_log_prob, *_ = sample_tokens(logits[:1], batch_of(params, vocabulary=5000))
         assert alone.item() == tokens[row]
         assert alone_log_prob.item() == log_probs[row]
     torch.testing.assert_close(log_probs, logits[0].log_softmax(-1)[tokens])
@@ -117,7 +119,7 @@ def test_end_tokens_cannot_be_drawn_before_min_tokens() -> None:
     params = [SamplingParams(seed=seed, min_tokens=1) for seed in range(500)]
     batch = batch_of(*params, ends=frozenset({1, 3}))
     logits = torch.tensor(PROBS).log().repeat(500, 1)
-    tokens, log_probs = sample_tokens(logits, batch)
+    tokens, log_probs, *_ = sample_tokens(logits, batch)
     assert set(tokens.tolist()) == {0, 2, 4}
     torch.testing.assert_close(log_probs, torch.tensor(PROBS).log()[tokens])  # of the whole distribution
 
@@ -126,9 +128,33 @@ def test_banned_end_tokens_that_hold_all_the_mass_leave_something_to_draw() -> N
     logits = torch.tensor([[500.0, 1.0, 0.0]])
     for temperature, expected in ((1.0, -499.0), (0.0, -499.0)):
         params = SamplingParams(temperature=temperature, top_p=0.5, min_tokens=1)
-        tokens, log_probs = sample_tokens(logits, batch_of(params, vocabulary=3, ends=frozenset({0})))
+        tokens, log_probs, *_ = sample_tokens(logits, batch_of(params, vocabulary=3, ends=frozenset({0})))
         assert tokens.tolist() == [1]
         assert expected < log_probs.item() < -80  # underflowed, and finite
+
+
+def test_penalties_count_the_answer_alone_and_biases_come_last() -> None:
+    logits = torch.tensor([[2.0, 1.0, -1.0, 0.5, 0.0]])
+    params = SamplingParams(
+        temperature=0.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=2.0,
+        logit_bias=((3, 1.5), (3, 0.25)),
+    )
+    plain = SamplingParams(temperature=0.0)
+    batch = batch_of(plain, params)
+    for written in (0, 2, 0):
+        batch.advance(torch.tensor([0, written]))
+    # By hand: token 0, twice: (2 - .5 - 2 * .25) / 2; token 2, once: (-1 - .5 - .25) * 2; token 3: 0.5 + 1.5 + 0.25
+    adjusted = torch.tensor([[0.5, 1.0, -3.5, 2.25, 0.0]])
+    tokens, log_probs, *_ = sample_tokens(logits.repeat(2, 1), batch)
+    assert tokens.tolist() == [0, 3]
+    torch.testing.assert_close(log_probs, torch.stack((logits.log_softmax(-1)[0, 0], adjusted.log_softmax(-1)[0, 3])))
+    rebuilt = batch_of(params)  # as after another sequence has left
+    rebuilt.sequences[0].tokens[:] = [0, 2, 0]
+    tokens, again, *_ = sample_tokens(logits, Batch(rebuilt.sequences, device=torch.device("cpu"), vocabulary=5))
+    assert (tokens.item(), again.item()) == (3, log_probs[1].item())
 
 
 def scan(text: bytes, *stop: str, least: int = 0) -> tuple[int, str]:
@@ -153,3 +179,16 @@ def test_broken_bytes_do_not_hold_the_text_back_for_ever() -> None:
     count, text = scan(b"\xff" * 40 + b"stop", "stop")
     assert count == 44
     assert text == "\N{REPLACEMENT CHARACTER}" * 40
+
+
+def test_a_blank_behind_a_skipped_special_token_is_text_like_any_other() -> None:
+    backend = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1, "c": 2}, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<tool>"])
+    pieces = ["▁a", "<tool>", "▁b", "<tool>", "<tool>", "c", "▁b"]
+    tokens = [backend.token_to_id(piece) for piece in pieces]
+    scanner = StopScanner(Detokenizer(SimpleNamespace(backend_tokenizer=backend)), stop=())
+    for end in range(1, len(tokens) + 1):
+        scanner.scan(tokens[:end], stopping=False)
+        assert scanner.text == backend.decode(tokens[:end])
+    assert scanner.text == "a bc b"

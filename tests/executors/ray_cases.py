@@ -70,7 +70,8 @@ class Diary:
     def process(self) -> int:
         return os.getpid()
 
-    def slowly(self) -> Iterator[int]:
+    def slowly(self, begun: Path) -> Iterator[int]:
+        begun.touch()
         time.sleep(1000)
         yield 1
 

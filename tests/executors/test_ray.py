@@ -20,19 +20,21 @@ import pytest
 from slimectl.algorithms.losses import SftLoss
 from slimectl.errors import BackendError, DiedError, SettingsError
 from slimectl.executors.local import LocalExecutor
+from slimectl.planner.placement import Placement
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.types import TrainingSample
 
 ray = pytest.importorskip("ray")
 
+from machines import is_gone  # noqa: E402
 from ray_cases import Diary, nothing, policy_over_ranks, sums  # noqa: E402
 
 from slimectl.executors.ray import RayExecutor, cluster  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
-    made = RayExecutor(logs=tmp_path_factory.mktemp("logs"))
+def executor(shared_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
+    made = RayExecutor(shared_cluster.address, logs=tmp_path_factory.mktemp("logs"))
     yield made
     made.close()
 
@@ -56,15 +58,17 @@ def test_an_ended_host_is_closed_first(executor: RayExecutor, tmp_path: Path):
 
 
 def test_a_policy_over_ranks_is_the_same_here_and_there(executor: RayExecutor, model_dir: Callable[..., Path]):
-    """To the last digit."""
+    """To the last digit, where both ranks are on one machine: each computes with its share of the cores."""
     build = partial(policy_over_ranks, model_dir("qwen3"))
+    one_machine = RayExecutor(placement=Placement(actor_gpus_per_node=2, gpus_per_node=4))  # of the cluster above
     found = []
-    for where in (executor, LocalExecutor()):
+    for where in (one_machine, LocalExecutor()):
         policy = DistributedPolicy(where, build, ranks=2)
         rows = [TrainingSample([5, 6, 7, 8, 9, i], 3, [1.0] * 3, group=i) for i in range(4)]
         steps = [policy.forward_backward(rows, SftLoss()) | policy.optim_step() for _ in range(2)]
         found.append((policy.log_probs(rows), steps, policy.consume_weights(sums)))
         policy.close()
+    one_machine.close()
     assert found[0] == found[1]
 
 
@@ -124,6 +128,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started the tests with &
 sys.path[:0] = {path!r}
 from functools import partial
+from pathlib import Path
 from slimectl.executors.ray import RayExecutor
 from ray_cases import Diary
 if __name__ == "__main__":
@@ -146,20 +151,8 @@ def started(body: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, start_new_session=True, **pipes, **options)
 
 
-def is_gone(session: str) -> bool:
-    """Whether no process of a cluster is left; each has the session's folder among its arguments or its open files."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (folder / "cmdline").read_text()
-            opened = " ".join(os.readlink(file) for file in (folder / "fd").iterdir())
-        except OSError:
-            continue
-        if session in text or session in opened:
-            return False
-    return True
-
-
-def test_hooks_of_the_working_directory_are_found_and_only_data_is_on_stdout(tmp_path: Path):
+def test_a_program_finds_its_hooks_has_only_data_on_stdout_and_leaves_nothing_after_ctrl_c(tmp_path: Path):
+    """In one cluster, which the program starts: its reward of the working directory, then a stream that waits."""
     (tmp_path / "my_reward.py").write_text(
         "import os, sys\n"
         "def grade(n):\n"
@@ -168,29 +161,26 @@ def test_hooks_of_the_working_directory_are_found_and_only_data_is_on_stdout(tmp
         "    return n, open('scale').read()\n"
     )
     (tmp_path / "scale").write_text("ten")
-    body = "sys.path.insert(0, '')\nimport my_reward\nprint(list(executor.map(my_reward.grade, range(3), workers=1)))"
-    out, err = started(body, cwd=tmp_path).communicate(timeout=100)
-    session, results = out.splitlines()
-    assert re.fullmatch(r"\[\(0, 'ten'\), BackendError\('the worker died on it \(.*\)'\), \(2, 'ten'\)\]", results)
-    assert "graded 0" in err
-    assert is_gone(session)
-    assert not Path(session).exists()
-
-
-def test_ctrl_c_ends_a_wait_at_once_and_leaves_nothing():
-    body = "print('waiting', flush=True)\nfor _ in executor.stream(partial(Diary().slowly), ahead=1): print('item')"
-    program = started(body)
+    program = started(
+        "sys.path.insert(0, '')\n"
+        "import my_reward\n"
+        "print(list(executor.map(my_reward.grade, range(3), workers=1)), flush=True)\n"
+        "for _ in executor.stream(partial(Diary().slowly, Path('begun')), ahead=1): print('item')",
+        cwd=tmp_path,
+    )
     assert program.stdout is not None
-    session = program.stdout.readline().strip()
-    assert program.stdout.readline() == "waiting\n"
-    time.sleep(3)
+    session, results = program.stdout.readline().strip(), program.stdout.readline().strip()
+    assert re.fullmatch(r"\[\(0, 'ten'\), BackendError\('the worker died on it \(.*\)'\), \(2, 'ten'\)\]", results)
+    until((tmp_path / "begun").exists)
     begun = time.monotonic()
     os.killpg(program.pid, signal.SIGINT)
     out, err = program.communicate(timeout=60)
     assert time.monotonic() - begun < 9  # and not the 10 s that a stream gets to end
     assert out == ""
+    assert "graded 0" in err
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert is_gone(session)
+    assert not Path(session).exists()
 
 
 def test_a_killed_driver_takes_cluster_and_actors_with_it():
@@ -199,10 +189,14 @@ def test_a_killed_driver_takes_cluster_and_actors_with_it():
     session, actor = program.stdout.readline().strip(), program.stdout.readline().strip()
     program.kill()
     program.communicate()
-    deadline = time.monotonic() + 20
-    while (named := running(session, actor)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert named == []  # two agents of Ray's own follow within a minute
+    until(lambda: not running(session, actor))  # two agents of Ray's own follow within a minute
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
 
 
 def running(session: str, actor: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,29 +13,18 @@ from slimectl.planner.placement import Placement
 
 pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster
+from machines import complete
 from ray_cases import Engine, nothing, tell_where
 
 from slimectl.executors.ray import RayExecutor
 
-UNWATCHED = "RAY_memory_monitor_refresh_ms"
-"""Off: how full this machine is, is not what is tested."""
-MACHINE = {"num_cpus": 2, "num_gpus": 4, "object_store_memory": 80_000_000}
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without GPUs, where the driver is, and two machines."""
-    os.environ[UNWATCHED] = "0"
-    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        made.add_node(**MACHINE)
-    yield made
-    session = made.head_node.get_session_dir_path()
-    made.shutdown()
-    shutil.rmtree(session, ignore_errors=True)
-    del os.environ[UNWATCHED]
+@pytest.fixture(scope="module", autouse=True)
+def joined(shared_cluster: Any) -> Iterator[None]:
+    """This process joins the cluster once, for all executors of these tests."""
+    first = RayExecutor(shared_cluster.address)
+    yield
+    first.close()
 
 
 def spots_of(executor: RayExecutor) -> list[tuple[str, str]]:
@@ -53,14 +40,14 @@ def assert_planned(executor: RayExecutor, placement: Placement) -> list[str]:
     return nodes
 
 
-def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
+def test_apart_ranks_and_engines_are_where_the_plan_said(shared_cluster: Any):
     placement = Placement(actor_gpus_per_node=4, engines=4, gpus_per_node=4)
-    executor = RayExecutor(cluster.address, placement=placement)
+    executor = RayExecutor(shared_cluster.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
         assert len(nodes) == 2
-        group = executor.group(tell_where, nothing, ranks=4)
-        assert list(group.answers()) == [[(nodes[0], (str(rank),), str(rank)) for rank in range(4)]]
+        group = executor.group(tell_where, nothing, ranks=2)
+        assert list(group.answers()) == [[(nodes[0], (str(rank),), str(rank)) for rank in range(2)]]
         engine = executor.host(Engine, name="engine-0", gpus=1)
         assert engine.where() == (nodes[1], ("0",), "0")
         again = [executor.host(Engine, name=name, gpus=1) for name in ("engine-1", "engine-0")]
@@ -69,29 +56,29 @@ def test_apart_ranks_and_engines_are_where_the_plan_said(cluster: Any):
         executor.close()
 
 
-def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
+def test_colocated_ranks_share_with_engines_and_outlive_a_machine(ray_machines: Any):
     placement = Placement(
         actor_nodes=2, actor_gpus_per_node=4, engines=4, gpus_per_engine=2, gpus_per_node=4, colocate=True
     )
-    executor = RayExecutor(cluster.address, placement=placement)
+    executor = RayExecutor(ray_machines.address, placement=placement)
     try:
         nodes = assert_planned(executor, placement)
-        group = executor.group(tell_where, nothing, ranks=6)
+        group = executor.group(tell_where, nothing, ranks=5)
         planned = [(nodes[bundle.node], (str(bundle.gpu),), str(bundle.gpu)) for bundle in placement.bundles]
-        assert list(group.answers()) == [planned[:6]]  # all six: what is left unread would count as the next answer
+        assert list(group.answers()) == [planned[:5]]  # all five: what is left unread would count as the next answer
         engines = [executor.host(Engine, name=f"engine-{i}", gpus=2) for i in range(2)]
         assert [engine.where() for engine in engines] == [
             (nodes[0], ("0",), "0,1"), (nodes[0], ("2",), "2,3")
         ]  # fmt: skip
         group.send("wait")
-        lost = next(node for node in cluster.worker_nodes if node.node_id == nodes[1])
-        cluster.remove_node(lost, allow_graceful=False)
+        lost = next(node for node in ray_machines.worker_nodes if node.node_id == nodes[1])
+        ray_machines.remove_node(lost, allow_graceful=False)
         begun = time.monotonic()
-        with pytest.raises(DiedError, match=r"rank \d+ of 6 died \(on .*: its machine has left the cluster"):
+        with pytest.raises(DiedError, match=r"rank \d+ of 5 died \(on .*: its machine has left the cluster"):
             list(group.answers())
         assert time.monotonic() - begun < 60  # the others wait for 1000 s
         assert engines[1].where()[0] == nodes[0]
-        cluster.add_node(**MACHINE)
+        complete(ray_machines)
         group = executor.group(tell_where, nothing, ranks=5)
         (told,) = group.answers()
         assert [node for node, _, _ in told[:4]] == [nodes[0]] * 4
@@ -101,13 +88,15 @@ def test_colocated_ranks_share_with_engines_and_outlive_a_machine(cluster: Any):
         executor.close()
 
 
-def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(cluster: Any):
+def test_a_cluster_that_is_too_small_says_what_is_there_and_what_is_asked_for(shared_cluster: Any):
     with pytest.raises(BackendError, match=r"has 8 GPUs on 2 machines, 8 of them free, and 12 are asked for"):
         RayExecutor(
-            cluster.address, placement=Placement(actor_nodes=3, actor_gpus_per_node=4, gpus_per_node=4), wait_s=1.0
+            shared_cluster.address,
+            placement=Placement(actor_nodes=3, actor_gpus_per_node=4, gpus_per_node=4),
+            wait_s=1.0,
         )
 
 
-def test_an_impossible_placement_is_refused_before_anything_is_held(cluster: Any):
+def test_an_impossible_placement_is_refused_before_anything_is_held(shared_cluster: Any):
     with pytest.raises(BackendError, match="cuts engine 1 in two machines"):
-        RayExecutor(cluster.address, placement=Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=4))
+        RayExecutor(shared_cluster.address, placement=Placement(actor_gpus_per_node=2, engines=2, gpus_per_engine=4))

@@ -14,7 +14,8 @@ from workshop import set_up
 
 from slimectl.hooks import HOOKS
 from slimectl.runtime.run import TrainingRun
-from slimectl.settings.loading import from_assignments, from_file, resolve
+from slimectl.settings.layers import from_assignments, from_file
+from slimectl.settings.loading import resolve
 
 OWN = '''
 import json

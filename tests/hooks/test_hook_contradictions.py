@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.loading import from_assignments, resolve
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 
 WRONG = [
     (["rollout.function_path=a:b", "rollout.partial_rollout=true"],

@@ -20,13 +20,22 @@ def row(setting: str) -> str:
     """As the table has it; `settings` is `args` by another name."""
     point = HOOKS[setting]
     names = ", ".join(f"`{name}`" for name in point.offers if name != "settings")
-    other = "; `samples` in place of `sample`" * (len(point.shapes) - 1)
+    other = "".join(
+        f"; {', '.join(f'`{name}`' for name in names)} in place of {', '.join(f'`{name}`' for name in replaced)}"
+        for names, replaced in point.alternatives()
+    )
     return f"| `{setting}` | {names}{other} | {point.returns} |"
 
 
 def test_the_table_has_every_hook_with_its_shape():
-    rows = [line for line in TEXT.splitlines() if line.startswith("| `")]
+    before, _, after = TEXT.partition("## Functions written for slime")
+    rows = [line for line in before.splitlines() if line.startswith("| `")]
     assert rows == [row(setting) for setting in HOOKS]
+    tried = {line.split("`")[1]: line.split("|")[3].strip() for line in after.splitlines() if line.startswith("| `")}
+    assert list(tried) == list(HOOKS)  # and tests/hooks/test_slime_functions.py tries each
+    assert [setting for setting, word in tried.items() if not word.startswith("yes")] == [
+        "megatron.custom_model_provider_path"
+    ]
 
 
 def called(*words: str) -> str:
@@ -37,6 +46,7 @@ def called(*words: str) -> str:
 
 def test_the_worked_example_runs(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(workshop.folder)
+    (workshop.folder / "slimectl.toml").unlink()  # as the reader has none
     (example,) = re.findall(r"```python own.py\n(.*?)```", TEXT, re.DOTALL)
     (workshop.folder / "own.py").write_text(example)
     (command,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from slimectl.errors import HookError
-from slimectl.hooks import FlatSettings
+from slimectl.hooks import HOOKS, FlatSettings
 from slimectl.settings import Settings
 from slimectl.user_code import Hook
 
@@ -61,7 +62,29 @@ def test_args_read_by_the_flat_names_that_people_know():
     assert args.lr == 1e-6
     assert args.train.lr == 1e-6
     with pytest.raises(AttributeError, match="stands in several sections"):
-        _ = args.seed
+        _ = args.timeout_s
+
+
+def test_modules_of_the_current_folder_and_neighbours_of_a_file_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "folder_of_mine").mkdir()
+    (tmp_path / "folder_of_mine" / "rewards_of_mine.py").write_text(
+        "from words_of_mine import WORD\ndef f(): return WORD"
+    )
+    (tmp_path / "folder_of_mine" / "words_of_mine.py").write_text("WORD = 'fine'")
+    monkeypatch.chdir(tmp_path)
+    file = Hook("folder_of_mine/rewards_of_mine.py:f", setting="score.custom_rm_path", offers=OFFERS)
+    module = Hook("folder_of_mine.rewards_of_mine.f", setting="score.custom_rm_path", offers=OFFERS)
+    assert file({}) == module({}) == "fine"
+
+
+def test_an_import_of_slime_that_is_not_here_names_those_that_are(tmp_path: Path):
+    file = tmp_path / "of_slime.py"
+    file.write_text("from slime.utils.ppo_utils import compute_approx_kl\ndef f(sample): return 0")
+    with pytest.raises(HookError, match=r"slime.utils.ppo_utils is a part of slime itself; .* slime.utils.types"):
+        HOOKS["score.custom_rm_path"].load(f"{file}:f")
 
 
 def test_a_bare_call_leaves_the_exception_as_it_is(tmp_path: Path):

@@ -13,7 +13,8 @@ import pytest
 from workshop import Workshop, set_up
 
 from slimectl.runtime.run import TrainingRun
-from slimectl.settings.loading import from_assignments, from_file, resolve
+from slimectl.settings.layers import from_assignments, from_file
+from slimectl.settings.loading import resolve
 
 OWN = """
 import json, random

@@ -14,7 +14,8 @@ from slimectl.errors import HookError
 from slimectl.hooks import HOOKS
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.loading import from_assignments, from_file, resolve
+from slimectl.settings.layers import from_assignments, from_file
+from slimectl.settings.loading import resolve
 
 ModelDir = Callable[..., Path]
 
@@ -143,7 +144,7 @@ WRONG = [
 SMALL = (
     "run.num_rollout=1", "run.rollout_batch_size=2", "rollout.n_samples_per_prompt=2", "rollout.max_response_len=4",
     "rollout.over_sampling_batch_size=3", "eval.data={small='prompts.jsonl@[0:1]'}", "eval.interval=none",
-    "eval.before_train=false",
+    "eval.before_train=false", "rollout.ignore_eos=true",
 )  # fmt: skip
 UNLIMITED = {"rollout.function_path": ["rollout.over_sampling_batch_size=none"]}
 

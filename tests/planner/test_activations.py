@@ -22,6 +22,7 @@ from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.recompute import Recompute
 from slimectl.settings.train import TrainSettings
 from slimectl.types import TrainingSample
 
@@ -50,12 +51,27 @@ CONFIGS = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "minimax_m2": {"model_type": "minimax_m2", **EXPERTS, "num_local_experts": 8, "intermediate_size": 128},
     "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
     "qwen3_next": {"model_type": "qwen3_next", **EXPERTS, **DELTA, "shared_expert_intermediate_size": 128},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT},
 }
+CORE: tuple[str, ...] = ("core_attn",)
+MODULES = dict.fromkeys(CONFIGS, CORE) | {
+    "llama": ("core_attn", "mlp"), "qwen3": ("mlp",), "qwen3_moe": ("moe",), "glm4_moe": ("core_attn", "mlp", "moe")
+}  # fmt: skip
+"""Modules that are recomputed where recomputation is selective."""
 LENGTH, SEQUENCES, PROMPT = 400, 2, 100
 
 
@@ -86,14 +102,14 @@ def layers_alone(name: str, run: Run) -> float:
     return memory._activations(family_of(config).architecture(config), run, 0, last=True).value
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe"])
 def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any, tmp_path: Path):
     create_model(config_of(name), tmp_path, seed=0)
     policy = FsdpPolicy(
         tmp_path, HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, max_tokens_per_pack=4096,
-        gradient_checkpointing=recompute == "full",
+        recompute=Recompute(recompute, MODULES[name]),
     )  # fmt: skip
     # The last token of a row is not computed.
     response = LENGTH + 1 - PROMPT
@@ -102,8 +118,9 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
     measured = saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
     tokens = LENGTH * SEQUENCES
     run = Run(
-        1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu"
-    )
+        1, policy="fsdp", dtype=dtype, recompute=recompute, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu",
+        recompute_modules=MODULES[name],
+    )  # fmt: skip
     responses = SEQUENCES * response
     head = responses * (run.bytes * SHAPE["hidden_size"] + 4 * SHAPE["vocab_size"] + 16)
     formula = layers_alone(name, run) + head
@@ -148,14 +165,20 @@ def megatron():
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_megatron_saves_what_the_formula_says(name: str, dtype: Any):
+@pytest.mark.parametrize(
+    ("name", "dtype", "recompute"),
+    [
+        *((name, dtype, "none") for name in CONFIGS for dtype in ("float32", "bfloat16")),
+        *((name, "float32", "selective") for name in ("llama", "qwen3_moe", "glm4_moe")),
+    ],
+)
+def test_megatron_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any):
     from slimectl.architectures.parallel import ParallelLayout
     from slimectl.policies.megatron.batch import packed
     from slimectl.policies.megatron.model import build
 
-    (model,) = build(_architecture(name), ParallelLayout(), dtype=getattr(torch, dtype))
+    options = Recompute(recompute, MODULES[name])
+    (model,) = build(_architecture(name), ParallelLayout(), dtype=getattr(torch, dtype), recompute=options)
     model.train()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -163,5 +186,8 @@ def test_megatron_saves_what_the_formula_says(name: str, dtype: Any):
     pack = packed([LENGTH] * SEQUENCES, ParallelLayout(), rank=0, device=torch.device("cpu"))
     tokens_T = torch.randint(0, SHAPE["vocab_size"], (tokens,), generator=torch.manual_seed(0))
     measured = saved_bytes(lambda: model(tokens_T, pack), model.parameters())
-    run = Run(1, dtype=dtype, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu")
+    run = Run(
+        1, dtype=dtype, recompute=recompute, seq_len=LENGTH, max_tokens_per_gpu=tokens, device="cpu",
+        recompute_modules=MODULES[name],
+    )  # fmt: skip
     assert measured == pytest.approx(layers_alone(name, run), rel=0.02)

@@ -27,15 +27,14 @@ MIXED = model("qwen3-30B-A3B")  # 48 layers, hidden 2048, 128 experts of 768, 8 
 
 
 def test_the_constants_are_those_of_the_policies():
-    from slimectl.policies import lm_head
-    from slimectl.policies.fsdp import attention
+    from slimectl.policies import causal_attention, lm_head
 
     delta = pytest.importorskip("slimectl.policies.megatron.delta_net")
     assert activations.DELTA_CHUNK == delta.CHUNK
     assert (CHUNK_LOGITS, KEPT_LOGITS, DENSE_SCORES) == (
         lm_head.CHUNK_LOGITS,
         lm_head.KEPT_LOGITS,
-        attention.DENSE_SCORES,
+        causal_attention.DENSE_SCORES,
     )
 
 
@@ -71,6 +70,34 @@ def test_optimizer_is_shared_out_over_data_and_context_ranks():
     assert figure(alone, "optimizer").value == 12 * P
     single = memory.figures(SMALL.parts, SMALL.architecture, Run(1, dtype="float32"))
     assert figure(single, "optimizer").value == 8 * P
+    for run, size in ((Run(1, state_dtype="bfloat16"), 8 * P), (Run(4, policy="fsdp", state_dtype="bfloat16"), P)):
+        assert figure(memory.figures(SMALL.parts, SMALL.architecture, run), "optimizer").value == size
+
+
+def test_what_is_offloaded_moves_from_the_gpu_to_the_host():
+    P = 596_049_920
+
+    def of(**options: Any) -> tuple[list[float], float]:
+        run = Run(**options)
+        device = memory.figures(SMALL.parts, SMALL.architecture, run)
+        gathered = 2 * (2 * 15_730_944 + 155_583_488) if run.sharded else 0
+        sizes = [figure(device, name).value for name in ("weights", "gradients", "optimizer")]
+        host = figure(memory.host_figures(SMALL.parts, SMALL.architecture, run), memory.HOST_PEAK)
+        return [sizes[0] - gathered, *sizes[1:]], host.value
+
+    assert of(world=1, policy="fsdp", offload="optimizer") == ([2 * P, 2 * P, 0], 16 * P)
+    assert of(world=4, policy="fsdp", offload="optimizer") == ([P, P, 0], 4 * P)
+    assert of(world=4, policy="fsdp", offload="parameters") == ([0, 0, 0], 4 * P)
+    assert of(world=1, policy="fsdp", offload="parameters", state_dtype="bfloat16") == ([0, 0, 0], 12 * P)
+    assert of(world=4, offload="optimizer") == ([2 * P, 4 * P, P], 3 * P)
+    assert memory.host_figures(SMALL.parts, SMALL.architecture, Run(4)) == []
+
+
+def test_engines_on_the_same_gpus_stand_beside_the_weights_while_they_are_pushed():
+    P = 596_049_920
+    training = memory.figures(SMALL.parts, SMALL.architecture, Run(1))
+    asleep, push = memory.shared_gpu_figures(training, engine_bytes=1e9)
+    assert (asleep.value, push.value) == (2 * P + 12 * P, 1e9 + 2 * P)
 
 
 def test_one_fsdp_process_holds_masters_gradients_and_moments():
@@ -242,3 +269,10 @@ def test_sequences_that_fit():
     assert figure(found, "tokens in cache").value == free // each
     assert figure(found, "sequences at once").value == free // (each * 1000)
     assert figure(found, "cache for all").value == 10 * 1000 * each
+
+
+def test_matrices_in_fp8_take_a_byte_a_parameter():
+    options = {"dtype_bytes": 2, "tensor": 2, "memory_gib": 80, "share": 0.85, "seq_len": 1000, "concurrency": None}
+    found = flops.cache_figures(MIXED.parts, MIXED.architecture, fp8=True, **options)  # type: ignore[arg-type]
+    whole = 2 * 311_164_928 + 198_656  # embedding, head and norms
+    assert figure(found, "engine weights").value == (2 * whole + 30_532_122_624 - whole) / 2

@@ -19,7 +19,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.types import TrainingSample
 
-FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,14 @@ import torch
 from policy_cases import FAMILIES, Clipped, WeightedNegativeLogProb, new_policy, padded_log_probs, random_rows
 from transformers import AutoModelForCausalLM
 
+from slimectl.algorithms.prefix_trie import PrefixTrie
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.errors import CheckpointError, RecordError
+from slimectl.errors import CheckpointError, RecordError, SettingsError
+from slimectl.policies import causal_attention
 from slimectl.policies.fsdp import attention
+from slimectl.policies.fsdp.packed_batch import build_packed_batch
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
@@ -56,11 +60,21 @@ def test_gradients_equal_those_of_a_padded_forward_for_every_family(model_dir: M
 
 
 @pytest.mark.parametrize(
-    "other", [{"share_prompts": False}, {"max_tokens_per_pack": 20}, {"gradient_checkpointing": True}], ids=str
+    "other",
+    [
+        {"share_prefixes": False},
+        {"max_tokens_per_pack": 20},
+        {"recompute": Recompute("full")},
+        {"recompute": Recompute("selective", ("core_attn",))},
+        {"recompute": Recompute("selective", ("mlp", "moe"))},
+        {"offload": "optimizer"},
+        {"offload": "parameters"},
+    ],
+    ids=str,
 )
-def test_sharing_packing_and_recomputation_do_not_change_the_step(model_dir: ModelDir, other: dict):
+def test_sharing_packing_recomputation_and_offload_do_not_change_the_step(model_dir: ModelDir, other: dict):
     rows = random_rows(groups=4)
-    plain, changed = new_policy(model_dir()), new_policy(model_dir(), **other)
+    plain, changed = (new_policy(model_dir("qwen3_moe"), **options) for options in ({}, other))
     for found, expected in zip(changed.log_probs(rows), plain.log_probs(rows), strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
     for name, value in plain.forward_backward(rows, Clipped()).items():
@@ -122,6 +136,24 @@ def test_an_update_that_is_not_finite_is_left_out(model_dir: ModelDir):
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
 
 
+def test_several_threads_add_up_the_gradients_of_a_shared_prompt_in_one_order():
+    rows = [TrainingSample([*range(24), answer, 1, 2], 3, [1.0] * 3) for answer in range(64)]
+    shared = PrefixTrie(tuple(range(64)), (26,) * 64, (0, *[24] * 63))
+    layout = build_packed_batch(rows, [shared], dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    query, states = (torch.randn(1, 4, len(layout.tokens_T), 16, generator=generator) for _ in range(2))
+    threads, gradients = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for _ in range(6):
+            key = states.clone().requires_grad_()
+            attention.packed_attention(torch.nn.Module(), query, key, key, None, layout=layout)[0].sum().backward()
+            gradients.append(key.grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_loss_falls(model_dir: ModelDir, dtype: str):
     rows = random_rows()
@@ -156,11 +188,16 @@ def test_models_that_cannot_be_trained_here_are_refused(model_dir: ModelDir, tmp
         new_policy(tmp_path)
 
 
+def test_a_module_that_no_layer_has_cannot_be_recomputed(model_dir: ModelDir):
+    with pytest.raises(SettingsError, match=r"train\.recompute_modules: moe, but this model has no experts"):
+        new_policy(model_dir(), recompute=Recompute("selective", ("moe",)))
+
+
 @pytest.mark.parametrize("dense_scores", [0, 2**26])
 def test_bfloat16_stays_near_float32_in_both_of_its_attentions(
     model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch, dense_scores: int
 ):
-    monkeypatch.setattr(attention, "DENSE_SCORES", dense_scores)
+    monkeypatch.setattr(causal_attention, "DENSE_SCORES", dense_scores)
     rows = random_rows(groups=4)
     exact, rounded = new_policy(model_dir("qwen3")), new_policy(model_dir("qwen3"), dtype="bfloat16")
     for found, expected in zip(rounded.log_probs(rows), exact.log_probs(rows), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -18,22 +20,29 @@ from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, 
 
 from slimectl.errors import BackendError, CheckpointError
 from slimectl.executors.local import LocalExecutor
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors
+from slimectl.runtime.profiling import RoundProfiler
 
 ModelDir = Callable[..., Path]
-ROUNDING = 1e-6
+ROUNDED = OptimizerOptions(lr=1e-3, state_dtype="bfloat16")
+"""Moments in bfloat16, whose noise is that of one rank."""
+ROUNDING = 3e-6
+"""Relative; two orders of summing float32 gradients."""
 
 
 @pytest.fixture(scope="module")
 def two(model_dir: ModelDir) -> Iterator[DistributedPolicy]:
-    group = DistributedPolicy(LocalExecutor(), partial(new_policy, model_dir("qwen3"), max_tokens_per_pack=60), ranks=2)
+    group = DistributedPolicy(
+        LocalExecutor(), partial(new_policy, model_dir("qwen3_moe"), max_tokens_per_pack=60), ranks=2
+    )
     yield group
     group.close()
 
 
 def test_two_ranks_equal_one(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
-    one = new_policy(model_dir("qwen3"))
+    one = new_policy(model_dir("qwen3_moe"), optimizer=ROUNDED)
     for seed in range(2):
         rows = random_rows(groups=4, seed=seed)
         for found, expected in zip(two.log_probs(rows), one.log_probs(rows), strict=True):
@@ -51,13 +60,44 @@ def test_two_ranks_equal_one(two: DistributedPolicy, model_dir: ModelDir, tmp_pa
     assert one.optim_step() == pytest.approx(two.optim_step(), rel=1e-5)
 
 
+def first_rank_or(fallback: int) -> tuple[int, int]:
+    rank = torch.distributed.get_rank()
+    if fallback < 0 and rank == 1:
+        raise ValueError("no fallback")
+    return rank or fallback, os.getpid()
+
+
+def test_a_function_is_called_on_every_rank_and_an_error_of_one_is_raised(two: DistributedPolicy):
+    (first, one), (second, other) = two.on_ranks(first_rank_or, 7)
+    assert (first, second) == (7, 1)
+    assert len({one, other, os.getpid()}) == 3
+    with pytest.raises(ValueError, match="no fallback"):
+        two.on_ranks(first_rank_or, -1)
+    assert [rank for rank, _ in two.on_ranks(first_rank_or, 3)] == [3, 1]
+
+
+def test_every_rank_writes_a_profile_of_its_own(two: DistributedPolicy, tmp_path: Path):
+    profiler = RoundProfiler((2, 3), tmp_path, policy=two)
+    for number in range(1, 5):
+        profiler.before_round(number)
+        two.log_probs(random_rows(groups=1))
+        profiler.after_round(number)
+    names = [f"rounds_2-3{rank}.json.gz" for rank in ("", ".policy-rank-0", ".policy-rank-1")]
+    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == sorted(names)
+    events = json.loads(gzip.decompress((tmp_path / "profile" / names[1]).read_bytes()))["traceEvents"]
+    assert any(event["name"] == "aten::embedding" for event in events)
+
+
 def test_what_one_rank_saved_two_load(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
-    one = new_policy(model_dir("qwen3"))
+    one = new_policy(model_dir("qwen3_moe"), optimizer=ROUNDED)
     one.forward_backward(random_rows(), Clipped())
     one.optim_step()
     one.save(tmp_path)
+    two.log_probs(random_rows())  # a pass without gradients leaves nothing of the weights before
     two.load(tmp_path)
     assert two.weight_version == "1"
+    for found, expected in zip(two.log_probs(random_rows()), one.log_probs(random_rows()), strict=True):
+        assert found == pytest.approx(expected, abs=2e-5)
     for (name, tensor), (expected_name, expected) in zip(two.weights(), one.weights(), strict=True):
         assert name == expected_name
         assert torch.equal(tensor, expected)
@@ -68,7 +108,7 @@ def test_what_one_rank_saved_two_load(two: DistributedPolicy, model_dir: ModelDi
 
 def test_a_rank_without_rows_takes_part(two: DistributedPolicy, model_dir: ModelDir, tmp_path: Path):
     two.save(tmp_path)
-    one = new_policy(model_dir("qwen3"))
+    one = new_policy(model_dir("qwen3_moe"), optimizer=ROUNDED)
     one.load(tmp_path)
     rows = random_rows()[:1]
     loss = WeightedNegativeLogProb(needs_entropy=True)
@@ -122,15 +162,19 @@ def test_a_policy_that_cannot_be_built_leaves_no_process(tmp_path: Path):
         DistributedPolicy(LocalExecutor(), partial(new_policy, tmp_path), ranks=2)
 
 
-def test_a_killed_rank_is_reported_and_the_others_end(model_dir: ModelDir):
+def test_a_killed_rank_is_reported_and_the_others_end(model_dir: ModelDir, tmp_path: Path):
     group = DistributedPolicy(LocalExecutor(), partial(new_policy, model_dir()), ranks=2)
     pids = [process.pid for process in group._ranks._processes]
+    profiler = RoundProfiler((1, 1), tmp_path, policy=group)
+    profiler.before_round(1)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(BackendError, match=r"rank 1 of 2 died \(exit code -9; out of memory\?\)"):
         group.log_probs(random_rows())
     assert not any(is_alive(pid) for pid in pids)
     with pytest.raises(BackendError, match="have ended"):
         group.optim_step()
+    profiler.close()  # as a run ends that restarts
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["rounds_1-1.json.gz"]
 
 
 def test_ranks_end_with_a_parent_that_was_killed(model_dir: ModelDir):
@@ -141,6 +185,7 @@ from functools import partial
 from pathlib import Path
 from policy_cases import new_policy
 from slimectl.executors.local import LocalExecutor
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors
 group = DistributedPolicy(LocalExecutor(), partial(new_policy, Path({str(model_dir())!r})), ranks=2)

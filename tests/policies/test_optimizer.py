@@ -1,10 +1,13 @@
-"""Schedules by hand."""
+"""Schedules by hand, and beside those of transformers and Megatron-core."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
 from slimectl.errors import SettingsError
+from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
 from slimectl.policies.optimizer import OptimizerOptions, lr_at
 
 
@@ -13,11 +16,11 @@ def rates(count: int, **options: object) -> list[float]:
 
 
 def test_constant_after_a_linear_warmup():
-    assert rates(6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
+    assert rates(6, warmup_steps=4) == [0, 2, 4, 6, 8, 8]
 
 
 def test_linear_falls_to_min_lr_and_stays():
-    assert rates(7, schedule="linear", warmup_steps=1, decay_steps=5, min_lr=4.0) == [8, 8, 7, 6, 5, 4, 4]
+    assert rates(7, schedule="linear", warmup_steps=1, decay_steps=5, min_lr=4.0) == [0, 8, 7, 6, 5, 4, 4]
 
 
 def test_cosine_is_halfway_in_the_middle():
@@ -30,3 +33,72 @@ def test_a_falling_schedule_needs_its_end():
         OptimizerOptions(schedule="cosine")
     with pytest.raises(SettingsError, match="above warmup_steps"):
         OptimizerOptions(schedule="linear", decay_steps=3, warmup_steps=3)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_every_step_has_the_rate_that_transformers_and_megatron_give_it(schedule: str, warmup: int):
+    decay = None if schedule == "constant" else 9
+    expected = rates(9, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0) for _ in range(2)]
+    name = "constant_with_warmup" if decay is None else schedule
+    schedulers = [transformers.get_scheduler(name, optimizers[0], warmup, decay)]
+    megatron = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    schedulers.append(
+        megatron.OptimizerParamScheduler(
+            optimizers[1], init_lr=0.0, max_lr=8.0, min_lr=0.0, lr_warmup_steps=warmup, lr_decay_steps=decay or 100,
+            lr_decay_style=schedule, start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
+        )
+    )  # fmt: skip
+    for rate in expected:
+        assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == pytest.approx([rate, rate])
+        for optimizer in optimizers:
+            optimizer.step()
+        schedulers[0].step()
+        schedulers[1].step(increment=1)
+
+
+def test_moments_in_bfloat16_follow_small_changes_that_the_nearest_value_loses():
+    parameter = torch.zeros(4096, requires_grad=True)
+    optimizer = Bfloat16AdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+    nearest = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(400):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        nearest = (nearest.float() * 0.999 + 0.001).bfloat16()
+    second = optimizer.state[parameter]["exp_avg_sq"]
+    assert second.dtype == torch.bfloat16
+    assert second.double().mean().item() == pytest.approx(1 - 0.999**400, rel=1e-2)
+    assert nearest.item() < 0.26  # 0.33 is right
+
+
+def test_moments_in_bfloat16_give_the_steps_of_adamw():
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.ones(3000, requires_grad=True) for _ in range(2)]
+    options = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers = Bfloat16AdamW(weights[:1], **options), torch.optim.AdamW(weights[1:], **options)
+    for i in range(20):
+        gradient = torch.randn(3000, generator=draw)
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+        if i == 0:  # nothing has been rounded yet
+            torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+    errors = weights[0] - weights[1]
+    assert errors.abs().max() < 0.02
+    assert abs(errors.mean().item()) < 2e-4  # right on average, where a step is 0.01
+
+
+def test_shards_of_a_parameter_get_the_moments_of_the_whole():
+    whole, gradient = (
+        torch.zeros(1000, requires_grad=True),
+        torch.randn(1000, generator=torch.Generator().manual_seed(1)),
+    )
+    shards = [torch.zeros(600, requires_grad=True), torch.zeros(400, requires_grad=True)]
+    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(shards, offsets={shards[1]: 600})
+    whole.grad, shards[0].grad, shards[1].grad = gradient, gradient[:600].clone(), gradient[600:].clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        joined = torch.cat([optimizers[1].state[shard][moment] for shard in shards])
+        assert torch.equal(joined, optimizers[0].state[whole][moment])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 from workshop import Workshop
 
@@ -19,7 +19,9 @@ from slimectl.errors import BackendError, SettingsError
 from slimectl.registry import ENGINES, TRACKERS, VERIFIERS, Part, Registry
 from slimectl.rewards import known_types, verifier
 from slimectl.settings import Settings
-from slimectl.settings.loading import Layer, from_assignments, from_environment, resolve, settings_toml
+from slimectl.settings.keys import settings_toml
+from slimectl.settings.layers import Layer, from_assignments, from_environment
+from slimectl.settings.loading import resolve
 from slimectl.types import Sample
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "package"
@@ -55,15 +57,14 @@ def settings(*assignments: str) -> Settings:
     return resolve([from_assignments(assignments)]).settings
 
 
-def slimectl(workshop: Workshop, installed: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a command in a new interpreter that has the package."""
-    path = os.pathsep.join([str(installed), str(Path(__file__).parents[2])])
-    environment = workshop.environment | {"PYTHONPATH": path}
-    done = subprocess.run(
-        workshop.command(*arguments), cwd=workshop.folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stderr
-    return done
+def slimectl(workshop: Workshop, installed: Path, *arguments: str) -> str:
+    """Run a command in a process that has the package, and return its stdout."""
+    environment = workshop.environment | {"PYTHONPATH": str(installed)}
+    pipe = subprocess.PIPE
+    process = forkserver.start([*arguments], cwd=workshop.folder, env=environment, stdout=pipe, stderr=pipe)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr.decode()
+    return stdout.decode()
 
 
 def test_samples_are_scored_by_the_verifier_of_a_package(workshop: Workshop, installed: Path):
@@ -71,7 +72,7 @@ def test_samples_are_scored_by_the_verifier_of_a_package(workshop: Workshop, ins
                for text in ("None", "no", "yes")]  # fmt: skip
     (workshop.folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     options = ("--rm-type", "starts_with", "-s", "score.rm_options={ignore_case = true}", "--explain")
-    out = slimectl(workshop, installed, "score", "samples.jsonl", *options).stdout
+    out = slimectl(workshop, installed, "score", "samples.jsonl", *options)
     scored = [json.loads(line) for line in out.splitlines()]
     assert [sample["reward"] for sample in scored] == [1.0, 1.0, 0.0]
     assert scored[2]["metadata"]["explanation"]["why"] == "does not begin with the label"
@@ -92,7 +93,8 @@ def test_a_run_has_all_parts_from_a_package(workshop: Workshop, installed: Path)
     assert "sampler" in (run / "hosted.txt").read_text()
     before, after = (dict(HFCheckpoint().read(folder)) for folder in (workshop.model, run / "step_000002" / "policy"))
     assert {name for name in before if not before[name].equal(after[name])} == {"model.norm.weight"}
-    again = slimectl(workshop, installed, "run", "--resume", "runs/a", "--dry-run").stdout
+    slimectl(workshop, installed, "run", "--resume", "runs/a", "--dry-run")
+    again = slimectl(workshop, installed, "settings", "show", "-c", "runs/a/run.toml")
     lines = {line.split()[0]: line.split()[1] for line in again.splitlines()}
     assert (lines["echo.tokens"], lines["csv.delimiter"], lines["csv.file"]) == ("2", "none", '"metrics.csv"')
 

@@ -69,7 +69,7 @@ IFBENCH = [
     ("count:person_names", {"N": 2}, ["Emma met Noah."], ["Emma met Emma."]),
     ("count:numbers", {"N": 2}, ["1,000 and 2.5"], ["1", "1 2 3"]),
     ("count:words_japanese", {"N": 2}, ["a 猫 b かな", "a"], ["猫 a"]),
-    ("count:pronouns", {"N": 3}, ["He/she saw it."], ["He saw."]),
+    ("count:pronouns", {"N": 3}, ["He/she saw it.", "Those who gave nothing."], ["He saw.", "Nowhere there."]),
     ("count:keywords_multiple", {f"keyword{i}": w for i, w in enumerate("vwxyz", 1)},
      ["v w w x x x y y y y y z z z z z z Z"], ["v w x y z"]),
     ("count:punctuation", {}, ["a, b; c: d. e! f? g?!"], ["a, b; c: d. ?!", "a, b; c: d. e! f?"]),

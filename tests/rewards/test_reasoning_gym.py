@@ -27,6 +27,19 @@ def test_the_tasks_own_answer_scores_one(task):
     assert verifier("reasoning_gym")(made(task)) == 1.0
 
 
+@pytest.mark.parametrize("task", ["simple_integration", "intermediate_integration"])
+def test_the_question_written_as_an_integral_earns_nothing(task):
+    metadata = made(task).metadata["entry"]["metadata"]
+    question = f"{metadata['integrand']}, {metadata['variable']}"
+    for answer in (
+        f"Integral({question})",
+        f"Integral({question}) + C",
+        f"integrate({question})",
+        f"0 + Integral ({question})",
+    ):
+        assert verifier("reasoning_gym")(made(task, answer=answer)) == 0.0
+
+
 def test_a_wrong_answer_scores_what_the_task_says():
     assert verifier("reasoning_gym")(made("chain_sum", answer="no idea")) < 0.1
     assert verifier("reasoning_gym")(made("countdown", answer="1 + 1")) == 0.05
@@ -73,6 +86,10 @@ def test_no_answer_is_executed(task, tmp_path):
         ('{"a": [1, 2]}', True),
         ("__import__('os')", False),
         ("open('x', 'w')", False),
+        ("Integral(2*x, x)", False),
+        ("Integral(2*x, x) + C", False),
+        ("integrate(2*x, x)", False),
+        ("2*Integral (x, (x, 0, x))", False),
         ("eval(1)", False),
         ("sin('1')", False),
         ("exp(exp(9))", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from slimectl.data.run_dir import RunDir, write_text
 from slimectl.errors import CheckpointError
 from slimectl.runtime.recorder import RunRecorder, load_state
 from slimectl.settings import Settings
-from slimectl.types import TrainingSample
+from slimectl.types import StepReport, TableRow, TrainingSample
 
 
 def test_a_checkpoint_of_an_older_run_is_refused_in_one_line_before_weights_are_read(tmp_path: Path):
@@ -25,9 +26,8 @@ def test_a_checkpoint_of_an_older_run_is_refused_in_one_line_before_weights_are_
         write_text(staged / "state.json", json.dumps(facts))
 
     folder.save(3, fill)
-    nothing_to_load: Any = None
     with pytest.raises(CheckpointError, match=r"step_000003/state.json: no 'sampling'.*--model \S+step_000003$"):
-        RunRecorder(folder, Settings()).restore(nothing_to_load, print)
+        RunRecorder(folder, Settings()).rewind(print)
 
 
 def test_rows_that_wait_in_an_older_checkpoint_keep_their_loss_weights(tmp_path: Path):
@@ -36,3 +36,37 @@ def test_rows_that_wait_in_an_older_checkpoint_keep_their_loss_weights(tmp_path:
     policy: Any = None  # read only where there is no state
     state = load_state(tmp_path, policy)
     assert state.pending == [(7, TrainingSample([1, 2, 3], 2, [1.0, 0.0], [0.5, 0.5], group=4))]
+
+
+class Service:
+    """Keeps every line, as a service does."""
+
+    keeps_lines = True
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, float]] = []
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.lines += [(step, metrics["train/loss"])] if "train/loss" in metrics else []
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_service_gets_no_line_again_that_it_had_before_the_run_was_killed(tmp_path: Path):
+    service = Service()
+
+    def recorder(step: int, *, resumed: bool) -> RunRecorder:
+        journal = RunRecorder(RunDir(tmp_path), Settings())
+        if resumed:
+            journal.rewind(print)
+        journal.trackers = [service]
+        for number in range(1, step + 1):
+            journal.record(StepReport(number, number, str(number), {"train/loss": 0.5 / number}))
+        return journal
+
+    recorder(2, resumed=False)
+    recorder(3, resumed=True)  # from the start: there is no checkpoint
+    assert service.lines == [(1, 0.5), (2, 0.25), (3, 0.5 / 3)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

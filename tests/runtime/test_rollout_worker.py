@@ -1,15 +1,21 @@
-"""Pushes over which a server dies: made again once it is back, given up where that was not the reason."""
+"""Pushes over which a server dies: made again once it is back, given up where that was not the reason. Rounds and
+evaluations of an engine in this process leave nothing behind that changes the digits of the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.api.stages import load_settings
+from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import BackendError
-from slimectl.types import Metrics
+from slimectl.runtime.rollout_worker import RolloutWorker
+from slimectl.types import Metrics, SamplerState
 from slimectl.weight_sync.base import WeightSynchronizer
 
 
@@ -70,3 +76,27 @@ def test_a_push_that_living_servers_refuse_fails():
     with pytest.raises(BackendError, match="is not there"):
         sync.push()
     assert (line.pushes, sync.version) == (1, None)
+
+
+def test_rounds_and_evaluations_begin_without_prefixes(tmp_path: Path, model_dir: Callable[[str], Path]):
+    data = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "a beginning of more than sixteen tokens", "label": "a"})
+    data.write_text(f"{line}\n" * 3)
+    settings = load_settings(None, {
+        "model.path": str(model_dir("llama")), "rollout.data": [str(data)], "eval.data": {"small": str(data)},
+        "score.rm_type": "random", "rollout.apply_chat_template": False, "rollout.max_response_len": 4,
+        "rollout.n_samples_per_prompt": 2, "run.rollout_batch_size": 1, "run.num_rollout": 2,
+    })  # fmt: skip
+    worker = RolloutWorker(settings, model_dir("llama"))
+    worker.load_weights(HFCheckpoint().read(model_dir("llama")), version="0")
+    kept = []
+    engine_forgets = worker.engine.forget_prefixes
+    worker.engine.forget_prefixes = lambda: (kept.append(worker.engine.prefix_cache_bytes > 0), engine_forgets())
+    samples, _ = worker.evaluation("small", 0)
+    assert worker.engine.prefix_cache_bytes == 0
+    for batch in worker.rounds(SamplerState()):
+        samples += batch.samples
+        assert worker.engine.prefix_cache_bytes == 0
+    assert kept == [True] * 3  # there was something to forget
+    assert {sample.prefix_cache_info["cached_tokens"] > 0 for sample in samples} == {False, True}  # siblings' alone
+    worker.close()

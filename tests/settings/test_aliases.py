@@ -11,15 +11,8 @@ import pytest
 from slimectl.errors import SettingsError
 from slimectl.hooks.args import FlatSettings
 from slimectl.settings import Layer, Settings, aliases, resolve
-from slimectl.settings.loading import (
-    flat,
-    from_assignments,
-    from_environment,
-    from_eval_config,
-    from_file,
-    keys_of,
-    settings_toml,
-)
+from slimectl.settings.keys import flat, keys_of, settings_toml
+from slimectl.settings.layers import from_assignments, from_environment, from_eval_config, from_file
 
 RENAMED: list[tuple[str, Any, str, Any]] = [
     ("run.ahead", 2, "run.async_level", 2),
@@ -45,7 +38,8 @@ RENAMED: list[tuple[str, Any, str, Any]] = [
 @pytest.mark.parametrize(("old", "value", "new", "meaning"), RENAMED)
 def test_an_old_key_sets_the_new_one_and_is_found_under_it(old: str, value: Any, new: str, meaning: Any):
     section, _, key = old.partition(".")
-    resolution = resolve([Layer("old.toml", {section: {key: value}})])
+    beside = {"sft_warmup": {"data": "p.jsonl"}} if "warmup" in section and key != "data" else {}
+    resolution = resolve([Layer("new.toml", beside), Layer("old.toml", {section: {key: value}})])
     values = dict(flat(resolution.settings))
     assert values[new] == meaning
     assert resolution.origins[new] == "old.toml"
@@ -65,7 +59,7 @@ def test_an_old_value_means_the_new_one(algorithm: str, key: str, old: str, new:
 def test_files_environment_and_assignments_take_old_names_and_later_layers_win(tmp_path: Path):
     file = tmp_path / "old.toml"
     file.write_text(
-        '[run]\nahead = 1\n[warmup]\nlr = 0.5\nmax_steps = 3\n[engine]\nkind = "sglang"\n'
+        '[run]\nahead = 1\n[warmup]\ndata = "p"\nlr = 0.5\nmax_steps = 3\n[engine]\nkind = "sglang"\n'
         '[sglang]\ngroups = [{ name = "a" }]\n'
     )
     environment = from_environment({"SLIMECTL_WARMUP_MAX_STEPS": "4", "SLIMECTL_RUN_ON_DISAGREEMENT": "stop"})
@@ -99,11 +93,11 @@ def test_an_evaluation_file_takes_old_names(tmp_path: Path):
             "run.ahead and run.async_level are the same setting (command line); give run.async_level alone",
         ),
         (
-            ["warmup.lr=1", "sft_warmup.lr=2"],
+            ["warmup.data=p", "warmup.lr=1", "sft_warmup.lr=2"],
             "warmup.lr and sft_warmup.lr are the same setting (command line); give sft_warmup.lr alone",
         ),
         (
-            ["warmup.until_accuracy=1", "sft_warmup.until_accuracy=1"],
+            ["warmup.data=p", "warmup.until_accuracy=1", "sft_warmup.until_accuracy=1"],
             "warmup.until_accuracy and sft_warmup.until_accuracy are the same setting (command line); give "
             "sft_warmup.target_accuracy alone",
         ),
@@ -150,7 +144,7 @@ def test_every_alias_leads_to_a_setting_and_hides_none():
 
 def test_hooks_read_old_attributes():
     settings = resolve(
-        [from_assignments(["run.async_level=2", "eval.before_train=false", "sft_warmup.lr=0.5"])]
+        [from_assignments(["run.async_level=2", "eval.before_train=false", "warmup.data=p", "sft_warmup.lr=0.5"])]
     ).settings
     args = FlatSettings(settings)
     assert (args.ahead, args.run_ahead, args.run.ahead, args.run.async_level) == (2, 2, 2, 2)
@@ -163,3 +157,57 @@ def test_hooks_read_old_attributes():
     with pytest.raises(AttributeError, match="no attribute 'polcy'"):
         args.train.polcy  # noqa: B018
     assert pickle.loads(pickle.dumps(settings)).run.ahead == 2
+
+
+ROLL_FILE = """
+track_with: tensorboard
+tracker_kwargs:
+  log_dir: curves
+rollout:
+  temperature: 0.5
+"""
+SLIME_FILE = """
+use_wandb = true
+wandb_project = "maths"
+wandb_team = "us"
+wandb_key = "env:OUR_KEY"
+wandb_host = "https://wandb.example"
+wandb_dir = "curves"
+wandb_run_id = "first"
+wandb_mode = "offline"
+wandb_always_use_train_step = true
+disable_wandb_random_suffix = true
+use_tensorboard = true
+tb_project_name = "maths"
+tb_experiment_name = "first"
+[track]
+wandb_group = "ablation"
+"""
+
+
+def test_a_settings_file_of_either_language_takes_the_tracker_options_of_roll(tmp_path: Path):
+    (tmp_path / "roll.yaml").write_text(ROLL_FILE)
+    (tmp_path / "roll.toml").write_text('track_with = "tensorboard"\ntracker_kwargs = { log_dir = "curves" }\n')
+    for file in ("roll.yaml", "roll.toml"):
+        track = resolve([from_file(tmp_path / file)]).settings.track
+        assert (track.with_, track.kwargs) == (["tensorboard"], {"tensorboard": {"log_dir": "curves"}})
+    assert resolve([from_file(tmp_path / "roll.yaml")]).settings.rollout.temperature == 0.5
+
+
+def test_a_settings_file_takes_the_tracker_options_of_slime(tmp_path: Path):
+    (tmp_path / "slime.toml").write_text(SLIME_FILE)
+    settings = resolve([from_file(tmp_path / "slime.toml")]).settings
+    track = settings.track
+    assert track.with_ == ["stdout", "wandb", "tensorboard"]
+    assert (track.project, track.entity, track.group, track.random_suffix) == ("maths", "us", "ablation", False)
+    assert (track.host, track.dir, track.run_id, track.mode) == ("https://wandb.example", "curves", "first", "offline")
+    assert (track.always_use_train_step, track.api_key.get_secret_value()) == (True, "env:OUR_KEY")
+    assert track.kwargs == {"tensorboard": {"log_dir": "tensorboard_log/maths/first"}}
+    args = FlatSettings(settings)
+    assert (args.wandb_project, args.track_with, args.disable_wandb_random_suffix) == ("maths", track.with_, True)
+
+
+def test_another_key_above_the_sections_is_refused(tmp_path: Path):
+    (tmp_path / "a.toml").write_text("temperature = 1")
+    with pytest.raises(SettingsError, match="temperature: settings stand in sections"):
+        from_file(tmp_path / "a.toml")

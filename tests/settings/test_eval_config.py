@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.loading import Layer, from_assignments, from_eval_config, resolve, settings_toml
+from slimectl.settings.keys import settings_toml
+from slimectl.settings.layers import Layer, from_assignments, from_eval_config
+from slimectl.settings.loading import resolve
 
 YAML = """
 eval:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from slimectl import builders
+from slimectl import builders, recipes
 from slimectl.errors import SettingsError
 from slimectl.settings.algorithm import ALGORITHMS
-from slimectl.settings.loading import (
-    Layer,
-    flat,
-    from_assignments,
-    from_environment,
-    from_file,
-    parse_value,
-    resolve,
-    settings_toml,
-)
+from slimectl.settings.keys import flat, settings_toml
+from slimectl.settings.layers import Layer, from_assignments, from_environment, from_file, parse_value
+from slimectl.settings.loading import resolve
 from slimectl.stages.grader import worker_count
 
 
@@ -51,7 +45,9 @@ def test_later_layers_win_and_every_key_names_its_origin(tmp_path: Path):
                          "(command line)"),
         ("rollout.temperature=0", "rollout.temperature: input should be greater than 0, not 0 (command line)"),
         ("algorithm.name=ppx", "algorithm.name: unknown algorithm 'ppx'; known are " + ", ".join(ALGORITHMS)),
-        ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1e-5"),
+        ("run.profile=[3,2]", "run.profile: give [first, last], the first round not after the last, not [3, 2] "
+                              "(command line)"),
+        ("lr=1", "-s lr=1: write it as section.key=value, e.g. -s train.lr=1"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: str, message: str):
@@ -67,6 +63,7 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
         (["train.num_steps_per_rollout=7"], ["train.num_steps_per_rollout", "run.rollout_batch_size"]),
         (["train.num_steps_per_rollout=2", "train.global_batch_size=4"], ["train.global_batch_size"]),
         (["run.num_rollout=2", "run.num_epoch=2"], ["run.num_rollout", "run.num_epoch"]),
+        (["run.num_rollout=2", "run.profile=[3,4]"], ["run.num_rollout is 2", "run.profile: round 3"]),
         (["algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"], ["use_tis", "use_rollout_logprobs"]),
         (["eval.interval=2"], ["eval.interval", "eval.data"]),
         (["megatron.tensor_model_parallel_size=2"], ["megatron.tensor_model_parallel_size", "train.backend"]),
@@ -92,9 +89,26 @@ def test_a_mistake_is_one_line_that_names_the_key_and_the_way_out(assignment: st
             ["train.balance_by_flops=true", "train.balance_data=false"],
             ["balance_by_flops", "train.balance_data = true"],
         ),
-        (["train.micro_batch_size=2"], ["train.micro_batch_size: 2", "train.use_dynamic_batch_size"]),
+        (["train.micro_batch_size=2"], ["train.micro_batch_size", "train.use_dynamic_batch_size"]),
         (["train.lora_rank=4", "train.freeze_params_name_list=embed"], ["train.freeze_params_name_list", "lora_rank"]),
         (["train.lora_load=adapter"], ["train.lora_load has no effect without train.lora_rank"]),
+        (
+            ["train.recompute_modules=moe"],
+            ["train.recompute_modules has no effect without train.recompute_granularity"],
+        ),
+        (
+            ["train.recompute_granularity=selective", "train.gradient_checkpointing=true"],
+            ["train.recompute_granularity has no effect with train.gradient_checkpointing"],
+        ),
+        (
+            ["train.backend=megatron", "train.offload=parameters"],
+            ["train.offload: parameters, but Megatron-core", 'set "optimizer"'],
+        ),
+        (
+            ["train.backend=megatron", "train.offload=optimizer", "train.optimizer_state_dtype=bfloat16"],
+            ["train.optimizer_state_dtype: bfloat16 and train.offload exclude each other"],
+        ),
+        (["cluster.offload_train=false"], ["cluster.offload_train has no effect without cluster.colocate"]),
         (["run.max_staleness=1"], ["run.max_staleness", "run.async_level"]),
         (["cluster.ray_address=a:1"], ["cluster.ray_address", "cluster.executor"]),
         (["cluster.actor_num_nodes=2"], ["cluster.actor_num_nodes", "cluster.executor"]),
@@ -175,7 +189,7 @@ def test_every_setting_has_words():
         (["score.rm_type=exact"], False),
         (["score.rm_type=math"], True),
         (["score.rm_type=math", "score.workers=0"], False),
-        (["score.custom_rm_path=length.py:reward", "score.rm_type=math"], False),
+        (["score.custom_rm_path=length.py:reward"], False),
         ([], False),
     ],
 )
@@ -186,3 +200,41 @@ def test_symbolic_verifiers_get_processes_that_a_time_limit_can_kill(
     monkeypatch.chdir(tmp_path)
     settings = settle(*assignments).settings
     assert (worker_count(settings.score, builders.reward(settings)) > 0) == workers
+
+
+REWARD_FILE = Layer("a.toml", {"score": {"custom_rm_path": "length.py:reward"}})
+
+
+def test_of_two_rewards_the_later_layer_gives_the_one_that_counts():
+    by_flag = resolve([REWARD_FILE, Layer("flag", {"score": {"rm_type": "exact"}})])
+    assert (by_flag.settings.score.rm_type, by_flag.settings.score.custom_rm_path) == ("exact", None)
+    assert by_flag.origins["score.custom_rm_path"] == "default, as flag sets score.rm_type"
+    back = resolve([REWARD_FILE, Layer("environment", {"score": {"rm_type": "none"}})])  # sets none, so replaces none
+    assert back.settings.score.custom_rm_path == "length.py:reward"
+    summed = resolve([Layer("a", {"score": {"rm_type": "math"}}), from_assignments(['score.rm=[{type = "exact"}]'])])
+    assert (summed.settings.score.rm_type, len(summed.settings.score.rm)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [from_assignments(["score.rm_type=math"]), Layer("flag", {"score": {"custom_rm_path": "a.py:f"}})],
+        [Layer("a.toml", {"score": {"rm_type": "math", "custom_rm_path": "a.py:f"}})],
+        [Layer("a.toml", {"eval": {"data": {"a": {"path": "a", "rm_type": "math", "custom_rm_path": "a.py:f"}}}})],
+    ],
+)
+def test_two_rewards_in_one_place_are_refused_and_both_are_named(layers: list[Layer]):
+    with pytest.raises(SettingsError, match=r"rm_type.*custom_rm_path|custom_rm_path.*rm_type"):
+        resolve(layers)
+
+
+def test_what_a_recipe_sets_for_one_algorithm_is_no_setting_of_another():
+    recipe = recipes.find("quickstart", instead=False, needed=True).layer
+    assert recipe is not None
+    assert resolve([recipe]).settings.algorithm.drop_zero_std_groups
+    for name in ("ppo", "sft"):
+        settings = resolve([recipe, from_assignments([f"algorithm.name={name}"])]).settings
+        assert not getattr(settings.algorithm, "drop_zero_std_groups", False)
+    own = dataclasses.replace(recipe, is_recipe=False)  # a file of the user's: its keys are not dropped in silence
+    with pytest.raises(SettingsError, match="drop_zero_std_groups"):
+        resolve([own, from_assignments(["algorithm.name=sft"])])

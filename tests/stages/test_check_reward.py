@@ -105,9 +105,10 @@ def test_what_makes_a_reward_unfit(executor: LocalExecutor, reward, check, line)
 
 
 def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
-    for reward in (slow, stuck):
-        found = findings(executor, reward, timeout_s=0.3)
-        assert found["time"] == "FAIL  time         1 samples took longer than 0.3 s, the first is sample 1"
+    for reward, cpu_s, clock_s in ((slow, 5.0, 0.3), (stuck, 0.3, 9.0)):
+        found = findings(executor, reward, timeout_s=cpu_s, wall_timeout_s=clock_s)
+        words = f"took more than {cpu_s:g} s of CPU time or {clock_s:g} s on the clock, the first is sample 1"
+        assert found["time"] == f"FAIL  time         1 samples {words}"
         assert found["type"] == "ok    type         5 finite numbers"
 
 

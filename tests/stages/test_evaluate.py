@@ -7,9 +7,10 @@ import json
 import pytest
 from workshop import Workshop
 
-from slimectl.cli.evaluate import summary_line
+from slimectl.cli.evaluate import summary_line, table
 from slimectl.errors import RecordError, SettingsError
-from slimectl.settings.loading import from_assignments, resolve
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, summarize, table_of
 from slimectl.stages.score import Grader
@@ -65,6 +66,29 @@ def test_the_most_frequent_answer_stands_for_a_prompt():
     assert found["eval/m_samples"] == 6.0
 
 
+@pytest.mark.parametrize(
+    ("rm_type", "label", "form", "answers", "right"),
+    [
+        ("math", "1/2", r"\boxed{{{}}}", ["1/2", "3", "0.5", "3", r"\frac12"], [1, 0, 1, 0, 1]),
+        ("boxed_numeric", "0.5", r"\boxed{{{}}}", ["1/2", "3", "0.5", "3", ".5"], [1, 0, 1, 0, 1]),
+        ("dapo", "42", "Answer: {}", ["42", "3", "42.0", "3", "042"], [1, 0, 1, 0, 1]),
+        ("gpqa", "B", "The answer is {}", ["B", "C", "Rome", "C", "(b)"], [1, 0, 1, 0, 1]),
+        ("exact", "a", "{}", ["a", "b", "A", "b", "A "], [1, 0, 0, 0, 0]),
+    ],
+)
+def test_answers_that_the_verifier_holds_equal_vote_together(
+    rm_type: str, label: str, form: str, answers: list[str], right: list[int]
+):
+    grader = Grader(settings(f"score.rm_type={rm_type}"))
+    metadata = {"choices": ["Paris", "Rome", "Oslo"]}
+    samples = [
+        sample(i, float(right[i]), label=label, response=form.format(text), metadata=metadata)
+        for i, text in enumerate(answers)
+    ]
+    expected = 0.0 if rm_type == "exact" else 1.0
+    assert summarize("m", samples, answer=answer_extractor(grader))["eval/m-maj@5"] == expected
+
+
 def test_the_answer_may_come_with_the_reward_and_without_any_there_is_no_vote():
     samples = [sample(i, {"score": 1.0, "pred": "7"}) for i in range(2)]
     assert summarize("m", samples, answer=answer_extractor(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
@@ -78,6 +102,25 @@ def test_one_answer_a_prompt_has_no_pass_rates():
     assert (found["eval/m_max_reward"], found["eval/m_min_reward"]) == (1.0, 0.0)
 
 
+def test_standard_errors_count_every_prompt_once():
+    found = summarize("m", [sample(0, 1.0), sample(1, 0.5), sample(2, 0.0, group=1), sample(3, 0.0, group=1)])
+    # The prompts' means are 0.5 and 0 (accuracy), 0.75 and 0 (reward); their deviations over sqrt(2) prompts.
+    assert found["eval/m_accuracy_stderr"] == pytest.approx(0.25)
+    assert found["eval/m_avg_reward_stderr"] == pytest.approx(0.375)
+    assert "eval/m_accuracy_stderr" not in summarize("m", [sample(0, 1.0), sample(1, 0.0)])
+    assert summary_line("m", found) == "m: accuracy 0.250, mean reward 0.375"
+
+
+def test_a_terminal_gets_a_table_with_standard_errors():
+    one = summarize("aime", [sample(0, 1.0), sample(1, 0.5), sample(2, 0.0, group=1), sample(3, 0.0, group=1)])
+    other = summarize("short", [sample(0, 1.0)])
+    assert list(table(["aime", "short"], one | other)) == [
+        "dataset  answers       accuracy    mean reward  avg@2  pass@1  pass@2  length  cut",
+        "aime           4  0.250 ± 0.250  0.375 ± 0.375  0.250   0.250   0.500       2   0%",
+        "short          1          1.000          1.000      -       -       -       2   0%",
+    ]
+
+
 def test_track_asks_for_more_of_evaluations_too():
     track = TrackSettings(log_correct_samples=True, log_multi_turn=True, log_reward_category="topic")
     found = summarize("m", [sample(0, 1.0, metadata={"topic": "sums"}), sample(1, 0.0)], track=track)
@@ -86,15 +129,16 @@ def test_track_asks_for_more_of_evaluations_too():
     assert found["eval/m/category/sums/reward"] == 1.0
 
 
-def test_the_table_has_one_answer_to_each_of_the_first_prompts():
+def test_the_table_has_a_sample_of_each_prompt_before_a_second_of_any():
     samples = [sample(i, {"score": i / 4}, group=i // 2, response=f"r{i}", prompt=f"p{i // 2}") for i in range(5)]
     samples[4].prompt, samples[4].label = [{"role": "user", "content": "é"}], 7
     assert table_of(samples, 2) == [
-        {"prompt": "p0", "answer": "r0", "label": "", "reward": 0.0},
-        {"prompt": "p1", "answer": "r2", "label": "", "reward": 0.5},
+        {"prompt": "p0", "response": "r0", "label": "", "reward": 0.0},
+        {"prompt": "p1", "response": "r2", "label": "", "reward": 0.5},
     ]
-    *_, last = table_of(samples, 9)
-    assert last == {"prompt": '[{"role": "user", "content": "é"}]', "answer": "r4", "label": "7", "reward": 1.0}
+    last = {"prompt": '[{"role": "user", "content": "é"}]', "response": "r4", "label": "7", "reward": 1.0}
+    assert table_of(samples, 3)[2] == last
+    assert [row["response"] for row in table_of(samples, 9)] == ["r0", "r2", "r4", "r1", "r3"]
 
 
 def test_several_answers_that_would_be_alike_are_refused():
@@ -120,15 +164,15 @@ def test_a_dataset_without_prompts_is_named():
         summarize("m", [])
 
 
-def test_trackers_of_a_run_get_the_first_answers_as_a_table(workshop: Workshop):
-    options = ["run.num_rollout=1", 'track.with=["jsonl", "stdout"]', "track.eval_table_rows=2"]
+def test_trackers_of_a_run_get_a_table_of_samples(workshop: Workshop):
+    options = ["run.num_rollout=1", 'track.with=["jsonl", "stdout"]', "track.samples=3"]
     workshop.slimectl("run", *[word for each in options for word in ("-s", each)])
     lines = (workshop.folder / "runs" / "a" / "tracked.jsonl").read_text().splitlines()
     tables = [line for line in map(json.loads, lines) if "table" in line]
     assert [(line["step"], line["table"], len(line["rows"])) for line in tables] == [
-        (0, "eval/small/samples", 2), (1, "eval/small/samples", 2),
+        (0, "eval/small/samples", 3), (1, "eval/small/samples", 3),
     ]  # fmt: skip
-    assert [row["prompt"] for row in tables[0]["rows"]] == ["say one", "say two"]
+    assert [row["prompt"] for row in tables[0]["rows"]] == ["say one", "say two", "say three"]
     assert workshop.stderr.count("'say two'  ") == 2
 
 

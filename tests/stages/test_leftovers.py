@@ -75,7 +75,7 @@ def test_a_resumed_run_has_the_metrics_of_an_undisturbed_one(workshop: Workshop,
         (["rollout.over_sampling_batch_size=3"], "3 is below run.rollout_batch_size: 4"),
         ([PARTIAL, "run.async_level=1"], "rollout.partial_rollout and run.async_level: 1 exclude each other"),
         ([OVER, "run.async_level=2"], "rollout.over_sampling_batch_size and run.async_level: 2 exclude each other"),
-        (["rollout.mask_offpolicy_in_partial_rollout=true"], "needs rollout.partial_rollout = true"),
+        (["rollout.mask_offpolicy_in_partial_rollout=true"], "without rollout.partial_rollout = true"),
         ([f"{FILTER}=hooks.py:nowhere"], f"{FILTER}: hooks.py:nowhere: hooks.py has no such name"),
     ],
 )

@@ -161,5 +161,5 @@ def test_demonstrations_and_preferences_that_are_longer_than_the_context_are_lef
     assert [prompt.source_location for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
     with pytest.raises(RecordError, match="all 1 prompts read are too long"):
         list(demonstrations([row(0, "abc", "1234567")], Tokens(), RolloutSettings(), context=CONTEXT))
-    pairs = [Preference(rows[0], rows[1], 0), Preference(rows[0], row(0, "abc", "1"), 0)]
+    pairs = [Preference(rows[0], rows[1], 0), Preference(row(1, "abc", "12"), row(1, "abc", "1"), 0)]
     assert [sample.index for sample in preferred(pairs, Tokens(), RolloutSettings(), context=CONTEXT)] == [2, 3]

@@ -32,7 +32,7 @@ def test_it_goes_on_by_its_old_run_toml(old: Workshop):
     keys = tomllib.loads((old.folder / "run" / "run.toml").read_text())
     assert (keys["run"]["ahead"], keys["eval"]["skip_before_train"], keys["algorithm"]["critic"]) == (1, True, "own")
     before = lines(old)
-    shown = old.slimectl("run", "--resume", "run", "--dry-run").decode()
+    shown = old.slimectl("settings", "show", "-c", "run/run.toml").decode()
     values = {line.split()[0]: line.split()[1] for line in shown.splitlines()}
     expected = {
         "run.async_level": "1",

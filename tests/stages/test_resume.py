@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workshop import Workshop
+from workshop import Workshop, set_up
 
 KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 """Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
@@ -28,13 +30,24 @@ def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: in
     return False
 
 
-@pytest.mark.parametrize(("policy", "kills_at"), [("fsdp", KILLS_AT_BYTES), ("megatron", KILLS_AT_BYTES[2::2])])
+@pytest.mark.parametrize(
+    ("options", "files", "kills_at"),
+    [
+        (("--backend", "fsdp"), ("model.safetensors", "optimizer.safetensors"), KILLS_AT_BYTES),
+        (
+            ("--backend", "megatron", "-s", "megatron.save_format=torch_dist"),
+            ("__0_0.distcp", "__0_1.distcp"),
+            KILLS_AT_BYTES[2::2],
+        ),
+    ],
+    ids=["fsdp", "megatron"],
+)
 def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
-    workshop: Workshop, policy: str, kills_at: tuple[int, ...]
+    workshop: Workshop, options: tuple[str, ...], files: tuple[str, ...], kills_at: tuple[int, ...]
 ):
-    workshop.slimectl("run", "--name", "whole", "--backend", policy)
+    workshop.slimectl("run", "--name", "whole", *options)
     whole, broken = workshop.folder / "runs" / "whole", workshop.folder / "runs" / "broken"
-    command = ["run", "--name", "broken", "--backend", policy]
+    command = ["run", "--name", "broken", *options]
     kills = 0
     for at_bytes in kills_at:
         kills += killed(workshop, command, broken / "metrics.jsonl", at_bytes)
@@ -42,7 +55,7 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
     assert kills >= len(kills_at) - 1
     workshop.slimectl("run", "--resume", "runs/broken")
     assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in files:
         last = Path("step_000006") / "policy" / file
         assert (broken / last).read_bytes() == (whole / last).read_bytes()
     assert not list(broken.glob(".tmp-*"))
@@ -51,16 +64,29 @@ def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
 TENSOR = ["cluster.actor_num_gpus_per_node=2", "megatron.tensor_model_parallel_size=2"]
 
 
+SCHEDULE = ("-s", "train.lr_decay_iters=3")
+
+
+@pytest.fixture(scope="module")
+def two_rounds(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]) -> Workshop:
+    """Megatron's run of three rounds `whole`, and `a`, which ended after two of them."""
+    workshop = set_up(tmp_path_factory.mktemp("two rounds"), model_dir("llama"))
+    workshop.slimectl("run", "--name", "whole", "--backend", "megatron", "-s", "run.num_rollout=3")
+    workshop.slimectl("run", "--backend", "megatron", "-s", "run.num_rollout=2", *SCHEDULE)
+    return workshop
+
+
 @pytest.mark.parametrize(
     "change", [["train.backend=megatron", *TENSOR], ["train.backend=fsdp"]], ids=["tensor", "fsdp"]
 )
-def test_a_run_goes_on_at_another_layout_or_with_another_policy(workshop: Workshop, change: list[str]):
+def test_a_run_goes_on_at_another_layout_or_with_another_policy(
+    two_rounds: Workshop, tmp_path: Path, change: list[str]
+):
     """Within rounding: the third round's answers are the same, and so are its loss and gradient."""
-    workshop.slimectl("run", "--name", "whole", "--backend", "megatron", "-s", "run.num_rollout=3")
-    schedule = ["-s", "train.lr_decay_iters=3"]
-    workshop.slimectl("run", "--backend", "megatron", "-s", "run.num_rollout=2", *schedule)
+    shutil.copytree(two_rounds.folder, tmp_path, symlinks=True, dirs_exist_ok=True)
+    workshop = Workshop(tmp_path, two_rounds.model)
     changes = [word for each in change for word in ("-s", each)]
-    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=3", *schedule, *changes)
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=3", *SCHEDULE, *changes)
     whole, moved = ([line for line in workshop.metrics(name) if line["step"] == 3] for name in ("whole", "a"))
     assert moved[0]["metrics"] == pytest.approx(whole[0]["metrics"], rel=1e-4, abs=1e-6)
 

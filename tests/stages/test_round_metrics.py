@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slimectl.settings.loading import from_assignments, resolve
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 from slimectl.stages.metrics import repeats, round_metrics, round_perf, row_metrics
 from slimectl.types import Sample, Status, TrainingSample
 
@@ -28,6 +29,11 @@ def test_rows_count_only_the_tokens_that_are_trained_on():
         "rollout/advantages/max": 1.0,
         "rollout/advantages/min": -4.0,
     }
+
+
+def test_an_answer_without_tokens_hides_nothing_of_the_others():
+    found = row_metrics([row([1.0, 5.0], [1.0, 0.0]), row([], [])])
+    assert found["rollout/advantages"] == 1.0
 
 
 def test_log_probabilities_are_told_where_all_rows_have_them():

@@ -168,6 +168,9 @@ def test_a_broken_off_answer_goes_on_with_its_tokens():
     assert went_on.loss_mask == [1] * 60
     assert went_on.weight_versions[0] == "0"
     assert went_on.weight_versions[-1] == "1"
+    spans = went_on.metadata["weight_version_spans"]
+    assert spans[0] == ["0", 0, so_far]
+    assert [end for _, _, end in spans] == [*(start for _, start, _ in spans[1:]), 60]
     seeds = [seed for tokens, seed in engine.asked if tokens[0] == 1]
     assert len(set(seeds)) == len(seeds) >= 2  # the rest is drawn anew, not with the draws of the beginning
     assert waiting[0].response_length == so_far  # the saved state did not move

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -81,7 +82,11 @@ def test_metrics_that_were_lost_are_written_again_from_the_checkpoint_before(wor
     assert (folder / "metrics.jsonl").read_bytes() == whole
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "met')
-    assert workshop.slimectl("inspect", "runs/a").startswith(b"runs/a: 3 rounds")
+    summary = workshop.slimectl("inspect", "runs/a").decode()
+    assert summary.startswith("runs/a: 3 rounds, finished, ")
+    assert re.search(
+        r"\nsettings that differ from slimectl \(there\)\n.*run\.num_rollout=3 \(6\)\n", summary, re.DOTALL
+    )
 
 
 def test_two_trainings_do_not_save_into_one_folder(workshop: Workshop, tmp_path: Path):
@@ -104,3 +109,23 @@ def test_two_trainings_do_not_save_into_one_folder(workshop: Workshop, tmp_path:
     assert first.wait() == 0
     assert (workshop.folder / "better" / "manifest.json").exists()
     assert not list(workshop.folder.glob(".*"))
+
+
+def test_a_first_run_that_fails_before_its_first_output_leaves_no_folder(workshop: Workshop):
+    no_reward = ("run", "-s", "score.custom_rm_path=none", "-s", "eval.interval=none", "-s", "eval.before_train=false")
+    workshop.slimectl(*no_reward, code=2)
+    assert "no reward is named" in workshop.stderr
+    assert not (workshop.folder / "runs").exists()
+    # What was there before stays, and so does what somebody else put there.
+    folder = workshop.folder / "runs" / "a"
+    folder.mkdir(parents=True)
+    workshop.slimectl(*no_reward, code=2)
+    assert sorted(file.name for file in folder.iterdir()) == ["log.txt", "manifest.json", "run.toml"]
+    workshop.slimectl("run", "-s", "run.num_rollout=1")
+
+
+def test_a_run_that_fails_after_its_first_round_stays(workshop: Workshop):
+    failing = "calls = []\ndef reward(sample):\n    calls.append(1)\n    return 1.0 / (len(calls) < 20)\n"
+    (workshop.folder / "failing.py").write_text(failing)
+    workshop.slimectl("run", "-s", "score.custom_rm_path=failing.py:reward", "-s", "eval.before_train=false", code=2)
+    assert (workshop.folder / "runs" / "a" / "step_000001").is_dir()

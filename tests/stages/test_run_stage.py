@@ -10,7 +10,9 @@ import pytest
 
 from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.executors.local import LocalExecutor
-from slimectl.settings.loading import Layer, resolve
+from slimectl.settings.layers import Layer
+from slimectl.settings.loading import resolve
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.stages.run import run
 from slimectl.types import Completion, Metrics, Prompt, SamplingParams
@@ -147,13 +149,29 @@ class Pushes:
         return {"bytes": 8.0}
 
 
-def test_engines_that_share_gpus_sleep_while_training_and_get_weights_when_they_wake():
-    engine, policy = Echo(), Counting()
+class Sleeping(Counting):
+    """Tells when it leaves the GPUs, and with what."""
+
+    log: list[str]
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        self.log.append("moments leave" if keep_weights else "trainer leaves")
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_engines_that_share_gpus_take_turns_with_the_trainer_and_get_weights_when_they_wake(offload: bool):
+    engine, policy = Echo(), Sleeping()
     sync = Pushes(policy, engine)
+    policy.log = sync.versions
     given = settings(num_rollout=2)
-    given = given.model_copy(update={"cluster": given.cluster.model_copy(update={"colocate": True})})
+    cluster = given.cluster.model_copy(update={"colocate": True, "offload_train": offload})
+    given = given.model_copy(update={"cluster": cluster})
     list(run(lambda: made(engine, "ssss"), policy, sync, given, executor=LocalExecutor()))
-    assert sync.versions == ["0", "sleep", "wake", "1", "sleep", "wake", "2"]
+    if offload:
+        rounds = [["sleep", "moments leave", "wake", version, "trainer leaves"] for version in ("1", "2")]
+        assert sync.versions == ["0", "trainer leaves", *rounds[0], *rounds[1]]
+    else:
+        assert sync.versions == ["0", "sleep", "wake", "1", "sleep", "wake", "2"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
@@ -178,3 +196,72 @@ def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(
     for report in reports:
         assert 0 <= report.timings["perf/wait_time_ratio"] <= 1
         assert ("perf/update_weights_bytes" in report.timings) == (report.rollout_id % 2 == 0)
+
+
+class HandClock:
+    """Time that passes only where a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_clocks_of_a_round_count_neither_what_its_reader_does_nor_any_second_twice():
+    clock = HandClock()
+
+    class Slow(Echo):
+        async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+            clock.now += 2.0
+            return await super().generate(tokens, params=params)
+
+    class Trainer(Counting):
+        def log_probs(self, rows: Any) -> list[list[float]]:
+            clock.now += 0.25 * len(rows)
+            return super().log_probs(rows)
+
+        def forward_backward(self, rows: Any, loss: Any) -> Metrics:
+            clock.now += 5.0
+            return {"loss": 0.0}
+
+    class Pushing(Pushes):
+        def push(self) -> Metrics:
+            clock.now += 0.5
+            return super().push()
+
+    def reward(sample: Any) -> float:
+        clock.now += 0.125
+        return 1.0
+
+    engine, policy = Slow(), Trainer()
+    values = {
+        "run": {"rollout_batch_size": 2, "num_rollout": 3},
+        "algorithm": {"name": "reinforce_plus_plus"},
+        "train": {"num_steps_per_rollout": 2},
+        "rollout": {"n_samples_per_prompt": 1},
+    }
+    given = resolve([Layer("test", values)]).settings
+    reports = run(
+        lambda: sampled_rounds(
+            prompts("ssssss"), engine, Bytes(), reward, given, executor=LocalExecutor(), clock=clock
+        ),
+        policy, Pushing(policy, engine), given, executor=LocalExecutor(), timer=RoundTimer(clock),
+    )  # fmt: skip
+    last = {}
+    for report in reports:
+        clock.now += 100.0  # an evaluation, a checkpoint
+        assert report.timings["perf/train_time"] == 5.0
+        if report.last_step_of_round:
+            last[report.rollout_id] = report.timings
+        else:
+            assert report.timings["perf/rollout_time"] == 4.25
+            assert (report.timings["perf/generate_time"], report.timings["perf/reward_time"]) == (4.0, 0.25)
+    assert last.keys() == {1, 2, 3}
+    for timings in last.values():
+        assert timings["perf/wait_time"] == 4.25
+        assert timings["perf/log_probs_time"] == 0.5
+        assert timings["perf/data_preprocess_time"] == timings["perf/advantages_time"] == 0.0
+        assert timings["perf/actor_train_time"] == 10.0
+        assert timings["perf/update_weights_time"] == 0.5
+        assert timings["perf/total_time"] == 4.25 + 0.5 + 10.0 + 0.5
+        assert timings["perf/wait_time_ratio"] == 4.25 / 15.25

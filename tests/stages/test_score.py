@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from reward_functions import hangs_on_stuck, slow_for_even_ones
 from transformers import AutoModelForCausalLM
 
 from slimectl import builders
@@ -25,7 +25,7 @@ from slimectl.types import Sample, Status, TrainingSample
 ModelDir = Callable[..., Path]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def executor() -> Iterator[LocalExecutor]:
     made = LocalExecutor()
     yield made
@@ -36,17 +36,6 @@ def answered(response: str, index: int = 0, **fields: object) -> Sample:
     tokens = list(response.encode())
     return Sample(index=index, tokens=[63, *tokens], response=response, response_length=len(tokens),
                   status=Status.COMPLETED, **fields)  # fmt: skip
-
-
-def slow_for_even_ones(sample: Sample) -> float:
-    time.sleep(0.0 if sample.index % 2 else 0.1)
-    return float(sample.index)
-
-
-def hangs_on_stuck(sample: Sample) -> float:
-    while sample.response == "stuck":
-        pass
-    return 1.0
 
 
 def rewards(settings: Settings, *samples: Sample) -> list[object]:
@@ -67,7 +56,7 @@ def test_an_overrun_time_limit_is_reward_0_with_the_reason_and_costs_no_other_sa
     settings = ScoreSettings(workers=2, timeout_s=1.5)
     scored = list(score(given, hangs_on_stuck, settings, executor=executor))
     assert [sample.reward for sample in scored] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
-    assert scored[2].metadata == {"reward_error": "took longer than 1.5 s"}
+    assert scored[2].metadata == {"reward_error": "took more than 1.5 s of CPU time"}
     assert all(sample.metadata == {} for sample in scored if sample.index != 2)
 
 

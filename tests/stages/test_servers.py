@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import pytest
-from serving import python_of
+import serving
+from machines import is_gone
 from workshop import Workshop, alike, set_up
+
+from slimectl.engines.supervisor.server_pool import ServerPool
 
 
 def lines(path: Path) -> list[dict]:
@@ -33,38 +38,61 @@ def nothing_is_left(workshop: Workshop) -> bool:
     return not [command for command in commands if str(workshop.folder) in command]
 
 
-def test_local_equals_ray_to_the_last_digit(workshop: Workshop):
-    workshop.slimectl("run", "--name", "local")
-    workshop.slimectl("run", "--name", "ray", "--executor", "ray", timeout_s=240)
-    metrics = [(workshop.folder / "runs" / name / "metrics.jsonl").read_bytes() for name in ("local", "ray")]
-    assert metrics[0] == metrics[1]
-    assert metrics[0].count(b"\n") > 6
-    weights = [
-        next((workshop.folder / "runs" / n / "step_000006/policy").glob("*.safetensors")) for n in ("local", "ray")
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    logs = {path.name for path in (workshop.folder / "runs/ray/logs").iterdir()}
-    assert logs == {"rank-0.log", "sampler.log"}
-
-
 THREE = ["-s", "run.num_rollout=3", "-s", "eval.temperature=0"]
 
 
 @pytest.fixture(scope="module")
-def beside_the_trainer(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> list[dict]:
-    """Metrics of the run whose engine is embedded."""
+def beside_the_trainer(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> Workshop:
+    """The workshop of the run `a`, local and with an embedded engine."""
     workshop = set_up(tmp_path_factory.mktemp("one"), model_dir("llama"))
     workshop.slimectl("run", *THREE)
-    return workshop.metrics("a")
+    return workshop
+
+
+def test_local_equals_ray_to_the_last_digit(
+    workshop: Workshop, beside_the_trainer: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    with TemporaryDirectory() as sessions:  # sockets are below it, and a long path is refused for them
+        monkeypatch.setenv("RAY_TMPDIR", sessions)
+        workshop.slimectl("run", *THREE, "--executor", "ray", timeout_s=240)
+        assert [path.name for path in Path(sessions).iterdir()] == ["ray"]
+        assert not list(Path(sessions).glob("ray/session_*/*"))
+        assert is_gone(sessions)
+    runs = [made.folder / "runs/a" for made in (beside_the_trainer, workshop)]
+    metrics = [(run / "metrics.jsonl").read_bytes() for run in runs]
+    assert metrics[0] == metrics[1]
+    assert metrics[0].count(b"\n") > 3
+    weights = [next((run / "step_000003/policy").glob("*.safetensors")) for run in runs]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    logs = {path.name for path in (runs[1] / "logs").iterdir()}
+    assert logs == {"rank-0.log", "sampler.log"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> Iterator[list[str]]:
+    """Two running servers, which take the weights of one run after the other."""
+    logs = tmp_path_factory.mktemp("pair")
+    servers = [serving.serve(model_dir("llama"), logs / str(i), wait_for_weights=True) for i in range(2)]
+    fleet = ServerPool(servers.__getitem__, 2, watch=False)
+    fleet.start()
+    yield fleet.urls
+    fleet.close()
 
 
 @pytest.mark.parametrize("transport", ["tensor", "disk", "distributed", "delta"])
 def test_two_servers_answer_as_the_engine_beside_the_trainer(
-    workshop: Workshop, beside_the_trainer: list[dict], transport: str
+    workshop: Workshop,
+    beside_the_trainer: Workshop,
+    pair: list[str],
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setenv("SLIMECTL_ENGINE_ADMIN_API_KEY", serving.KEYS.admin_api_key)
+    urls = [word for url in pair for word in ("--engine-url", url)]
     checked = ["-s", f"sync.transport={transport}", "-s", "sync.check_weight_update_equal=true"]
-    workshop.slimectl("run", "--name", "two", *THREE, "--engines", "2", *checked, timeout_s=300)
-    alike(beside_the_trainer, workshop.metrics("two"))
+    workshop.slimectl("run", "--name", "two", *THREE, *urls, *checked, timeout_s=300)
+    alike(beside_the_trainer.metrics("a"), workshop.metrics("two"))
+    monkeypatch.delenv("SLIMECTL_ENGINE_ADMIN_API_KEY")
     assert last_evaluation(workshop, "two", 3) == greedy(workshop, "two")
     assert nothing_is_left(workshop)
 
@@ -80,33 +108,17 @@ def assert_engine_follows_three_rounds(workshop: Workshop) -> None:
     assert nothing_is_left(workshop)
 
 
-def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop):
+def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, shared_cluster: Any):
     """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
-    python_of("sglang")
+    serving.python_of("sglang")
     transport = ["-s", "sync.transport=distributed"]
-    workshop.slimectl("run", *THREE, *transport, "--executor", "ray", "--engine", "sglang", timeout_s=600)
+    there = ["--executor", "ray", "--ray-address", shared_cluster.address]
+    workshop.slimectl("run", *THREE, *transport, *there, "--engine", "sglang", timeout_s=600)
     assert_engine_follows_three_rounds(workshop)
 
 
 def test_three_rounds_with_the_real_vllm(tmp_path: Path, model_dir: Callable[[str], Path]):
-    python_of("vllm")
+    serving.python_of("vllm")
     workshop = set_up(tmp_path, model_dir("llama_wide"))
     workshop.slimectl("run", *THREE, "--engine", "vllm", timeout_s=300)
     assert_engine_follows_three_rounds(workshop)
-
-
-def test_rollout_and_eval_through_sglang(workshop: Workshop):
-    python_of("sglang")
-    given = ["--model", str(workshop.model), "--engine", "sglang"]
-    shape = ["-n", "2", "--max-response-len", "8"]
-    workshop.slimectl("rollout", "--data", "prompts.jsonl", *given, *shape, "--out", "s.jsonl", timeout_s=240)
-    samples = lines(workshop.folder / "s.jsonl")
-    assert [sample["index"] for sample in samples] == list(range(16))
-    assert all(len(sample["rollout_log_probs"]) == sample["response_length"] for sample in samples)
-    data = ["--data", "small=prompts.jsonl", "--temperature", "0"]
-    both = []
-    for engine in (given, given[:2]):
-        workshop.slimectl("eval", "-c", "slimectl.toml", *data, *engine, "--out", "e.jsonl", timeout_s=240)
-        both.append([sample["tokens"] for sample in lines(workshop.folder / "e.jsonl")])
-    assert both[0] == both[1]
-    assert nothing_is_left(workshop)

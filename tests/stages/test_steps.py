@@ -41,17 +41,17 @@ class Recording:
 def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list[list[int]], size: int):
     given_rounds, number = [], 0
     for round_number, fan_out in enumerate(fan_outs):
-        made = []
+        samples = []
         for rollout, count in enumerate(fan_out):
             execution = 100 * round_number + rollout
             for _ in range(count):
-                made.append(
+                samples.append(
                     Sample(execution, number, execution, tokens=[1, number], response_length=1, reward=float(number),
                            status=Status.COMPLETED)
                 )  # fmt: skip
                 number += 1
-        if made:
-            given_rounds.append(made)
+        if samples:
+            given_rounds.append(samples)
     policy, state = Recording(), TrainState()
     chosen = Settings.model_validate(
         {"algorithm": {"name": "reinforce_plus_plus"}, "train": {"global_batch_size": size}}
@@ -61,8 +61,12 @@ def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list
     assert sorted(row.tokens[1] for rows in policy.steps for row in rows) == list(range(number))
     sizes = [len({row.group for row in rows}) for rows in policy.steps]
     assert sizes == [size] * (total // size) + [total % size] * (total % size > 0)
-    told = [report.metrics["train/global_batch_size"] for report in reports if "train/loss" in report.metrics]
-    assert told == sizes
+    made = [report for report in reports if report.is_step]
+    assert [report.metrics["train/global_batch_size"] for report in made] == sizes
+    assert [report.step for report in made] == list(range(1, len(sizes) + 1))
+    rest = [report for report in reports if not report.is_step]  # of rounds that fill no step: they use up no number
+    assert not {"train/step", "train/loss"} & {name for report in rest for name in report.metrics}
+    assert [report.metrics["rollout/step"] for report in rest] == [report.rollout_id for report in rest]
     over = [report.metrics.get("train/rollouts_left_over", 0.0) for report in reports if report.last_step_of_round]
     kept = [rolled % size for rolled in accumulate(map(len, filter(None, fan_outs)))]
     assert over == kept + [0.0] * bool(kept and kept[-1])

@@ -30,6 +30,9 @@ def new_policy(model_dir: ModelDir) -> Make:
     return lambda: FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
 
 
+DROPPED = {"drop_zero_std_groups": True}
+
+
 def given(*, prompts: int, n: int = 2, algorithm: dict[str, Any] | None = None, **sections: Any) -> Settings:
     """Rounds of so many prompts with n answers each."""
     rounds = {"run": {"rollout_batch_size": prompts, **sections.pop("run", {})}, "rollout": {"n_samples_per_prompt": n}}
@@ -71,7 +74,7 @@ def weights(policy: FsdpPolicy) -> dict[str, torch.Tensor]:
 def test_groups_without_signal_are_left_out_and_counted_by_the_reward_that_they_share(new_policy: Make):
     good, flat = [(1.0, 0.0), (0.5, 0.0)], [(0.0, 0.0), (1.0, 1.0), (0.0, 0.0)]
     policy, other = new_policy(), new_policy()
-    metrics = only(train(attempts(*good, *flat), policy, given(prompts=5)))
+    metrics = only(train(attempts(*good, *flat), policy, given(prompts=5, algorithm=DROPPED)))
     assert metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 2
     assert metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 1
     assert metrics["rollout/zero_std/count_0"] == 2
@@ -87,9 +90,9 @@ def test_groups_without_signal_are_left_out_and_counted_by_the_reward_that_they_
 
 def test_groups_without_signal_that_are_kept_weigh_in_the_mean(new_policy: Make):
     good, flat = [(1.0, 0.0), (0.5, 0.0)], [(0.0, 0.0), (1.0, 1.0)]
-    dropped = only(train(attempts(*good, *flat), new_policy(), given(prompts=4)))
-    kept = only(
-        train(attempts(*good, *flat), new_policy(), given(prompts=4, algorithm={"drop_zero_std_groups": False}))
+    dropped, kept = (
+        only(train(attempts(*good, *flat), new_policy(), given(prompts=4, algorithm={"drop_zero_std_groups": drop})))
+        for drop in (True, False)
     )
     assert (dropped["train/global_batch_size"], kept["train/global_batch_size"]) == (4, 8)
     assert kept["train/grad_norm"] == pytest.approx(dropped["train/grad_norm"] / 2, rel=1e-5)
@@ -100,14 +103,14 @@ def test_a_round_without_any_signal_takes_no_step_and_reports(new_policy: Make):
     policy = new_policy()
     before = weights(policy)
     rounds = [*attempts((0.0, 0.0), (1.0, 1.0)), *attempts((1.0, 0.0), (0.0, 1.0), first=2)]
-    reports = train(rounds, policy, given(prompts=2))
+    reports = train(rounds, policy, given(prompts=2, algorithm=DROPPED))
     idle = next(reports)
-    assert (idle.step, idle.rollout_id, idle.weight_version, idle.last_step_of_round) == (1, 1, "0", True)
+    assert (idle.step, idle.rollout_id, idle.weight_version, idle.last_step_of_round) == (0, 1, "0", True)
     assert idle.metrics["rollout/raw_reward"] == 0.5
     assert not {"train/loss", "train/grad_norm", "train/lr"} & set(idle.metrics)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
     learning = next(reports)
-    assert (learning.step, learning.rollout_id, learning.weight_version) == (2, 2, "1")
+    assert (learning.step, learning.rollout_id, learning.weight_version) == (1, 2, "1")
     assert learning.metrics["train/grad_norm"] > 0
 
 
@@ -116,7 +119,7 @@ def test_failed_attempts_and_groups_left_with_one_answer_are_no_reason_to_stop(n
     for index in (1, 2):
         samples[index].status, samples[index].remove_sample = Status.FAILED, True
         samples[index].metadata["error"] = "TimeoutError: too slow"
-    metrics = only(train(samples, new_policy(), given(prompts=2)))
+    metrics = only(train(samples, new_policy(), given(prompts=2, algorithm=DROPPED)))
     assert metrics["rollout/error/TimeoutError"] == 2
     assert "train/grad_norm" not in metrics
 
@@ -203,7 +206,7 @@ def test_rollouts_left_over_from_before_a_step_keep_the_log_probabilities_of_the
         *attempts(good, good, first=2),  # a step with 2 + 2 of them, 2 left over
         *attempts(good, good, first=4),  # whose policy is no longer this one
     ]
-    settings = given(prompts=2, train={"global_batch_size": 4})
+    settings = given(prompts=2, train={"global_batch_size": 4}, algorithm=DROPPED)
     reports = [report.metrics for report in train(samples, new_policy(), settings)]
     assert [metrics.get("train/global_batch_size") for metrics in reports] == [None, 4, 4, 2]
     assert [metrics.get("train/rollouts_left_over") for metrics in reports] == [2, 2, 2, None]

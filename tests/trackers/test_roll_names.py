@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slimectl import builders
 from slimectl.data.metrics_catalogue import CATALOGUE, ROLL_NAMES, known
-from slimectl.settings.loading import from_assignments, resolve
-from slimectl.trackers.roll_names import roll_named
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
+from slimectl.trackers.roll_names import Renamed, roll_named
 
 ROUND = {
     "train/lr": 0.5,
@@ -44,6 +47,49 @@ def test_a_round_is_told_in_rolls_words():
     }
 
 
+def test_phases_are_told_whole_and_in_their_parts():
+    found = roll_named(
+        {
+            "perf/actor_train_time": 3.0, "perf/critic_train_time": 1.0, "perf/generate_time": 8.0,
+            "perf/engine_onload_time": 0.5, "perf/engine_offload_time": 0.25, "perf/log_probs_time": 2.0,
+            "perf/ref_log_probs_time": 1.5, "perf/values_time": 1.0, "perf/advantages_time": 0.125,
+            "memory/cpu/generate/start/rss": 1.0,
+        },
+        prompts_per_round=8,
+    )  # fmt: skip
+    parts = ("execute", "onload", "offload", "total")
+    assert [found[f"time/train_step/{part}"] for part in parts] == [4.0, 0.0, 0.0, 4.0]
+    assert [found[f"time/generate/{part}"] for part in parts] == [8.0, 0.5, 0.25, 8.75]
+    assert found["time/compute_log_probs/total"] == 3.5
+    assert found["time/ref_log_probs_values_reward"] == 1.5
+    assert found["time/old_log_probs_values"] == 3.0
+    assert found["time/adv"] == 0.125
+    assert found["memory/cpu/generate/start/rss"] == 1.0
+    assert not any("do_checkpoint" in name for name in found)
+
+
+def test_rewards_are_those_less_the_divergence_where_it_is_charged():
+    rewards = {"rollout/rewards": 0.5, "rollout/rewards/max": 1.0}
+    charged = {"rollout/penalized_rewards": 0.25, "rollout/penalized_rewards/max": 0.75}
+    assert roll_named(rewards, prompts_per_round=8) == {"critic/rewards/mean": 0.5, "critic/rewards/max": 1.0}
+    found = roll_named(rewards | charged, prompts_per_round=8)
+    assert found == {"critic/rewards/mean": 0.25, "critic/rewards/max": 0.75}
+
+
+def test_the_rate_of_tokens_is_that_of_the_last_five_rounds():
+    class Last:
+        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+            self.metrics = metrics
+
+    last: Any = Last()
+    tracker = Renamed(last, keep_slime_names=False, prompts_per_round=8)
+    for step, (rate, seconds) in enumerate([(1000.0, 9.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.0), (10.0, 1.0)]):
+        tracker.log({"perf/tokens_per_sec": rate, "perf/total_time": seconds}, step=step)
+    assert last.metrics["system/tps"] == 9040 / 13
+    tracker.log({"perf/tokens_per_sec": 40.0, "perf/total_time": 6.0}, step=5)
+    assert last.metrics["system/tps"] == 280 / 10  # the round of 9000 tokens is past
+
+
 def test_scores_of_several_datasets_weigh_by_their_answers():
     found = roll_named(EVALUATION, prompts_per_round=8)
     assert found["val/score/mean"] == pytest.approx((30 * 0.5 + 10 * 0.25) / 40)
@@ -71,8 +117,8 @@ def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, 
 
 @pytest.mark.usefixtures("capsys")  # stderr is no terminal
 def test_the_words_on_the_terminal_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    settings = resolve([from_assignments(["track.naming=roll"])]).settings
-    [tracker] = builders.trackers(settings, tmp_path)
+    settings = resolve([from_assignments(["track.with=['stdout','jsonl']", "track.naming=roll"])]).settings
+    tracker, _ = builders.trackers(settings, tmp_path)
     with caplog.at_level(logging.INFO, logger="slimectl"):
         tracker.log(ROUND, step=4)
     assert "reward 0.75" in caplog.text

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracked import swanlab_records, swanlab_seen, wandb_records, wandb_rows
+from tracked import swanlab_records, swanlab_seen, trackio_seen, wandb_records, wandb_rows
+from trackers.test_resumed_curves import kill_after
 from workshop import Workshop
 
 from slimectl import builders
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
-from slimectl.settings.loading import from_assignments, resolve
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 from slimectl.trackers.base import Identity, TrackedRun
 from slimectl.trackers.swanlab import SwanlabTracker
 from slimectl.trackers.wandb import WandbTracker
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
+OTHER_KEY = "fedcba9876543210fedcba9876543210fedcba98"
 
 
 @pytest.fixture(autouse=True)
@@ -77,12 +80,43 @@ def test_all_metrics_may_stand_on_the_train_step(tmp_path: Path):
     assert set(axes.values()) == {"train/step"}
 
 
+def test_wandb_gets_the_key_and_the_server_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", OTHER_KEY)
+    access = ("track.api_key=env:MY_KEY", "track.host=http://127.0.0.1:9")
+    [tracker] = builders.trackers(settings("track.with=['wandb']", *access), tmp_path)
+    reached = tracker.tracker._run.settings
+    tracker.close()
+    assert (reached.api_key, reached.base_url) == (OTHER_KEY, "http://127.0.0.1:9")
+    wandb_records(tmp_path)
+    assert OTHER_KEY.encode() not in everything_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "tracker", "words"),
+    [
+        ("api_key=env:X", "swanlab", "without wandb; add it"),
+        ("host=http://a", "mlflow", "without wandb; add it"),
+        ("entity=team", "trackio", "without wandb or swanlab; add one"),
+        ("run_id=mine", "trackio", "without a tracker that knows runs by an id; add wandb, swanlab or mlflow"),
+        ("group=mine", "tensorboard", "without a tracker that shows it; add wandb, swanlab, mlflow or trackio"),
+        ("prometheus_host=0.0.0.0", "wandb", "without an endpoint; set track.prometheus_port"),
+        ("naming=roll", "stdout", "on the terminal, which has words of its own; add another"),
+    ],
+)
+def test_a_setting_of_a_tracker_that_is_not_chosen_is_refused(key: str, tracker: str, words: str):
+    name = key.partition("=")[0]
+    with pytest.raises(SettingsError, match=f"track.{name} has no effect {words}"):
+        resolve([from_assignments([f"track.{key}", f"track.with=['{tracker}']"])])
+
+
 def test_a_resumed_run_has_the_same_id_and_another_run_another(tmp_path: Path):
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-    ids = [builders.identity(settings(), folder).run_id for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b")]
+    wandb = "track.with=['wandb']"
+    folders = (tmp_path / "a", tmp_path / "a", tmp_path / "b")
+    ids = [builders.identity(settings(wandb), folder).run_id for folder in folders]
     assert ids[0] == ids[1] != ids[2]
-    given = builders.identity(settings("track.run_id=mine", "track.random_suffix=false"), tmp_path / "a")
+    given = builders.identity(settings(wandb, "track.run_id=mine", "track.random_suffix=false"), tmp_path / "a")
     assert (given.run_id, given.name) == ("mine", "a")
 
 
@@ -114,6 +148,50 @@ def test_swanlab_leaves_ctrl_c_to_the_run_and_stdout_to_data(tmp_path: Path, cap
     assert sys.excepthook is hook
     assert swanlab_seen(tmp_path / "swanlab")["train/lr"] == [(1, 0.5)]
     assert capfd.readouterr().out == ""
+
+
+def test_swanlab_takes_the_names_that_roll_gives_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import swanlab
+
+    logins: list[dict[str, Any]] = []
+    monkeypatch.setattr(swanlab, "login", lambda **arguments: logins.append(arguments))
+    monkeypatch.setenv("MY_KEY", KEY)
+    arguments = f'logdir = "{tmp_path / "logs"}", experiment_name = "first", login_kwargs = {{api_key = "env:MY_KEY"}}'
+    track(tmp_path, "track.with=['swanlab']", f"track.tracker_kwargs={{{arguments}}}")
+    [start] = [record.start for record in swanlab_records(tmp_path / "logs") if record.HasField("start")]
+    assert start.name == "first"
+    assert logins == [{"relogin": True, "api_key": KEY}]
+    assert KEY.encode() not in everything_in(tmp_path)
+
+
+def test_tensorboard_writes_where_its_own_log_dir_says(tmp_path: Path):
+    track(
+        tmp_path, "track.with=['tensorboard']", "track.mode=none", f'track.kwargs={{log_dir = "{tmp_path / "curves"}"}}'
+    )
+    assert [file.parent for file in tmp_path.rglob("events.out.tfevents.*")] == [tmp_path / "curves"]
+
+
+def test_a_hook_logs_into_the_run_by_wandb_itself(tmp_path: Path):
+    import wandb
+
+    [tracker] = builders.trackers(settings("track.with=['wandb']"), tmp_path)
+    wandb.log({"mine/verdict": 0.5})
+    tracker.log({"train/lr": 0.25}, step=4)
+    tracker.close()
+    assert wandb.run is None
+    rows = wandb_rows(tmp_path)
+    assert [row["mine/verdict"] for row in rows if "mine/verdict" in row] == [0.5]
+    assert [row["train/lr"] for row in rows if "train/lr" in row] == [0.25]
+
+
+def test_a_run_of_the_programs_own_stays_the_global_one(tmp_path: Path):
+    import wandb
+
+    own = wandb.init(mode="disabled")
+    [tracker] = builders.trackers(settings("track.with=['wandb']"), tmp_path)
+    assert wandb.run is own
+    tracker.close()
+    own.finish()
 
 
 def test_arguments_of_the_users_go_to_the_library(tmp_path: Path):
@@ -168,25 +246,31 @@ def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatc
         builders.check_trackers(settings("track.with=['stdout', 'wandb']"))
 
 
-def test_a_run_and_its_resume_are_one_curve_under_both_namings(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_run_and_its_resume_are_one_curve_under_both_namings(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
     # wandb's service of this process, which wandb puts into the environment, would write the run's file when it likes.
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
-    tracked = ["-s", "track.with=['wandb', 'swanlab']", "-s", "track.mode=offline", "-s", "track.naming=both"]
+    monkeypatch.setenv("TRACKIO_DIR", str(workshop.folder / "trackio"))
+    trackers = ["-s", "track.with=['wandb', 'swanlab', 'trackio']", "-s", "track.mode=offline"]
+    tracked = [*trackers, "-s", "track.naming=both", "-s", "run.num_rollout=4", "-s", "run.save_interval=2"]
     own = ["-s", 'eval.data.small={path = "prompts.jsonl@[0:3]", n_samples_per_prompt = 2, max_response_len = 4}']
-    out = workshop.slimectl("run", *tracked, *own, "-s", "run.num_rollout=1")
-    assert out.decode().strip() == "runs/a"
+    kill_after(workshop, 3, "run", *tracked, *own)
+    workshop.slimectl("run", "--resume", "runs/a")
     assert "failed" not in workshop.stderr
     folder = workshop.folder / "runs" / "a"
-    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "track.with=['wandb']")
-    assert len({r.run.run_id for r in wandb_records(folder) if r.HasField("run")}) == 1
-    rows = wandb_rows(folder)
+    assert len({r.run.run_id for r in wandb_records(folder, killed=1) if r.HasField("run")}) == 1
+    rows = wandb_rows(folder, killed=1)
     for ours, theirs in [("rollout/raw_reward", "critic/score/mean"), ("eval/small", "val/small/score/mean")]:
         points = [(row[ours], row[theirs]) for row in rows if ours in row]
         assert [a for a, _ in points] == [b for _, b in points]
     lines = workshop.metrics("a")
-    kept = [line["metrics"]["rollout/raw_reward"] for line in lines if "rollout/raw_reward" in line["metrics"]]
-    assert [row["rollout/raw_reward"] for row in rows if "rollout/raw_reward" in row] == kept
-    assert len(kept) == 2
-    assert [value for _, value in swanlab_seen(folder / "swanlab")["rollout/raw_reward"]] == kept[:1]
+    seen = {"swanlab": swanlab_seen(folder / "swanlab"), "trackio": trackio_seen(workshop.folder / "trackio")}
+    for name in ("rollout/raw_reward", "train/lr", "eval/small"):
+        curve = [(line["step"], line["metrics"][name]) for line in lines if name in line["metrics"]]
+        assert len(curve) >= 3
+        assert [row[name] for row in rows if name in row] == [value for _, value in curve]
+        for tracker, points in seen.items():
+            assert points[name] == curve, tracker
     assert max(line["metrics"].get("eval/small/response_len/max", 0) for line in lines) <= 4
     assert KEY.encode() not in everything_in(folder)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimectl.engines.http import payloads
-from slimectl.engines.http.payloads import SharedMemoryBlock
+from slimectl.engines.http import weight_client
+from slimectl.engines.http.weight_client import SharedMemoryBlock
 from slimectl.engines.sglang.payloads import flatten, pickled
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError, StorageError
@@ -68,7 +68,9 @@ def test_a_block_takes_one_message_after_the_other_and_is_gone_with_its_owner():
 def test_what_does_not_fit_into_shared_memory_is_said_before_it_kills(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StorageError, match=r"/dev/shm: \d+ MiB are free, a message of weights takes \d+"):
         SharedMemoryBlock(2**60)
-    monkeypatch.setattr(payloads, "SHARED", "/nowhere")  # a system without it: memory is asked for as it is needed
+    monkeypatch.setattr(
+        weight_client, "SHARED_MEMORY", "/nowhere"
+    )  # a system without it: memory is asked for as it is needed
     assert SharedMemoryBlock(8).size == 8
 
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures import torch_dist_keys as naming
+from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.torch_dist_keys import KeyStyle, ShardKey
+from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.safetensors_io import TensorSpec
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk
 from slimectl.checkpoints.validate import EMBEDDING, Model, refuse_extra
@@ -114,6 +117,27 @@ class TorchDistWeights:
             sizes = (*(1 for _ in region.counts), *region.shape)
             parts.append(self._reader.read(self._prefix + region.key, offsets, sizes).reshape(region.shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class ModelCheckpoint(HFCheckpoint):
+    """Reads a model folder of either layout, Hugging Face's or torch_dist; writes the former.
+
+    A torch_dist folder is a model with the config.json of its Hugging Face model in it; of Megatron-LM's own folders
+    that is the one with the tracker file.
+    """
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        if not is_torch_dist(path):
+            yield from super().read(path)
+            return
+        weights = self.open(path)
+        for name in weights.forms():
+            yield name, weights.get(name)
+
+    def open(self, path: Path) -> Weights:
+        if not is_torch_dist(path):
+            return super().open(path)
+        return TorchDistWeights(newest(path), Model(read_config(path)))
 
 
 def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[Chunk]:

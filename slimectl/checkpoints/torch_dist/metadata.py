@@ -7,12 +7,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from slimectl.checkpoints.torch_dist.pickle_tree import parse_pickle
-from slimectl.checkpoints.torch_dist.tables import METADATA_NAMES, metadata_of
 from slimectl.errors import CheckpointError
-from slimectl.model_files import open_file, plain_name, read_json
+from slimectl.model_files import check_file, open_file, plain_name, read_json
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -35,7 +31,8 @@ def is_torch_dist(folder: Path) -> bool:
     """Return whether a folder is a torch_dist checkpoint, damaged ones included. Raises CheckpointError."""
     if any((folder / name).exists() for name in (METADATA, TRACKER)) or any(folder.glob("*.distcp")):
         return True
-    return "sharded_backend" in _read_layout(folder)
+    # Beside safetensors a file of that name is somebody's own, of any size.
+    return not any(folder.glob("*.safetensors")) and "sharded_backend" in _read_layout(folder)
 
 
 def newest(folder: Path) -> Path:
@@ -53,6 +50,11 @@ def newest(folder: Path) -> Path:
     return folder / name
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of all .distcp files of a checkpoint. Raises CheckpointError."""
+    return sum(check_file(path).st_size for path in newest(folder).glob("*.distcp"))
+
+
 def _read_layout(folder: Path) -> dict[str, Any]:
     """Read metadata.json; empty if there is none. Raises CheckpointError."""
     try:
@@ -66,6 +68,10 @@ def read_metadata(folder: Path) -> Any:
 
     The pickle is parsed by pickle_tree and torch's objects are built by tables: no name in it is looked up or called.
     """
+    # Not above: whether a folder is one at all is asked by commands that need no torch.
+    from slimectl.checkpoints.torch_dist.pickle_tree import parse_pickle
+    from slimectl.checkpoints.torch_dist.tables import METADATA_NAMES, metadata_of
+
     path = folder / METADATA
     try:
         with open_file(path) as file:
@@ -88,6 +94,8 @@ def read_metadata(folder: Path) -> Any:
 
 def write_metadata(folder: Path, metadata: Any, common: dict[str, Any]) -> None:
     """Write all files except the .distcp files."""
+    import torch
+
     torch.save(common, folder / COMMON)
     (folder / LAYOUT).write_text(json.dumps(LAYOUT_FACTS))
     with (folder / METADATA).open("wb") as file:

@@ -1,10 +1,13 @@
-"""Rotary position embeddings with every scaling that transformers implements.
+"""Rotary position embeddings with every scaling that transformers implements, and attention over the cache.
 
-N rows · D head dimension · P positions.
+N rows · D head dimension · P positions · B sequences · K key-value heads · G query heads of each · T tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.prefix_tree import Span
 from slimectl.errors import CheckpointError
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -37,15 +41,20 @@ class Rope:
         self._sin_P1D = torch.empty(0)
         self._frequencies(1)
 
+    @property
+    def reusable_tokens(self) -> float:
+        """Length up to which a token's keys do not depend on the prompt that it was computed in."""
+        return self._native_length if self._kind in BY_LENGTH else math.inf
+
     def rows(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [N, 1, D] for tokens that each end their sequence; all positions are below `longest`."""
         if longest > self._cos_P1D.shape[0]:
             self._grow(max(longest, 2 * self._cos_P1D.shape[0], 256))
         return self._cos_P1D[positions_N], self._sin_P1D[positions_N]
 
-    def prompt_rows(self, positions_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [N, 1, D] for whole prompts, concatenated."""
-        cos_N1D, sin_N1D = self.rows(positions_N, max(lengths))
+    def prompt_rows(self, positions_N: Tensor, lengths: list[int], longest: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [N, 1, D] for prompts, concatenated; each lacks at most its first `reusable_tokens`."""
+        cos_N1D, sin_N1D = self.rows(positions_N, longest)
         if self._kind in BY_LENGTH:
             start = 0
             for length in lengths:
@@ -95,23 +104,44 @@ FEW = 16
 
 
 class Decode:
-    """Attention of one new token for each of the first B slots of the cache."""
+    """Attention of one new token for each of the first B slots of the cache.
 
-    def __init__(self, cache: Cache, positions_B: Tensor, longest: int, *, heads: int, dtype: torch.dtype) -> None:
+    A slot has the tokens behind those that its sequence reads from `spans`; there are `offsets_B` of them.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        positions_B: Tensor,
+        longest: int,
+        *,
+        heads: int,
+        dtype: torch.dtype,
+        offsets_B: Tensor | None = None,
+        spans: Sequence[Span] = (),
+    ) -> None:
+        if offsets_B is not None:
+            positions_B = positions_B - offsets_B
         self._cache = cache
         self._heads = heads
         self._slots = positions_B.shape[0]
         self._tokens = min(-(-longest // 16) * 16, cache.tokens)
         self._rows = cache.rows(positions_B)
+        self._spans = spans
         device = positions_B.device
         hidden_BT = torch.arange(self._tokens, device=device) > positions_B[:, None]
         # Additive and of the dtype of the scores: a boolean mask is converted again in every layer.
         mask_BT = torch.zeros(hidden_BT.shape, dtype=dtype, device=device).masked_fill_(hidden_BT, float("-inf"))
-        self._fused = device.type != "cpu" or self._slots * cache.heads < FEW
+        self._fused = not spans and (device.type != "cpu" or self._slots * cache.heads < FEW)
         if self._fused:
             self._mask = mask_BT[:, None, None].expand(-1, -1, heads // cache.heads, -1)
         else:
             self._mask = mask_BT.repeat_interleave(cache.heads, 0)[:, None]
+        if spans:
+            self._shared_tokens = max(span.end for span in spans)
+            shape = (self._slots, cache.heads, heads // cache.heads, self._shared_tokens + self._tokens)
+            # Rows that do not read a span keep a score of minus infinity for its tokens, in every layer.
+            self._scores_BKGT = torch.full(shape, float("-inf"), dtype=dtype, device=device)
 
     def __call__(self, layer: int, qkv_NHD: Tensor) -> Tensor:
         """Return attention output [N, H * D]. The query heads of a key-value head are passed as a sequence."""
@@ -131,23 +161,58 @@ class Decode:
             keys.flatten(0, 1).transpose(1, 2),
             alpha=head_dim**-0.5,
         )
+        if self._spans:
+            return self._with_spans(layer, query_BKGD, scores, values)
         return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows, heads * head_dim)
+
+    def _with_spans(self, layer: int, query_BKGD: Tensor, scores: Tensor, values: Tensor) -> Tensor:
+        """Attend to the spans, each with one product for all its rows, and to the slots, in one softmax."""
+        rows, kv_heads, group, head_dim = query_BKGD.shape
+        for span in self._spans:
+            query = query_BKGD[span.rows].transpose(0, 1).flatten(1, 2)
+            products = torch.bmm(query, span.keys_values[layer, 0].transpose(1, 2)).mul_(head_dim**-0.5)
+            products_NKGT = products.view(kv_heads, -1, group, span.end - span.start).transpose(0, 1)
+            self._scores_BKGT[span.rows, :, :, span.start : span.end] = products_NKGT
+        self._scores_BKGT[..., self._shared_tokens :] = scores.view(rows, kv_heads, group, -1)
+        weights_BKGT = self._scores_BKGT.softmax(-1)
+        slot_weights = weights_BKGT[..., self._shared_tokens :].flatten(0, 1)
+        out_BKGD = torch.bmm(slot_weights, values.flatten(0, 1)).view(query_BKGD.shape)
+        for span in self._spans:
+            weights = weights_BKGT[span.rows, :, :, span.start : span.end].transpose(0, 1).flatten(1, 2)
+            sums = torch.bmm(weights, span.keys_values[layer, 1])
+            out_BKGD[span.rows] += sums.view(kv_heads, -1, group, head_dim).transpose(0, 1)
+        return out_BKGD.view(rows, -1)
 
 
 class Prefill:
-    """Attention of whole prompts, concatenated; stores their keys and values in `keys_values` [L, N, 2, K, D]."""
+    """Attention of prompts, concatenated; stores their keys and values in `keys_values` [L, N, 2, K, D].
 
-    def __init__(self, lengths: list[int], *, layers: int, heads: int, device: torch.device) -> None:
+    `lengths` are the tokens to compute, and `prefixes` what each prompt has before them: keys and values
+    [L, 2, K, T, D] from its beginning on, in any number of parts.
+    """
+
+    def __init__(
+        self, lengths: list[int], *, layers: int, heads: int, device: torch.device, prefixes: Sequence[Sequence[Tensor]]
+    ) -> None:
         self._layers = layers
         self._heads = heads
         self._shape = (len(lengths), max(lengths))
         self.keys_values = torch.empty(0)
         lengths_B = torch.tensor(lengths)
+        offsets = [sum(part.shape[3] for part in prefix) for prefix in prefixes]
+        ends = list(accumulate(lengths))
         starts_B = lengths_B.cumsum(0) - lengths_B
         columns_T = torch.arange(max(lengths))
         present_BT = columns_T < lengths_B[:, None]
-        self.positions_N = columns_T.expand(self._shape)[present_BT].to(device)
+        positions_BT = columns_T + torch.tensor(offsets)[:, None]
+        self.positions_N = positions_BT[present_BT].to(device)
+        self.longest = max(map(sum, zip(lengths, offsets, strict=True)))
         self.last_B = (starts_B + lengths_B - 1).to(device)
+        self._prefixes = [
+            (slice(end - length, end), prefix)
+            for length, end, prefix in zip(lengths, ends, prefixes, strict=True)
+            if prefix
+        ]
         even = min(lengths) == max(lengths)
         # Padding repeats a prompt's last token: behind every real one, so that a causal mask hides it.
         padded_BT = starts_B[:, None] + torch.minimum(columns_T, lengths_B[:, None] - 1)
@@ -165,6 +230,38 @@ class Prefill:
         padded = qkv_NHD if self._padded is None else qkv_NHD.index_select(0, self._padded)
         padded_BHTD = padded.view(*self._shape, all_heads, head_dim).transpose(1, 2)
         query, key, value = torch.split(padded_BHTD, [heads, kv_heads, kv_heads], 1)
+        if self._prefixes:
+            return self._with_prefixes(layer, qkv_NHD, query, key, value)
         out_BHTD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
-        out_NE = out_BHTD.transpose(1, 2).reshape(-1, heads * head_dim)
-        return out_NE if self._present is None else out_NE.index_select(0, self._present)
+        return self._unpadded(out_BHTD).flatten(1)
+
+    def _unpadded(self, padded_BHTX: Tensor) -> Tensor:
+        rows_NHX = padded_BHTX.transpose(1, 2).flatten(0, 1)
+        return rows_NHX if self._present is None else rows_NHX.index_select(0, self._present)
+
+    def _with_prefixes(self, layer: int, qkv_NHD: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend to the new tokens and to what is before them, and merge the two by their log-sum-exp."""
+        heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+        group = heads // kv_heads
+        out, lse = _attention(query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), causal=True)
+        out_NHD, lse_NH = self._unpadded(out), self._unpadded(lse[..., None])[..., 0]
+        for rows, prefix in self._prefixes:
+            keys_values = prefix[0][layer] if len(prefix) == 1 else torch.cat([part[layer] for part in prefix], 2)
+            query_KRD = qkv_NHD[rows, :heads].view(-1, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+            out, lse = _attention(query_KRD[None], keys_values[:1], keys_values[1:], causal=False)
+            before_NHD = out.view(kv_heads, -1, group, head_dim).transpose(0, 1).flatten(1, 2)
+            before_NH = lse.view(kv_heads, -1, group).transpose(0, 1).flatten(1)
+            share_NH1 = torch.sigmoid(before_NH - lse_NH[rows])[..., None]
+            out_NHD[rows] = torch.lerp(out_NHD[rows], before_NHD, share_NH1.to(before_NHD.dtype))
+        return out_NHD.flatten(1)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return attention output [B, H, T, D] and the log-sum-exp [B, H, T] of its scores."""
+    if query.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(query, key, value, 0.0, causal)
+    else:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal)
+    return out, lse[..., : query.shape[2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import secrets
 import threading
@@ -15,14 +16,26 @@ import torch
 from torch import Tensor
 
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
-from slimectl.engines.embedded.model import Model
+from slimectl.engines.embedded.grammar import (
+    GrammarState,
+    Sequential,
+    TokenGrammar,
+    Vocabulary,
+    literal,
+    token_table,
+)
+from slimectl.engines.embedded.json_grammar import json_grammar
+from slimectl.engines.embedded.model import Model, TokenScores
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.embedded.weights import WeightLoader
 from slimectl.engines.limits import check_prompt, check_tokens
-from slimectl.errors import BackendError
-from slimectl.types import Completion, SamplingParams
+from slimectl.errors import BackendError, SettingsError
+from slimectl.types import Completion, JsonGrammar, SamplingParams
+
+MOST_GRAMMARS = 8
+"""Grammars that an engine keeps, with the masks of their states."""
 
 
 def make_sequence(
@@ -33,17 +46,22 @@ def make_sequence(
     max_context: int,
     end_tokens: frozenset[int],
     detokenizer: Detokenizer,
+    top_count: int = 0,
+    grammar: TokenGrammar | None = None,
 ) -> RunningSequence:
     """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError."""
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
+    end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
     return RunningSequence(
         prompt=tuple(tokens),
         params=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
         limit=min(params.max_tokens, max_context - len(tokens)),
-        end_tokens=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens),
+        end_tokens=end_tokens,
         future=asyncio.get_running_loop().create_future(),
         scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
+        top_count=top_count,
+        grammar=None if grammar is None else GrammarState(grammar, sorted(end_tokens)),
     )
 
 
@@ -51,7 +69,8 @@ class EmbeddedEngine:
     """Samples text with weights loaded as a whole (`load_weights`) or in parts (`update_weights`).
 
     `max_running` answers are generated at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
-    for keys and values grows with the running sequences. `generate` may be called from successive event loops; the one
+    for keys and values grows with the running sequences; at most `prefix_cache_gib` more holds those of earlier
+    prompts and answers, with which later ones may begin. `generate` may be called from successive event loops; the one
     that awaits drives the engine. Another thread may load weights: it waits for the current step.
     """
 
@@ -65,14 +84,25 @@ class EmbeddedEngine:
         max_running: int = 64,
         max_context: int | None = None,
         end_token_ids: Sequence[int] = (),
+        prefix_cache_gib: float = 1.0,
     ) -> None:
         self.max_context = max_context or int(config.max_position_embeddings)
         self.device = device
-        torch_device = torch.device(device)
+        torch_device = self._device = torch.device(device)
         self._model = Model(config, dtype=dtype, device=torch_device)
-        self._runner = Runner(self._model, max_running=max_running, max_context=self.max_context, device=torch_device)
+        self._runner = Runner(
+            self._model,
+            max_running=max_running,
+            max_context=self.max_context,
+            prefix_cache_bytes=int(prefix_cache_gib * 2**30),
+            device=torch_device,
+        )
         self._detokenizer = Detokenizer(tokenizer)
         self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        self._tokenizer = tokenizer
+        self._tokens: Vocabulary | None = None
+        self._grammars: dict[JsonGrammar, TokenGrammar] = {}
+        self._grammar_lock = threading.Lock()
         self._intake = WeightLoader(self._model.weights)
         self._pauses: dict[str, float] = {}  # since when
         self._loader_waits = False
@@ -82,6 +112,11 @@ class EmbeddedEngine:
     @property
     def stats(self) -> Stats:
         return self._runner.stats
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens for which the model has logits."""
+        return self._model.vocabulary
 
     @property
     def weight_version(self) -> str:
@@ -124,6 +159,8 @@ class EmbeddedEngine:
 
         Raises SettingsError if they leave no room in the context, BackendError while there are no weights.
         """
+        if params.grammar is not None:
+            await asyncio.to_thread(self.grammar, params.grammar)
         sequence = self.request(tokens, params)
         self.submit(sequence)
         try:
@@ -132,7 +169,7 @@ class EmbeddedEngine:
             sequence.finish = "abort"
             raise
 
-    def request(self, tokens: list[int], params: SamplingParams) -> Running:
+    def request(self, tokens: list[int], params: SamplingParams, *, top_count: int = 0) -> Running:
         """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError."""
         return make_sequence(
             tokens,
@@ -141,7 +178,28 @@ class EmbeddedEngine:
             max_context=self.max_context,
             end_tokens=self._end_tokens,
             detokenizer=self._detokenizer,
+            top_count=top_count,
+            grammar=None if params.grammar is None else self.grammar(params.grammar),
         )
+
+    def grammar(self, grammar: JsonGrammar) -> TokenGrammar:
+        """Return a grammar over this model's tokens. Raises SettingsError for a schema that it cannot keep.
+
+        The first one takes a second, for a large vocabulary; the last ones are kept. May be called from any thread.
+        """
+        with self._grammar_lock:
+            if grammar not in self._grammars:
+                try:
+                    node = json_grammar(json.loads(grammar.schema))
+                except (ValueError, RecursionError):
+                    raise SettingsError("json_schema: is not JSON") from None
+                if self._tokens is None:
+                    self._tokens = token_table(self._tokenizer, size=self._model.vocabulary, device=self._device)
+                while len(self._grammars) >= MOST_GRAMMARS:
+                    del self._grammars[next(iter(self._grammars))]
+                framed = Sequential((literal(grammar.prefix), node, literal(grammar.suffix)))
+                self._grammars[grammar] = TokenGrammar(framed, self._tokens)
+            return self._grammars[grammar]
 
     def submit(self, sequence: Running) -> None:
         """Queue a sequence, and drive the engine in the running event loop. Raises BackendError without weights."""
@@ -155,18 +213,19 @@ class EmbeddedEngine:
             self._deliver(sequence)
         self._ensure_driver()
 
-    def log_probs(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+    def scores(self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0) -> list[TokenScores]:
         """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence, in one pass.
 
-        Raises SettingsError for a sequence that the model cannot read, BackendError while there are no weights.
+        With `top`, also the likeliest tokens in place of each. Raises SettingsError for a sequence that the model
+        cannot read, BackendError while there are no weights.
         """
         for tokens in sequences:
             check_tokens(tokens, vocabulary=self._model.vocabulary, max_tokens=self.max_context)
         with self._lock, torch.inference_mode():
             if not self._intake.whole:
                 raise BackendError("the embedded engine has no whole weights; load them, or wait for the update's end")
-            values = self._model.sequence_log_probs([tuple(tokens) for tokens in sequences], list(starts))
-        if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
+            values = self._model.sequence_scores([tuple(tokens) for tokens in sequences], list(starts), top=top)
+        if not all(map(math.isfinite, itertools.chain.from_iterable(score.log_probs for score in values))):
             raise non_finite_error(self.weight_version)
         return values
 
@@ -208,7 +267,13 @@ class EmbeddedEngine:
             self._runner.retract()
             self._runner.free()
 
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes of keys and values that are kept for later prompts."""
+        return self._runner.tree.bytes
+
     def forget_prefixes(self) -> None:
+        """Discard the keys and values of prompts and answers that have ended."""
         with self._lock:
             self._runner.forget_prefixes()
 
@@ -264,6 +329,7 @@ class EmbeddedEngine:
             except Exception as error:
                 with self._lock:
                     failed = self._runner.clear()
+                    self._runner.forget_prefixes()
                 for sequence in failed:
                     sequence.fail(error)
                 return

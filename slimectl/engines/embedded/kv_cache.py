@@ -42,10 +42,14 @@ class Cache:
         grown[:, :, :old_slots, :, :old_tokens] = self._slab
         self._slab = grown
 
-    def put(self, first: int, count: int, prompt_LT2KD: Tensor) -> None:
-        """Copy a prompt's keys and values into `count` slots from `first` on."""
-        length = prompt_LT2KD.shape[1]
-        self._slab[:, :, first : first + count, :, :length] = prompt_LT2KD.permute(0, 2, 3, 1, 4)[:, :, None]
+    def put(self, first: int, count: int, keys_values_L2KTD: Tensor, *, at: int) -> None:
+        """Copy keys and values into `count` slots from `first` on, as the tokens from `at` on."""
+        end = at + keys_values_L2KTD.shape[3]
+        self._slab[:, :, first : first + count, :, at:end] = keys_values_L2KTD[:, :, None]
+
+    def copy(self, slot: int, start: int, end: int) -> Tensor:
+        """Return a copy of the keys and values [L, 2, K, T, D] of a slot's tokens."""
+        return self._slab[:, :, slot, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def move(self, source: int, target: int, *, tokens: int) -> None:
         """Copy a slot onto another one, its first `tokens` tokens."""

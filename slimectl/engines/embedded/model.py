@@ -6,9 +6,9 @@ T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
+from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
@@ -26,18 +28,51 @@ CHUNK_LOGITS = 2**23
 
 @dataclass(slots=True)
 class Prefix:
-    """Computed prompt: keys and values [L, T, 2, K, D] and the logits [V] after its last token.
+    """Computed prompt: its beginning in the prefix tree, keys and values of the rest, and the logits after it.
 
-    `used` is set when the first sequence takes it.
+    `node` ends the beginning, None without one; `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
+    `cached_tokens` were not computed for it; `used` is set when the first sequence takes it.
     """
 
+    node: Node | None
     keys_values: Tensor
     logits_V: Tensor
+    cached_tokens: int
     used: bool = False
 
-    def detached(self) -> Prefix:
-        """Return a copy with its own storage, which outlives the prompts of the same pass."""
-        return Prefix(self.keys_values.clone(), self.logits_V.clone(), self.used)
+    @property
+    def offset(self) -> int:
+        return 0 if self.node is None else self.node.end
+
+    def tail(self, start: int) -> Tensor:
+        """Return a copy of the keys and values from a token on."""
+        return self.keys_values[:, :, :, start:].clone(memory_format=torch.contiguous_format)
+
+    def own_storage(self) -> None:
+        """Copy what views a whole pass, so that this one outlives the other prompts of that pass."""
+        self.keys_values, self.logits_V = self.keys_values.clone(), self.logits_V.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities of the tokens of a text, and the likeliest tokens in place of each, if they were asked for."""
+
+    log_probs: list[float]
+    top: list[TopTokens]
+
+
+class Inputs(NamedTuple):
+    """Last token of each sequence and its position; `longest` bounds their lengths, `longest_slot` those of the slots.
+
+    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any.
+    """
+
+    tokens_B: Tensor
+    positions_B: Tensor
+    longest: int
+    longest_slot: int
+    offsets_B: Tensor | None = None
+    spans: Sequence[Span] = ()
 
 
 class Model:
@@ -58,41 +93,71 @@ class Model:
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
 
-    def prefill(self, prompts: list[tuple[int, ...]]) -> list[Prefix]:
-        """Compute whole prompts in one pass."""
-        attend, _, stream_NE = self._prefill_pass(prompts)
-        logits_BV = self._logits(stream_NE[attend.last_B])
-        pieces = torch.split(attend.keys_values, [len(prompt) for prompt in prompts], dim=1)
-        return [Prefix(piece, logits_V) for piece, logits_V in zip(pieces, logits_BV, strict=True)]
+    def new_tree(self, capacity: int) -> PrefixTree:
+        """Create a prefix tree of at most `capacity` bytes."""
+        layers = len(self.weights.layers)
+        token_bytes = 2 * layers * self.kv_heads * self.head_dim * self._dtype.itemsize
+        return PrefixTree(capacity=capacity, token_bytes=token_bytes, layers=layers)
 
-    def sequence_log_probs(self, sequences: list[tuple[int, ...]], starts: list[int]) -> list[list[float]]:
-        """Compute log p(token), at temperature 1, of the tokens after position `start` of each sequence in one pass."""
-        _, tokens_N, stream_NE = self._prefill_pass(sequences)
-        values: list[list[float]] = []
+    @property
+    def reusable_tokens(self) -> float:
+        """Length up to which prompts can share keys and values."""
+        return self._rope.reusable_tokens
+
+    def prefill(self, prompts: list[tuple[int, ...]], nodes: Sequence[Node | None]) -> list[Prefix]:
+        """Compute prompts in one pass, each from the end of its node of the prefix tree on."""
+        starts = [0 if node is None else node.end for node in nodes]
+        rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
+        attend, _, stream_NE = self._prefill_pass(rests, before)
+        logits_BV = self._logits(stream_NE[attend.last_B])
+        pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
+        return [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
+
+    def sequence_scores(self, sequences: list[tuple[int, ...]], starts: list[int], *, top: int) -> list[TokenScores]:
+        """Score the tokens after position `start` of each sequence in one pass, with the `top` likeliest at each."""
+        _, tokens_N, stream_NE = self._prefill_pass(sequences, [[]] * len(sequences))
+        scores: list[TokenScores] = []
         first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
         for sequence, start in zip(sequences, starts, strict=True):
             log_probs: list[float] = []
+            top_tokens: list[TopTokens] = []
             last = first + len(sequence) - 1
             for position in range(first + start, last, chunk):
                 end = min(position + chunk, last)
                 log_p_CV = torch.log_softmax(self._logits(stream_NE[position:end]), -1, dtype=torch.float32)
                 log_probs += log_p_CV.gather(1, tokens_N[position + 1 : end + 1, None])[:, 0].tolist()
-            values.append(log_probs)
+                if top:
+                    values_CN, ids_CN = log_p_CV.topk(min(top, self.vocabulary))
+                    rows = zip(ids_CN.tolist(), values_CN.tolist(), strict=True)
+                    top_tokens += [list(zip(ids, values, strict=True)) for ids, values in rows]
+            scores.append(TokenScores(log_probs, top_tokens))
             first = last + 1
-        return values
+        return scores
 
-    def _prefill_pass(self, prompts: list[tuple[int, ...]]) -> tuple[Prefill, Tensor, Tensor]:
+    def _prefill_pass(
+        self, prompts: list[tuple[int, ...]], prefixes: Sequence[Sequence[Tensor]]
+    ) -> tuple[Prefill, Tensor, Tensor]:
         """Run concatenated prompts; returns the attention, the tokens [N] and the residual stream [N, E]."""
         lengths = [len(prompt) for prompt in prompts]
-        attend = Prefill(lengths, layers=len(self.weights.layers), heads=self.heads, device=self._device)
+        layers = len(self.weights.layers)
+        attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        rope = self._rope.prompt_rows(attend.positions_N, lengths)
+        rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
         return attend, tokens_N, self._hidden(tokens_N, rope, attend)
 
-    def decode(self, tokens_B: Tensor, positions_B: Tensor, longest: int, cache: Cache) -> Tensor:
-        """Return logits [B, V] after one more token in each of the first B slots; `longest` bounds their length."""
-        attend = Decode(cache, positions_B, longest, heads=self.heads, dtype=self._dtype)
-        return self._logits(self._hidden(tokens_B, self._rope.rows(positions_B, longest), attend))
+    def decode(self, inputs: Inputs, cache: Cache) -> Tensor:
+        """Return logits [B, V] after one more token in each of the first B slots."""
+        attend = Decode(
+            cache,
+            inputs.positions_B,
+            inputs.longest_slot,
+            heads=self.heads,
+            dtype=self._dtype,
+            offsets_B=inputs.offsets_B,
+            spans=inputs.spans,
+        )
+        return self._logits(self._hidden(inputs.tokens_B, self._rope.rows(inputs.positions_B, inputs.longest), attend))
 
     def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Return the residual stream [N, E] after the last block."""

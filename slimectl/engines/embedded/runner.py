@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.model import Model, Prefix
+from slimectl.engines.embedded.model import Inputs, Model, Prefix
+from slimectl.engines.embedded.prefix_tree import shared_spans
 from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
 from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
 from slimectl.errors import SlimectlError
@@ -19,10 +20,13 @@ from slimectl.errors import SlimectlError
 AHEAD = 512
 """Prompt tokens, padding included, that one pass computes with prompts that are still in the queue."""
 
+Admitted = dict[tuple[int, ...], list[RunningSequence]]
+"""New sequences by prompt."""
+
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start; a prompt that siblings share counts once."""
+    """Counters since the start; a prompt that siblings share counts once, and not what the prefix tree had of it."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -32,9 +36,12 @@ class Stats:
 class Runner:
     """Steps the sequences of its scheduler, whose slots are those of the cache."""
 
-    def __init__(self, model: Model, *, max_running: int, max_context: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
+    ) -> None:
         self.model = model
-        self.scheduler = Scheduler(max_running=max_running)
+        self.tree = model.new_tree(prefix_cache_bytes)
+        self.scheduler = Scheduler(max_running=max_running, work=self._work)
         self.stats = Stats()
         self._max_context = max_context
         self._device = device
@@ -48,18 +55,30 @@ class Runner:
         admitted = self.scheduler.admit()
         if not self.scheduler.running:
             return []  # those who waited were cancelled
+        if admitted:
+            self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
+            self._share(admitted)
         batch = self._rows(changed=bool(admitted))
         logits_BV = self._logits(batch, admitted)
-        tokens_B, log_probs_B = sample_tokens(logits_BV, batch)
-        log_probs = log_probs_B.tolist()
+        sampled = sample_tokens(logits_BV, batch)
+        tokens, log_probs = sampled.tokens_B.tolist(), sampled.log_probs_B.tolist()
         if not math.isfinite(sum(log_probs)):
             raise non_finite_error(weight_version)
-        for sequence, token, log_prob in zip(batch.sequences, tokens_B.tolist(), log_probs, strict=True):
+        for sequence, token, log_prob, top in zip(
+            batch.sequences, tokens, log_probs, sampled.top_tokens(), strict=True
+        ):
             if not sequence.finish:  # else it was aborted, and its answer is delivered already
-                sequence.append(token, log_prob, weight_version)
-        batch.advance(tokens_B)
+                sequence.append(token, log_prob, weight_version, top)
+        batch.advance(sampled.tokens_B)
         self.stats.steps += 1
         return self._retire()
+
+    def _work(self, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens of a prompt the prefix tree lacks; the last one is always computed, for its logits."""
+        return len(prompt) - (self.tree.matched(prompt[:-1]) if self._is_reusable(prompt) else 0)
+
+    def _is_reusable(self, tokens: tuple[int, ...]) -> bool:
+        return len(tokens) <= self.model.reusable_tokens
 
     def _rows(self, *, changed: bool) -> Batch:
         """Return the running sequences as a batch: the last one, unless some have joined or left."""
@@ -68,37 +87,28 @@ class Runner:
             self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
         return self._batch
 
-    def _logits(self, batch: Batch, admitted: dict[tuple[int, ...], list[RunningSequence]]) -> Tensor:
+    def _logits(self, batch: Batch, admitted: Admitted) -> Tensor:
         """Return logits of the next token: decoded for running sequences, then those after the new prompts."""
         self._cache.reserve(
             slots=len(batch.sequences),
-            tokens=batch.longest,
+            tokens=batch.longest_slot,
             max_slots=self.scheduler.max_running,
             max_tokens=self._max_context,
         )
         decoding = len(batch.sequences) - sum(map(len, admitted.values()))
-        logits = [self._prefill(admitted, slot=decoding)] if admitted else []
+        logits = [self._admit(admitted, slot=decoding)] if admitted else []
         if decoding:
             self.stats.decode_tokens += decoding
-            tokens_B, positions_B = batch.tokens_B[:decoding], batch.positions_B[:decoding]
-            logits.insert(0, self.model.decode(tokens_B, positions_B, batch.longest, self._cache))
+            inputs = Inputs(
+                batch.tokens_B[:decoding],
+                batch.positions_B[:decoding],
+                batch.longest,
+                batch.longest_slot,
+                None if batch.offsets_B is None else batch.offsets_B[:decoding],
+                shared_spans([sequence.shared for sequence in batch.sequences[:decoding]], device=self._device),
+            )
+            logits.insert(0, self.model.decode(inputs, self._cache))
         return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _prefill(self, admitted: dict[tuple[int, ...], list[RunningSequence]], *, slot: int) -> Tensor:
-        """Compute new prompts, copy each to all its siblings, from `slot` on; returns the logits [B, V] after them."""
-        self._compute([prompt for prompt in admitted if prompt not in self._prefixes])
-        logits = []
-        for prompt, siblings in admitted.items():
-            prefix = self._prefixes[prompt]
-            self._cache.put(slot, len(siblings), prefix.keys_values)
-            slot += len(siblings)
-            logits += [prefix.logits_V] * len(siblings)
-            for sequence in siblings[not prefix.used :]:
-                if not sequence.tokens:
-                    sequence.cached_tokens = len(prompt)
-            prefix.used = True
-        self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if self.scheduler.awaits(prompt)}
-        return torch.stack(logits)
 
     def _compute(self, prompts: list[tuple[int, ...]]) -> None:
         """Compute prompts, and short ones next in the queue in the same pass: a pass over few tokens costs as much."""
@@ -106,35 +116,106 @@ class Runner:
             return
         ahead = self.scheduler.upcoming(prompts, tokens=AHEAD)
         new = prompts + [prompt for prompt in ahead if prompt not in self._prefixes]
-        self.stats.prefill_tokens += sum(map(len, new))
-        for prompt, prefix in zip(new, self.model.prefill(new), strict=True):
-            # A copy if it outlives this step: a view would keep the memory of the whole pass.
-            self._prefixes[prompt] = prefix.detached() if self.scheduler.awaits(prompt) else prefix
+        nodes = [self.tree.match(prompt[:-1]) if self._is_reusable(prompt) else None for prompt in new]
+        for prompt, prefix in zip(new, self.model.prefill(new, nodes), strict=True):
+            self.stats.prefill_tokens += len(prompt) - prefix.cached_tokens
+            self._prefixes[prompt] = prefix
+            self.tree.use(prefix.node)
+        for prompt in new:
+            self._store(prompt, self._prefixes[prompt])
+
+    def _store(self, prompt: tuple[int, ...], prefix: Prefix) -> None:
+        """Move what was computed of a prompt into the prefix tree, if it has room."""
+        start, node = prefix.offset, prefix.node
+        self.tree.release(node)
+        if self._is_reusable(prompt):
+            node = self.tree.insert(prompt, lambda position: prefix.tail(position - start))
+        if node is not None and node.end == len(prompt):
+            prefix.node, prefix.keys_values = node, prefix.keys_values[:, :, :, :0]
+        if self.scheduler.awaits(prompt):
+            prefix.own_storage()
+        self.tree.use(prefix.node)
+
+    def _share(self, admitted: Admitted) -> None:
+        """Decide what new sequences read from the prefix tree, and what their slots get."""
+        for prompt, siblings in admitted.items():
+            node = self._prefixes[prompt].node
+            shared = self.tree.shared(node, len(siblings) + self.scheduler.awaits(prompt))
+            for sequence in siblings:
+                sequence.shared, sequence.reusable = shared, self._is_reusable(prompt)
+                self.tree.use(shared)
+
+    def _admit(self, admitted: Admitted, *, slot: int) -> Tensor:
+        """Copy new prompts to the slots of their siblings, from `slot` on; returns the logits [B, V] after them."""
+        logits = []
+        for prompt, siblings in admitted.items():
+            prefix, offset, count = self._prefixes[prompt], siblings[0].offset, len(siblings)
+            for node in [] if prefix.node is None else prefix.node.path(offset):
+                self._cache.put(slot, count, node.keys_values, at=node.start - offset)
+            self._cache.put(slot, count, prefix.keys_values, at=prefix.offset - offset)
+            slot += count
+            logits += [prefix.logits_V] * count
+            for i, sequence in enumerate(siblings):
+                if not sequence.tokens:
+                    sequence.cached_tokens = len(prompt) if i or prefix.used else prefix.cached_tokens
+            prefix.used = True
+        self._drop_prefixes([prompt for prompt in self._prefixes if not self.scheduler.awaits(prompt)])
+        return torch.stack(logits)
+
+    def _drop_prefixes(self, prompts: list[tuple[int, ...]]) -> None:
+        for prompt in prompts:
+            self.tree.release(self._prefixes.pop(prompt).node)
 
     def _retire(self) -> list[RunningSequence]:
         """Remove finished sequences and close the gaps that they leave in the cache."""
+        for slot, sequence in enumerate(self.scheduler.running):
+            if sequence.finish:
+                self._keep(slot, sequence)
         finished, moves = self.scheduler.retire()
         for source, target in moves:
-            self._cache.move(source, target, tokens=self.scheduler.running[target].length)
+            sequence = self.scheduler.running[target]
+            self._cache.move(source, target, tokens=sequence.length - sequence.offset)
         if finished:
             self._batch = None
         return finished
 
+    def _keep(self, slot: int, sequence: RunningSequence) -> None:
+        """Store what a finished sequence has computed, which is all but its last token, in the prefix tree."""
+        offset = sequence.offset
+        self._release(sequence)
+        if sequence.reusable:
+            tokens = (*sequence.prompt, *sequence.tokens[:-1])
+            tokens = tokens[: int(min(len(tokens), self.model.reusable_tokens))]
+            self.tree.insert(tokens, lambda start: self._cache.copy(slot, start - offset, len(tokens) - offset))
+
+    def _release(self, sequence: RunningSequence) -> None:
+        self.tree.release(sequence.shared)
+        sequence.shared = None
+
     def forget_prefixes(self) -> None:
-        """Discard computed prompts: the weights have changed."""
-        self._prefixes.clear()
+        """Discard computed prompts and the prefix tree; running sequences go on with the keys and values they have."""
+        self._drop_prefixes(list(self._prefixes))
+        for sequence in self.scheduler.running:
+            sequence.reusable = False
+        self.tree.clear()
 
     def retract(self) -> None:
         """Stop running sequences without ending them; keys and values will be recomputed."""
         self._batch = None
-        self._prefixes.clear()
+        self.forget_prefixes()
+        self._release_all()
         self.scheduler.retract()
 
     def clear(self) -> list[RunningSequence]:
         """Drop all sequences in flight, and return them."""
         self._batch = None
-        self._prefixes.clear()
+        self._drop_prefixes(list(self._prefixes))
+        self._release_all()
         return self.scheduler.clear()
+
+    def _release_all(self) -> None:
+        for sequence in self.scheduler.running:
+            self._release(sequence)
 
     def free(self) -> None:
         """Free the memory of the cache; no sequence may run."""

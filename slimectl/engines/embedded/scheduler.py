@@ -12,6 +12,11 @@ from slimectl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from slimectl.engines.embedded.detokenizer import StopScanner
+    from slimectl.engines.embedded.grammar import GrammarState
+    from slimectl.engines.embedded.prefix_tree import Node
+
+TopTokens = list[tuple[int, float]]
+"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +27,9 @@ class RunningSequence:
     `min_tokens` on. `scanner` searches for stop strings, if there are any. `finish` is "" while it runs. `prefix` has
     the tokens to compute before the next one: the prompt, for a retracted sequence also its answer so far. `spans` has
     each weight version with the index of its first token. `grown` is called after every token, in the engine's thread.
+    `grammar` restricts the tokens, if it is given; `top` has the `top_count` likeliest tokens in place of each token.
+    `shared` is the end of what it reads from the prefix tree, its slot has the tokens behind it; `reusable` says that
+    all its keys and values are the current weights'.
     """
 
     prompt: tuple[int, ...]
@@ -31,13 +39,18 @@ class RunningSequence:
     end_tokens: frozenset[int]
     future: asyncio.Future[Completion]
     scanner: StopScanner | None = None
+    grammar: GrammarState | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_count: int = 0
+    top: list[TopTokens] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
     finish: str = ""
     grown: Callable[[], None] | None = None
     prefix: tuple[int, ...] = ()
+    shared: Node | None = None
+    reusable: bool = False
 
     def __post_init__(self) -> None:
         self.prefix = self.prompt
@@ -46,32 +59,48 @@ class RunningSequence:
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
-    def append(self, token: int, log_prob: float, version: str) -> None:
+    @property
+    def offset(self) -> int:
+        """Number of tokens that it reads from the prefix tree."""
+        return 0 if self.shared is None else self.shared.end
+
+    def append(self, token: int, log_prob: float, version: str, top: TopTokens) -> None:
         """Append a sampled token and decide whether it is the last one."""
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, len(self.tokens)))
         self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        if self.top_count:
+            self.top.append(top[: self.top_count])
+        self.log_probs.append(log_prob)  # last: readers in other threads count by it
         count = len(self.tokens)
         matched = self.scanner is not None and self.scanner.scan(self.tokens, stopping=count >= self.params.min_tokens)
-        if matched or token in self.end_tokens:  # the sampler draws no end token before min_tokens
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        # The sampler draws no end token before min_tokens; a text that is complete needs none.
+        if matched or token in self.end_tokens or (self.grammar is not None and self._is_complete(self.grammar)):
             self.finish = "stop"
         elif count >= self.limit:
             self.finish = "length"
         if self.grown is not None:
             self.grown()
 
+    def _is_complete(self, grammar: GrammarState) -> bool:
+        """Whether nothing may follow, and no end token would end the text."""
+        return not self.end_tokens and grammar.is_over
+
     @property
     def matched(self) -> str | int | None:
         """Stop string, or token, that ended the sequence."""
         if self.scanner is not None and self.scanner.matched:
             return self.scanner.matched
-        return self.tokens[-1] if self.finish == "stop" else None
+        return self.tokens[-1] if self.finish == "stop" and self.tokens[-1] in self.end_tokens else None
 
     def deliver(self, text: str) -> None:
         """Resolve the future with the answer, in the event loop that awaits it."""
-        versions = [version for version, _ in self.spans]
-        answer = Completion(self.tokens, self.log_probs, text, self.finish, versions, cached_tokens=self.cached_tokens)
+        versions, starts = [version for version, _ in self.spans], [start for _, start in self.spans]
+        answer = Completion(
+            self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
+        )
         self._resolve(answer)
 
     def fail(self, error: Exception) -> None:
@@ -98,11 +127,15 @@ class RunningSequence:
 class Scheduler:
     """Admits sequences first come, first served; running sequences fill slots 0, 1, 2 … without gaps.
 
-    `max_prefill` bounds the padded area (prompts times the longest) of one prefill, unless a single prompt is larger.
+    `max_prefill` bounds the padded area (prompts times the longest) of one prefill, unless a single prompt is larger;
+    `work` returns how many tokens of a prompt are to be computed.
     """
 
-    def __init__(self, *, max_running: int, max_prefill: int = 8192) -> None:
+    def __init__(
+        self, *, max_running: int, work: Callable[[tuple[int, ...]], int] = len, max_prefill: int = 8192
+    ) -> None:
         self.max_running = max_running
+        self._work = work
         self.max_prefill = max_prefill
         self.running: list[RunningSequence] = []
         self._waiting: deque[RunningSequence] = deque()
@@ -115,9 +148,9 @@ class Scheduler:
         self._waiting.append(sequence)
         self._waiting_for[sequence.prefix] += 1
 
-    def awaits(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a sibling of this prompt has not been admitted yet."""
-        return prompt in self._waiting_for
+    def awaits(self, prompt: tuple[int, ...]) -> int:
+        """Return how many siblings of this prompt have not been admitted yet."""
+        return self._waiting_for[prompt]
 
     def admit(self) -> dict[tuple[int, ...], list[RunningSequence]]:
         """Move sequences from the queue into the free slots, siblings side by side, and return them by prompt."""
@@ -126,9 +159,10 @@ class Scheduler:
         longest = 0
         while self._waiting and free:
             prompt = self._waiting[0].prefix
-            longest = max(longest, len(prompt))
-            if admitted and prompt not in admitted and (len(admitted) + 1) * longest > self.max_prefill:
-                break
+            if prompt not in admitted:
+                longest = max(longest, self._work(prompt))
+                if admitted and (len(admitted) + 1) * longest > self.max_prefill:
+                    break
             sequence = self._next()
             if not sequence.finish:  # else its task was cancelled while it waited
                 admitted.setdefault(prompt, []).append(sequence)
@@ -139,9 +173,11 @@ class Scheduler:
 
     def upcoming(self, prompts: list[tuple[int, ...]], *, tokens: int) -> list[tuple[int, ...]]:
         """Return prompts next in the queue, as many as fit with `prompts` into a padded area of `tokens`."""
-        longest, ahead = max(map(len, prompts)), dict.fromkeys(prompts)
+        longest, ahead = max(map(self._work, prompts)), dict.fromkeys(prompts)
         for sequence in self._waiting:
-            longest = max(longest, len(sequence.prefix))
+            if sequence.prefix in ahead:
+                continue
+            longest = max(longest, self._work(sequence.prefix))
             if (len(ahead) + 1) * longest > tokens:
                 break
             ahead[sequence.prefix] = None

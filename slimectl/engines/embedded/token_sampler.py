@@ -5,13 +5,14 @@ B rows · V vocabulary · W window of the likeliest tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.engines.embedded.logit_adjustments import adjustments
+from slimectl.engines.embedded.scheduler import RunningSequence, TopTokens
 from slimectl.types import SamplingParams
 
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -21,33 +22,65 @@ WINDOW = 1024
 """Number of likeliest tokens that are examined before the whole vocabulary is sorted."""
 
 
-def sample_tokens(logits_BV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sample one token per row [B]; also returns its log_softmax(logits / temperature) [B], float32.
+class Sampled(NamedTuple):
+    """Tokens of a step, their log_softmax(logits / temperature), float32, and the likeliest tokens N of each row."""
+
+    tokens_B: Tensor
+    log_probs_B: Tensor
+    top_ids_BN: Tensor | None = None
+    top_log_probs_BN: Tensor | None = None
+
+    def top_tokens(self) -> list[TopTokens]:
+        """Return the likeliest tokens of each row; empty lists if no row asks for them."""
+        if self.top_ids_BN is None or self.top_log_probs_BN is None:
+            return [[]] * len(self.tokens_B)
+        rows = zip(self.top_ids_BN.tolist(), self.top_log_probs_BN.tolist(), strict=True)
+        return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in rows]
+
+
+def sample_tokens(logits_BV: Tensor, batch: Batch) -> Sampled:
+    """Sample one token per row.
 
     Tokens are drawn by inverting the cumulative distribution: one pass over the vocabulary and one random number per
-    row, so that a row's token is independent of other rows. Filters restrict the tokens that can be drawn, and never
-    change the log-probability.
+    row, so that a row's token is independent of other rows. Filters and grammars restrict the tokens that can be drawn,
+    and never change the log-probability; penalties and biases do.
     """
+    if batch.adjustments is not None:
+        logits_BV = batch.adjustments.apply(logits_BV)
     if batch.temperature_B1 is not None:
         logits_BV = logits_BV.float() / batch.temperature_B1
     probs_BV = torch.softmax(logits_BV, -1, dtype=torch.float32)
-    drawable_BV = _filter(_mask_banned(logits_BV, probs_BV, batch), batch)
+    drawable_BV = _filter(_mask_excluded(logits_BV, probs_BV, batch), batch)
     if batch.all_greedy:
         tokens_B1 = drawable_BV.argmax(-1, keepdim=True)
     else:
         tokens_B1 = _draw(drawable_BV, batch.uniforms_B1())
         if batch.greedy_B1 is not None:
             tokens_B1 = torch.where(batch.greedy_B1, drawable_BV.argmax(-1, keepdim=True), tokens_B1)
-    return tokens_B1.squeeze(1), probs_BV.gather(1, tokens_B1).clamp_(min=SMALLEST).log_().squeeze(1)
+    sampled = Sampled(tokens_B1.squeeze(1), _log(probs_BV.gather(1, tokens_B1)).squeeze(1))
+    if not batch.top_count:
+        return sampled
+    top_BN = probs_BV.topk(min(batch.top_count, probs_BV.shape[1]))
+    return sampled._replace(top_ids_BN=top_BN.indices, top_log_probs_BN=_log(top_BN.values))
 
 
-def _mask_banned(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
-    """Return the probabilities without the tokens that a row may not draw yet, even if no other token was likely."""
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp(min=SMALLEST).log_()
+
+
+def _mask_excluded(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
+    """Return the probabilities without the tokens that a row may not draw, even if no other token was likely.
+
+    These are end tokens before the minimum length, and tokens that a grammar does not have at this place.
+    """
     banned = batch.banned()
-    if banned is None:
+    if banned is None and not batch.grammars:
         return probs_BV
     allowed_BV = logits_BV.clone()
-    allowed_BV[banned] = float("-inf")
+    if banned is not None:
+        allowed_BV[banned] = float("-inf")
+    for row, grammar in batch.grammars:
+        allowed_BV[row].masked_fill_(~grammar.mask_V(), float("-inf"))
     return torch.softmax(allowed_BV, -1, dtype=torch.float32)
 
 
@@ -119,6 +152,9 @@ class Batch:
         state_BC = np.array([_state(sequence) for sequence in sequences])
         self.tokens_B, self.positions_B = torch.from_numpy(state_BC[:, :2].T.copy()).to(device)
         self.longest = int(state_BC[:, 1].max()) + 1  # tokens, those that the step feeds included
+        offsets_B = np.array([sequence.offset for sequence in sequences])
+        self.offsets_B = torch.from_numpy(offsets_B).to(device) if offsets_B.any() else None
+        self.longest_slot = int((state_BC[:, 1] - offsets_B).max()) + 1
         self._drawn_B, self._seeds_B = state_BC[:, 2].astype(np.uint64), _mix_bits(state_BC[:, 3].astype(np.uint64))
         self._steps_to_ban = int((state_BC[:, 4] - state_BC[:, 2]).max())
         knobs_BC = np.array([_sampling_values(sequence.params) for sequence in sequences], dtype=np.float32)
@@ -131,6 +167,9 @@ class Batch:
         self.top_k_B1 = self._column(knobs_BC[:, 1], neutral=vocabulary)
         self.top_p_B1 = self._column(knobs_BC[:, 2], neutral=1.0)
         self.min_p_B1 = self._column(knobs_BC[:, 3], neutral=0.0)
+        self.top_count = max(sequence.top_count for sequence in sequences)
+        self.adjustments = adjustments(sequences, device=device, vocabulary=vocabulary)
+        self.grammars = [(row, each.grammar) for row, each in enumerate(sequences) if each.grammar is not None]
 
     def _column(self, values_B: Array, *, neutral: float) -> Tensor | None:
         """Return a column of one value per row; None if all rows have the neutral value."""
@@ -143,8 +182,11 @@ class Batch:
         self.tokens_B = tokens_B
         self.positions_B += 1
         self.longest += 1
+        self.longest_slot += 1
         self._drawn_B += np.uint64(1)
         self._steps_to_ban -= 1
+        if self.adjustments is not None:
+            self.adjustments.advance(tokens_B)
 
     def banned(self) -> tuple[Tensor, Tensor] | None:
         """Return the index pairs (row, token) of the end tokens that may not be drawn yet."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
-from slimectl.engines.http.payloads import Forms, buckets
 from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
-from slimectl.errors import BackendError
+from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import INCOMPLETE, NamedTensors, WeightUpdateClient
 from slimectl.transport.background import Background
 from slimectl.transport.http import get
 from slimectl.types import Completion, SamplingParams
 
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
 BUCKET_BYTES = 512 * 2**20
+Forms = Mapping[str, "tuple[tuple[int, ...], dtype]"]
+"""Shape and precision of every tensor of a model, by name."""
 
 
 class HttpEngine:
@@ -61,6 +65,8 @@ class HttpEngine:
         self._receiver, self._forms = receiver, forms
         self._keys = keys
         self._urls, self._workers = list(urls), list(workers or urls)
+        self.addresses = list(urls)
+        """The last addresses that took requests, in one list for the life of the engine."""
         self._lost_weights = False
         self._failure: BaseException | None = None
         self._background = Background("slimectl-engine-client")
@@ -69,8 +75,13 @@ class HttpEngine:
     async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
         """Continue `tokens`.
 
-        Raises SettingsError if they leave no room in the context, BackendError if no server answers.
+        Raises SettingsError if they leave no room in the context or for a grammar, BackendError if no server answers.
         """
+        if params.grammar is not None:
+            raise SettingsError(
+                "a grammar needs engine.backend = embedded: the log-probabilities of servers are those after its mask, "
+                "which no trainer computes"
+            )
         check_prompt(tokens, params, vocabulary=self._vocabulary, max_context=self.max_context)
         if self._lost_weights:
             raise BackendError("the engines have lost their weights to a failed load_weights; load whole ones")
@@ -98,6 +109,7 @@ class HttpEngine:
     def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
         """Replace the servers; waiting requests go there. An empty list makes requests wait for the next call."""
         self._urls, self._workers = list(urls), list(urls if workers is None else workers)
+        self.addresses[:] = urls or self.addresses
         if self._background.runs:
             self._background.submit(self._announce()).result()
 
@@ -146,7 +158,7 @@ class HttpEngine:
         self._lost_weights = True
         workers.begin(mode="in_place")
         try:
-            for bucket, last in buckets(tensors, self._forms(), bucket_bytes=BUCKET_BYTES):
+            for bucket, last in _messages(tensors, self._forms()):
                 workers.load_tensors(bucket, version=version if last else version + INCOMPLETE)
         finally:
             workers.end()
@@ -186,3 +198,28 @@ class HttpEngine:
                 balance, api=self.api, troubled=self._report_failure, keys=self._keys, **self._timeouts
             )
         return self._dispatch
+
+
+def _messages(tensors: NamedTensors, forms: Forms) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Yield the tensors in messages of about BUCKET_BYTES, and whether it is the last.
+
+    Raises CheckpointError on an extra, misshapen or missing tensor, before the last message is yielded.
+    """
+    missing, size = set(forms), 0
+    message: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if name not in forms:
+            raise CheckpointError(f"weights: {name} is not part of this model")
+        shape = tuple(forms[name][0])
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if size >= BUCKET_BYTES:
+            yield message, False
+            message, size = [], 0
+        missing.discard(name)
+        message.append((name, tensor))
+        size += tensor.nbytes
+    if missing:
+        raise CheckpointError(f"weights: {min(missing)} is missing ({len(missing)} in all)")
+    if message:
+        yield message, True

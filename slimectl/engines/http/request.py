@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class PendingRequest:
     """Whether the server cut a stop string from the text, which the tokens still have."""
 
     versions: list[str] = field(default_factory=list)
+    version_starts: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
     finish: str | None = None
@@ -54,7 +55,7 @@ class PendingRequest:
     def restart(self) -> None:
         """Drop the answer of a failed server, and draw a new request id: the old one may still be running there."""
         self.tokens, self.log_probs, self.text, self.text_is_cut = [], [], "", False
-        self.versions, self.cached_tokens, self.extras, self.finish = [], 0, {}, None
+        self.versions, self.version_starts, self.cached_tokens, self.extras, self.finish = [], [], 0, {}, None
         self.request_id = f"slimectl-{uuid.uuid4().hex}"
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
@@ -68,15 +69,23 @@ class PendingRequest:
                 self.finish, self.text_is_cut = "stop", False
                 return
 
-    def add_versions(self, versions: Sequence[str]) -> None:
-        """Note the weight versions of the answer so far. Raises Unavailable if they are none that was pushed."""
+    def add_versions(self, spans: Sequence[Mapping[str, Any] | str]) -> None:
+        """Note the weight versions of the answer so far, before its new tokens: spans of each, or the present one.
+
+        Raises Unavailable if they are none that was pushed.
+        """
+        versions = [str(span["version"]) if isinstance(span, Mapping) else span for span in spans]
         if NO_WEIGHTS in versions:
             self.restart()  # or its tokens would pass for progress
             raise Unavailable("it has no weights yet")
         if len(versions) > 1:
-            self.versions = list(versions)
-        elif versions and self.versions[-1:] != list(versions):
+            self.versions = versions
+            self.version_starts = [
+                int(span["start"]) for span in spans if isinstance(span, Mapping) and "start" in span
+            ]
+        elif versions and self.versions[-1:] != versions:
             self.versions += versions
+            self.version_starts.append(len(self.tokens))
 
     def completion(self, finish: str | None = None) -> Completion:
         length = min(len(self.tokens), len(self.log_probs))
@@ -87,6 +96,17 @@ class PendingRequest:
             text=self.text if self.text_is_cut or self.decode is None else self.decode(tokens),
             finish_reason=finish or self.finish or "abort",
             weight_versions=self.versions,
+            version_starts=self.version_starts,
             cached_tokens=self.cached_tokens,
             extras=self.extras,
         )
+
+
+def penalty_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the penalties and biases that have an effect, under the names of SGLang, vLLM and OpenAI alike."""
+    neutral = SamplingParams()
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    fields = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(neutral, name)}
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    return fields

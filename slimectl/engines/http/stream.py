@@ -11,7 +11,7 @@ import aiohttp
 from slimectl.engines.http.api import Refused, ServerApi
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.errors import BackendError, SettingsError
-from slimectl.transport.answers import PASSING, error_message, parsed
+from slimectl.transport.http import PASSING, error_message, parsed
 
 MENDED_BY_ASKING_OTHERWISE = {400, 413, 422}
 

@@ -1,26 +1,68 @@
-"""Engines' side of a weight push over HTTP: requests to all workers at once, around the update and during it.
+"""Engines' side of a weight push over HTTP: requests to all workers at once, and memory that they share with us.
 
 What one kind of server makes of each step is its subclass's, e.g. engines.sglang.weight_client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import io
+import json
+import os
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
-from slimectl.engines.http.fan_out import Answer, Json, ask, ask_all
-from slimectl.engines.http.payloads import SharedMemoryBlock
+from slimectl.errors import BackendError, StorageError
+from slimectl.transport.http import Reply, parsed
+
+NamedTensor = tuple[str, Tensor]
+
+Json = Mapping[str, Any] | bytes
+"""Request body, or the object to encode as one."""
 
 Body = Json | Callable[[str], Json]
 """Body for all workers, or a function of the URL."""
 
+CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 10.0
 """Seconds that a paused engine may take to end its last answers before its prefix cache is flushed."""
+UPDATE_PATH = "/update_weights"
+"""A path that takes the admin key, as every request of a push does."""
+SHARED_MEMORY = "/dev/shm"
+
+
+def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Sort tensors by element width, widest first, so that each begins at a multiple of its width when concatenated."""
+    return sorted(tensors, key=lambda named: -named[1].element_size())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Reply):
+    """Response of a worker to a request for `path`."""
+
+    url: str
+    path: str
+
+    @property
+    def refused(self) -> bool:
+        return self.status >= 400 or (isinstance(self.body, dict) and self.body.get("success") is False)
+
+    def error(self) -> BackendError:
+        hint = "; give its key by engine.admin_api_key and engine.api_key" if self.status == 401 else ""
+        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}{hint}")
 
 
 class HttpWorkers:
@@ -33,6 +75,7 @@ class HttpWorkers:
         self.timeout_s = timeout_s
         self._keys = keys
         self.urls: tuple[str, ...] = ()
+        self._update_headers: dict[str, dict[str, str]] = {}
         self._mode = "abort"
         self._session_open = False
         self._block: SharedMemoryBlock | None = None
@@ -43,7 +86,10 @@ class HttpWorkers:
         return self.__dict__ | {"_block": None}
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        self.urls = tuple(url.rstrip("/") for url in urls)
+        workers = tuple(url.rstrip("/") for url in urls)
+        # Added, not replaced: another thread may be sending to the workers of before.
+        self._update_headers |= {url: self._keys.headers(url, UPDATE_PATH) for url in workers}
+        self.urls = workers
 
     # --- steps that every kind of server implements ------------------------------------------------------------------
 
@@ -75,14 +121,16 @@ class HttpWorkers:
     def load_disk(self, folder: Path, *, version: str) -> None:
         raise NotImplementedError
 
-    def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
+    def load_tensors(self, tensors: Sequence[NamedTensor], *, version: str) -> None:
         raise NotImplementedError
 
     def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
         """Join a process group; `offsets` has the first rank of every worker."""
         raise NotImplementedError
 
-    def load_broadcast(self, forms: Sequence[tuple[str, dtype, tuple[int, ...]]], *, name: str, version: str) -> None:
+    def load_broadcast(
+        self, forms: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], *, name: str, version: str
+    ) -> None:
         raise NotImplementedError
 
     def leave(self, *, name: str) -> None:
@@ -128,7 +176,7 @@ class HttpWorkers:
             self._open_session()
             self._session_open = True
 
-    def _shared_block(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    def _shared_block(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
         """Write tensors into shared memory that all workers of this machine read; returns its name and table."""
         size = sum(tensor.nbytes for _, tensor in tensors)
         if self._block is None or self._block.size < size:
@@ -179,4 +227,87 @@ class HttpWorkers:
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, path: str, body: Json, *, method: str = "POST"
     ) -> Answer:
-        return await ask(session, url, path, body, method=method, keys=self._keys)
+        """Send a request to one worker. Raises BackendError if it is gone."""
+        # Not as bytes: aiohttp would send a large body in one piece and block the loop.
+        payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(payload) if method == "POST" else None
+        keys = self._update_headers[url] if method == "POST" else self._keys.headers(url, path)
+        try:
+            async with session.request(
+                method, url + path, data=data, headers={"Content-Type": "application/json", **keys}
+            ) as response:
+                text = await response.text()
+        except aiohttp.ClientConnectorError as error:
+            code = error.errno or 0
+            reason = os.strerror(code) if code > 0 else str(error.os_error)  # no address has none
+            raise BackendError(f"engine at {url} is not there: {reason}; has it died? see its log") from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise BackendError(f"engine at {url} went away in {path} ({reason}): it has died; see its log") from error
+        return Answer(response.status, parsed(text), url, path.partition("?")[0])
+
+
+def ask_all(
+    question: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, Any]], urls: Sequence[str], *, limit_s: float
+) -> list[Any]:
+    """Run `question` for every URL concurrently; returns all results, exceptions in their places.
+
+    A server that is not running, or takes longer than `limit_s`, gives a BackendError.
+    """
+
+    async def ask_one(session: aiohttp.ClientSession, url: str) -> Any:
+        try:
+            return await asyncio.wait_for(question(session, url), limit_s)
+        except TimeoutError:
+            raise BackendError(
+                f"engine at {url} has not answered within {limit_s:g} s; look at its log, or raise sync.timeout_s"
+            ) from None
+
+    async def ask_each() -> list[Any]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return await asyncio.gather(*(ask_one(session, url) for url in urls), return_exceptions=True)
+
+    return asyncio.run(ask_each())
+
+
+class SharedMemoryBlock:
+    """Shared memory that successive messages reuse: to touch pages for the first time costs more than to fill them.
+
+    Released with this object. Raises StorageError if there is no room for it.
+    """
+
+    def __init__(self, size: int) -> None:
+        _check_room(size)
+        self.size = size
+        self._memory = SharedMemory(create=True, size=max(1, size))
+        self.free = weakref.finalize(self, _release, self._memory)
+
+    def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
+        """Write tensors into the block; returns its name and a table of [name, dtype, shape, offset]."""
+        places, end = [], 0
+        for name, tensor in aligned(tensors):
+            start, end = end, end + tensor.nbytes
+            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), start])
+            if tensor.numel():
+                target = torch.frombuffer(self._memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                target.copy_(tensor.detach().reshape(-1))
+                del target  # a block cannot be closed while a view of it exists
+        return {"name": self._memory.name, "tensors": places}
+
+
+def _release(memory: SharedMemory) -> None:
+    memory.close()
+    memory.unlink()
+
+
+def _check_room(size: int) -> None:
+    """Check the free space of /dev/shm: beyond it a write kills the process by SIGBUS; containers often have 64 MiB."""
+    if os.path.isdir(SHARED_MEMORY):
+        status = os.statvfs(SHARED_MEMORY)
+        free = status.f_bavail * status.f_frsize
+        if free < size:
+            raise StorageError(
+                f"{SHARED_MEMORY}: {free / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}; give"
+                " the container more shared memory, or lower sync.update_weight_buffer_size"
+            )

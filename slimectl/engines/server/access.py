@@ -89,6 +89,8 @@ class Guard:
             return
         keys = [self.admin_key, *([self.api_key] if access is Access.API_KEY and self.api_key else [])]
         sent = request.headers.getall("Authorization", [])
+        # Anthropic's clients send the key alone, in a header of its own.
+        sent = sent or [f"bearer {key}" for key in request.headers.getall("x-api-key", [])]
         scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
         bearer = token.encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
         # Every key is compared: the duration reveals nothing about them.

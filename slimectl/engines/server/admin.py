@@ -117,7 +117,7 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Discard computed prompts; running sequences keep their keys and values."""
+    """Discard the prefix cache; running sequences keep their keys and values."""
     return await _between_steps(request, lambda service: service.thread.engine.forget_prefixes(), "Cache flushed.")
 
 
@@ -183,4 +183,5 @@ def _load(service: Service) -> dict[str, Any]:
         "prefill_tokens": engine.stats.prefill_tokens,
         "decode_tokens": engine.stats.decode_tokens,
         "steps": engine.stats.steps,
+        "prefix_cache_bytes": engine.prefix_cache_bytes,
     }

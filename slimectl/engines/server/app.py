@@ -8,8 +8,8 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -23,12 +23,16 @@ from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
 from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
 from slimectl.errors import BackendError, SettingsError
+from slimectl.types import Completion, SamplingParams
 
 BACKLOG = 4096
 GRACE_S = 0.5
 """Seconds that open connections get at shutdown."""
 LOOK_S = 0.25
 """Seconds between checks for requests that wait too long."""
+
+Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 GET, POST = ("GET",), ("POST",)
 ASKING, STEERING = Access.API_KEY, Access.ADMIN_KEY
@@ -65,6 +69,18 @@ ROUTES = {
 }
 
 
+class ApiExtension(Protocol):
+    """Further APIs over the engine; a path of theirs replaces the server's own."""
+
+    def routes(self, generate: Generate) -> Iterable[tuple[str, str, Handler]]:
+        """Return method, path and handler of each route."""
+        ...
+
+    def close(self) -> None:
+        """Finish, after the last request."""
+        ...
+
+
 def bound(host: str, port: int) -> socket.socket:
     """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
     try:
@@ -94,6 +110,7 @@ async def running(
     guard: Guard,
     streaming: Streaming = Streaming(),
     pause_timeout_s: float = 60.0,
+    extension: ApiExtension | None = None,
 ) -> AsyncIterator[Service]:
     """Run the server within the block."""
     thread, notices = EngineThread(engine), Notices()
@@ -103,9 +120,15 @@ async def running(
     app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
     access_of: dict[object, Access] = {handler: access for handler, _, access in ROUTES.values()}
     app[ACCESS] = access_of
+    replaced: set[tuple[str, str]] = set()
+    for method, path, further in extension.routes(service.generate) if extension is not None else ():
+        app.router.add_route(method, path, further)
+        access_of[further] = ASKING
+        replaced.add((method, path))
     for path, (handler, methods, _) in ROUTES.items():
         for method in methods:
-            app.router.add_route(method, path, handler)
+            if (method, path) not in replaced:
+                app.router.add_route(method, path, handler)
     # A client that disconnects cancels its handler, and its sequences end.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
     await runner.setup()
@@ -123,6 +146,8 @@ async def running(
         listening.close()
         thread.end_all()
         await runner.cleanup()
+        if extension is not None:
+            extension.close()
         service.clean = thread.stop() and not service.groups
 
 
@@ -149,19 +174,20 @@ async def serve(
     streaming: Streaming,
     pause_timeout_s: float,
     ready: Callable[[], None],
+    extension: ApiExtension | None = None,
 ) -> tuple[int, bool]:
-    """Serve until SIGINT or SIGTERM; returns (signal number, whether all threads have ended).
+    """Serve until SIGINT, SIGTERM or SIGHUP; returns (signal number, whether all threads have ended).
 
     With `load` the weights of the folder are read first, else a push brings them; `ready` is called after reading, or
     at once. Raises CheckpointError if they cannot be read.
     """
     raise_descriptor_limit()
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
-    async with running(
-        engine, served, listening, guard=guard, streaming=streaming, pause_timeout_s=pause_timeout_s
-    ) as service:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
+    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    async with running(engine, served, listening, guard=guard, extension=extension, **limits) as service:
         if load:
             loading: asyncio.Future[None] = asyncio.ensure_future(
                 service.thread.call(lambda: engine.load_weights(served.read(served.folder), version=served.version))

@@ -21,6 +21,7 @@ def serve_server(
     dtype: str = "float32",
     device: str = "cpu",
     max_running: int = 64,
+    prefix_cache_gib: float = 1.0,
     max_context: int | None = None,
     wait_for_weights: bool = False,
     name: str = "serve",
@@ -35,7 +36,12 @@ def serve_server(
     With `wait_for_weights` it reads no weights and answers no request before a push. `keys` are passed through its
     environment; without an admin key it stores a generated one where this user finds it.
     """
-    settings = {"engine.dtype": dtype, "engine.device": device, "engine.max_running_requests": max_running}
+    settings = {
+        "engine.dtype": dtype,
+        "engine.device": device,
+        "engine.max_running_requests": max_running,
+        "engine.prefix_cache_gib": prefix_cache_gib,
+    }
     if max_context:
         settings["rollout.max_context_len"] = max_context
     arguments = ["--model", str(model), *(["--wait-for-weights"] if wait_for_weights else [])]

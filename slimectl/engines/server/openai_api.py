@@ -1,143 +1,34 @@
-"""Formats answers for OpenAI's API: whole, or as the delta since the last chunk."""
+"""OpenAI's endpoints: completions and chats."""
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from slimectl.data.answers import THINK, AnswerFormat, format_of
 from slimectl.data.chat import render
+from slimectl.data.chat_messages import MessageError, template_message
+from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.requests import RunningAnswer
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_openai
+from slimectl.engines.server.log_probs import prompt_log_probs
+from slimectl.engines.server.openai_format import CHAT, COMPLETION, ApiKind, ChatParser, Echo, ResponseFormatter
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_openai
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
 from slimectl.types import Prompt
 
-
-@dataclass(frozen=True, slots=True)
-class ApiKind:
-    """Response fields that differ between the two endpoints."""
-
-    prefix: str
-    complete: str
-    chunk: str
-    chat: bool
-
-
-COMPLETION = ApiKind("cmpl", "text_completion", "text_completion", chat=False)
-CHAT = ApiKind("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
-
-
-class ResponseFormatter:
-    """Formats the response of one request, with `n` answers per prompt."""
-
-    def __init__(
-        self,
-        kind: ApiKind,
-        *,
-        model: str,
-        n: int,
-        log_probs: bool,
-        with_tokens: bool,
-        token_text: Callable[[int], str],
-    ) -> None:
-        self.rid = f"{kind.prefix}-{uuid.uuid4().hex}"
-        self._kind = kind
-        self._n = n
-        self._created = int(time.time())
-        self._model = model
-        self._log_probs = log_probs
-        self._with_tokens = with_tokens
-        self._token_text = token_text
-
-    def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
-        return {
-            "id": self.rid,
-            "object": self._kind.complete if complete else self._kind.chunk,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
-
-    def whole(self, answers: list[RunningAnswer]) -> dict[str, Any]:
-        choices = []
-        for answer in answers:
-            text = answer.text()
-            content = {"message": {"role": "assistant", "content": text}} if self._kind.chat else {"text": text}
-            choices.append(self._choice(answer, content, 0, answer.count))
-        spans = answers[0].spans()
-        versions = {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else {}
-        return self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
-
-    def openings(self, answers: list[RunningAnswer]) -> list[dict[str, Any]]:
-        """Return the first chunks of a chat's stream, which name the role."""
-        if not self._kind.chat:
-            return []
-        choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self.frame([{"index": answer.index, **choice}], complete=False) for answer in answers]
-
-    def delta(self, answer: RunningAnswer) -> dict[str, Any] | None:
-        """Return the delta of an answer; None while its new tokens have no text yet."""
-        count, text = answer.count, answer.text()
-        new = text[answer.told_text :]
-        if not new and not answer.done and not (self._log_probs or self._with_tokens):
-            return None
-        content = {"delta": {"content": new}} if self._kind.chat else {"text": new}
-        choice = self._choice(answer, content, answer.told, count)
-        answer.told, answer.told_text = count, max(answer.told_text, len(text))
-        return self.frame([choice], complete=False)
-
-    def usage(self, answers: list[RunningAnswer]) -> dict[str, Any]:
-        """Count tokens; a prompt with n answers counts once."""
-        prompt_tokens = sum(len(answer.sequence.prompt) for answer in answers[:: self._n])
-        completion_tokens = sum(answer.count for answer in answers)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(answer.sequence.cached_tokens for answer in answers)},
-        }
-
-    def _choice(self, answer: RunningAnswer, content: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-        finish = answer.finish_reason()
-        choice = {"index": answer.index, **content, "logprobs": self._log_probs_of(answer, start, end)}
-        choice["finish_reason"] = finish["type"] if finish else None
-        if finish:
-            choice["matched_stop"] = finish.get("matched")
-        if self._with_tokens:
-            choice["prompt_token_ids"] = list(answer.sequence.prompt)
-            choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
-        return choice
-
-    def _log_probs_of(self, answer: RunningAnswer, start: int, end: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of the sampled tokens; those of other tokens are not available."""
-        if not self._log_probs:
-            return None
-        tokens, log_probs = answer.sequence.tokens[start:end], answer.sequence.log_probs[start:end]
-        texts = [self._token_text(token) for token in tokens]
-        if not self._kind.chat:
-            return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}
-        return {
-            "content": [
-                {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, log_prob in zip(texts, log_probs, strict=True)
-            ]
-        }
-
-
 DEFAULT_COMPLETION = 16
 """Default max_tokens of a completion, as in OpenAI's API; a chat's default is the whole context."""
+PROMPT_END = 16
+"""Tokens of a rendered chat among which a template may open the reasoning."""
 
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
-    "echo": (), "suffix": (), "best_of": (1,), "top_logprobs": (0,), "functions": (), "function_call": (),
+    "suffix": (), "best_of": (1,), "functions": (), "function_call": (),
     "input_ids": (), "lora_path": (), "audio": (), "modalities": (),
 }  # fmt: skip
 
@@ -147,19 +38,47 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields = await read(request)
     service.check_ready()
     fields.refuse_beyond(UNSUPPORTED)
-    log_probs = "logprobs" in fields and fields.whole("logprobs", 0, high=1) >= 0
-    prompt = fields.raw("prompt")
+    prompts, texts = await _prompts(fields, service)
+    echo, top = fields.flag("echo"), fields.whole("logprobs", 0, high=MOST_TOP)
+    wish = from_openai(
+        fields,
+        default_max=DEFAULT_COMPLETION,
+        lowest_max=0 if echo else 1,
+        interval=service.streaming.interval,
+        top_log_probs=top,
+    )
+    echoes = await _echoes(service, prompts, texts, wish, scored="logprobs" in fields) if echo else []
+    form = _form(COMPLETION, fields, service, wish, log_probs="logprobs" in fields, echoes=echoes)
+    return await _respond(request, service, fields, prompts, wish, form)
+
+
+async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], list[str] | None]:
+    """Return the token ids of every prompt, and the texts if that is what was sent."""
+    prompt, texts = fields.raw("prompt"), None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompts = [fields.tokens("prompt", tokens) for tokens in prompt]
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
         prompts = [fields.tokens("prompt", prompt)]
     else:
-        prompts = [await service.encoded(text) for text in fields.texts("prompt", max_count=MOST_ANSWERS)]
+        texts = fields.texts("prompt", max_count=MOST_ANSWERS)
+        prompts = [await service.encoded(text) for text in texts]
     if not prompts:
         raise RequestError("prompt: is missing", field="prompt")
-    wish = from_openai(fields, default_max=DEFAULT_COMPLETION, interval=service.streaming.interval)
-    form = _form(COMPLETION, fields, service, wish, log_probs=log_probs)
-    return await _respond(request, service, fields, prompts, wish, form)
+    return prompts, texts
+
+
+async def _echoes(
+    service: Service, prompts: list[list[int]], texts: list[str] | None, wish: GenerationRequest, *, scored: bool
+) -> list[Echo]:
+    """Return the prompts as they stand in front of their answers."""
+    engine = service.thread.engine
+    for prompt in prompts:  # before the model computes any
+        check_prompt(prompt, wish.params, vocabulary=engine.vocabulary, max_context=engine.max_context)
+    if texts is None:
+        texts = [service.desk.detokenizers[wish.keep_special].decode(prompt) for prompt in prompts]
+    begins = [0 if scored else None] * len(prompts)
+    scores = await prompt_log_probs(service, prompts, begins, top=wish.top_log_probs)
+    return list(map(Echo, texts, scores))
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -167,56 +86,98 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields = await read(request)
     service.check_ready()
     fields.refuse_beyond(UNSUPPORTED)
-    if fields.object("response_format").get("type", "text") != "text":
-        raise fields.refuse("response_format", "only plain text is supported by `slimectl serve`")
-    messages = [_message(fields, i, message) for i, message in enumerate(fields.objects("messages") or [])]
-    if not messages:
-        raise RequestError("messages: is missing or empty", field="messages")
+    messages = _messages(fields)
+    tools, forced = _tools(fields)
     rendered = partial(
         render,
-        Prompt(text=messages, tools=fields.objects("tools") or None),
+        Prompt(text=messages, tools=tools or None),
         service.served.tokenizer,
         template_kwargs=fields.object("chat_template_kwargs"),
     )
     tokens = await run_in_daemon_thread(rendered) if len(str(messages)) > LONG else rendered()
+    log_probs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, high=MOST_TOP)
+    if top and not log_probs:
+        raise fields.refuse("top_logprobs", "needs logprobs: true")
     longest = service.thread.engine.max_context
-    wish = from_openai(fields, default_max=longest, interval=service.streaming.interval)
-    form = _form(CHAT, fields, service, wish, log_probs=fields.flag("logprobs"))
+    wish = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
+    if forced is not None:
+        wish = _forced(fields, service, wish, tools, forced)
+    parser = _parser(fields, service, tokens, tools, wish)
+    wish = replace(wish, keep_special=wish.keep_special or (parser is not None and parser.cut_ends))
+    form = _form(CHAT, fields, service, wish, log_probs=log_probs, parser=parser)
     return await _respond(request, service, fields, [tokens], wish, form)
 
 
-def _message(fields: RequestBody, i: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Normalize a message for chat templates: content in one string, a tool call's arguments as an object."""
-    at = f"messages[{i}]"
-    if not isinstance(message.get("role"), str):
-        raise fields.refuse(f"{at}.role", "is not a string")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise fields.refuse(f"{at}.content", "has a part that is not text; this engine reads text only")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise fields.refuse(f"{at}.content", "is neither a string nor a list of parts")
-    calls = message.get("tool_calls")
-    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
-        raise fields.refuse(f"{at}.tool_calls", "is not a list of objects")
-    normalized = {**message, "content": None if content is None else fields.checked(f"{at}.content", content)}
-    return normalized | {"tool_calls": [_call(call) for call in calls]} if calls else normalized
+def _tools(fields: RequestBody) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the tools that the model may call, and the name of the one that it must call: "" is any, None is none."""
+    tools, choice = fields.objects("tools") or [], fields.raw("tool_choice")
+    if choice in (None, "auto", "none"):
+        return [] if choice == "none" else tools, None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else "" if choice == "required" else None
+    if not isinstance(name, str) or not tools:
+        raise fields.refuse("tool_choice", 'is "auto", "none", or with tools "required" or the name of a function')
+    return tools, name
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+def _forced(
+    fields: RequestBody, service: Service, wish: GenerationRequest, tools: list[dict[str, Any]], name: str
+) -> GenerationRequest:
+    """Return the request with the grammar of a call of this tool, or of any for ""."""
+    notation = format_of(service.served.tokenizer.chat_template).notation
+    grammar = None if notation is None else notation.call_grammar(tools, name)
+    if grammar is None:
+        can_force = notation is not None and notation.arguments_key
+        unforced = "cannot be forced: this model's chat template does not write calls as JSON objects"
+        raise fields.refuse("tool_choice", f"{name[:60]!a} is none of the tools" if can_force else unforced)
+    return replace(wish, params=replace(wish.params, grammar=grammar, min_tokens=0))
+
+
+def _parser(
+    fields: RequestBody, service: Service, tokens: list[int], tools: list[dict[str, Any]], wish: GenerationRequest
+) -> ChatParser | None:
+    """Return the parser of the answers to a chat; None where they are content alone."""
+    tokenizer = service.served.tokenizer
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    answer_format = format_of(template)
+    prompt_end = service.desk.detokenizers[True].decode(tokens[-PROMPT_END:])
+    if wish.params.grammar is not None and prompt_end.rstrip().endswith(THINK):
+        switch = 'the template may have a switch, as "chat_template_kwargs": {"enable_thinking": false}'
+        field = "response_format" if "response_format" in fields else "tool_choice"
+        raise fields.refuse(field, f"excludes reasoning, which the chat template has opened; {switch}")
+    if not fields.flag("separate_reasoning", True):
+        answer_format = replace(answer_format, reasons=False)
+    if not tools:
+        answer_format = replace(answer_format, notation=None)
+    if answer_format == AnswerFormat():
+        return None
+    special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+    cut_ends = not wish.keep_special and bool(special & set(answer_format.marks))
+    return ChatParser(answer_format, tools, prompt_end, cut_ends)
+
+
+def _messages(fields: RequestBody) -> list[dict[str, Any]]:
+    """Return the messages as chat templates take them."""
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call  # what a model wrote need not be JSON; the template shows it as it stands
-    return {**call, "function": {**function, "arguments": arguments}}
+        messages = [
+            template_message(message, f"messages[{i}]") for i, message in enumerate(fields.objects("messages") or [])
+        ]
+    except MessageError as error:
+        raise fields.refuse(error.field, error.reason) from None
+    if not messages:
+        raise RequestError("messages: is missing or empty", field="messages")
+    return messages
 
 
 def _form(
-    kind: ApiKind, fields: RequestBody, service: Service, wish: GenerationRequest, *, log_probs: bool
+    kind: ApiKind,
+    fields: RequestBody,
+    service: Service,
+    wish: GenerationRequest,
+    *,
+    log_probs: bool,
+    echoes: Sequence[Echo] = (),
+    parser: ChatParser | None = None,
 ) -> ResponseFormatter:
     return ResponseFormatter(
         kind,
@@ -224,7 +185,9 @@ def _form(
         n=wish.n,
         log_probs=log_probs,
         with_tokens=fields.flag("return_token_ids"),
-        token_text=service.desk.token_text,
+        vocabulary=service.desk.vocabulary,
+        echoes=echoes,
+        parser=parser,
     )
 
 
@@ -238,6 +201,7 @@ async def _respond(
 ) -> web.StreamResponse:
     if wish.n * len(prompts) > MOST_ANSWERS:
         raise RequestError(f"{wish.n * len(prompts)} answers at once, and {MOST_ANSWERS} are the most", field="n")
+    await service.prepare_grammars([wish])
     rid = fields.text("rid", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
     wishes = [(prompt, wish) for prompt in prompts]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
+from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner, TokenBytes
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError
@@ -118,10 +118,8 @@ class RequestTable:
         self._bell = LoopNotifier()
         self._by_rid: dict[str, list[RunningAnswer]] = {}
         self._in_flight = 0
-        self._detokenizers = {keep: Detokenizer(tokenizer, keep_special=keep) for keep in (False, True)}
-
-    def token_text(self, token: int) -> str:
-        return self._detokenizers[True].decode([token])
+        self.vocabulary = TokenBytes(tokenizer)
+        self.detokenizers = {keep: Detokenizer(tokenizer, keep_special=keep) for keep in (False, True)}
 
     @contextmanager
     def ask(
@@ -137,9 +135,9 @@ class RequestTable:
         by_rid: dict[str, list[RunningAnswer]] = {rid: []}
         for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
             for i in range(wish.n):
-                sequence = self._thread.engine.request(tokens, wish.seeded(i))
+                sequence = self._thread.engine.request(tokens, wish.seeded(i), top_count=wish.top_log_probs)
                 name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
-                detokenizer = self._detokenizers[wish.keep_special]
+                detokenizer = self.detokenizers[wish.keep_special]
                 answer = RunningAnswer(sequence, wish, detokenizer, rid=name, index=len(by_rid[rid]))
                 for alias in {rid, prompt_rid, name}:
                     by_rid.setdefault(alias, []).append(answer)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slimectl.engines.server.schema import NUMBERS, RequestBody
-from slimectl.types import SamplingParams
+from slimectl.types import JsonGrammar, SamplingParams
 
 GREEDY_BELOW = 1e-6
 """Temperatures below count as 0, as in SGLang: logits divided by them overflow."""
 MOST_STOPS = 32
+MOST_TOP = 20
+"""Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
+LONGEST_SCHEMA = 1 << 18
+MOST_BIASES = 16384
+MOST_BIAS = 1e4
 MOST_ANSWERS = 4096
 """Maximum answers of one request: prompts times n."""
 
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
-    "json_schema": (), "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "custom_params": (),
+    "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "custom_params": (),
     "beam_width": (1,),
 }  # fmt: skip
 """Fields that the engine does not support, and their values without effect."""
@@ -24,7 +29,8 @@ UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
 KNOWN = {
     "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
     "ignore_eos", "n", "sampling_seed", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
-    "stream_interval", *UNSUPPORTED,
+    "stream_interval", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "json_schema", *UNSUPPORTED,
 }  # fmt: skip
 
 
@@ -40,6 +46,8 @@ class GenerationRequest:
     """Whether the stop string stays in the text."""
     interval: int = 1
     """Tokens between two chunks of a stream."""
+    top_log_probs: int = 0
+    """Likeliest tokens in place of each token, with their log-probabilities."""
 
     def seeded(self, i: int) -> SamplingParams:
         """Return the params of answer i: seeds count up, so that the first equals the answer of n = 1."""
@@ -57,20 +65,46 @@ def from_sglang(fields: RequestBody, *, interval: int = 1) -> GenerationRequest:
         seed=fields.seed("sampling_seed"),
         **_shared_params(fields),
     )
-    return _build_wish(fields, params, interval)
+    schema = _schema_text(fields, "json_schema", fields.raw("json_schema"))
+    return _build_wish(fields, params, interval, schema=schema)
 
 
-def from_openai(fields: RequestBody, *, default_max: int, interval: int = 1) -> GenerationRequest:
-    """Parse the parameters of a completion, with SGLang's extra fields."""
+def from_openai(
+    fields: RequestBody, *, default_max: int, lowest_max: int = 1, interval: int = 1, top_log_probs: int = 0
+) -> GenerationRequest:
+    """Parse the parameters of a completion, with SGLang's extra fields; `lowest_max` bounds max_tokens."""
     fields.refuse_beyond(UNSUPPORTED)
     longest = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     params = SamplingParams(
-        max_tokens=fields.whole(longest, default_max, low=1),
+        max_tokens=fields.whole(longest, default_max, low=lowest_max),
         min_tokens=fields.whole("min_tokens", 0),
         seed=fields.seed("seed"),
         **_shared_params(fields),
     )
-    return _build_wish(fields, params, interval)
+    wish = _build_wish(fields, params, interval, schema=_response_schema(fields))
+    return replace(wish, top_log_probs=top_log_probs)
+
+
+def _response_schema(fields: RequestBody) -> str | None:
+    """Return the JSON Schema that response_format asks for."""
+    form = RequestBody(fields.object("response_format"), at="response_format.")
+    kind = form.choice("type", "text", ("text", "json_object", "json_schema"))
+    if kind == "json_schema":
+        schema = form.object("json_schema").get("schema")
+        if schema is None:
+            raise fields.refuse("response_format.json_schema.schema", "is missing")
+        return _schema_text(fields, "response_format.json_schema.schema", schema)
+    return '{"type": "object"}' if kind == "json_object" else None
+
+
+def _schema_text(fields: RequestBody, name: str, schema: Any) -> str | None:
+    """Return a schema as JSON, which SGLang's clients send it as; None for none."""
+    if schema is None or schema == "":
+        return None
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    if len(text) > LONGEST_SCHEMA:
+        raise fields.refuse(name, f"is longer than {LONGEST_SCHEMA >> 10} KiB")
+    return fields.checked(name, text)
 
 
 def _shared_params(fields: RequestBody) -> dict[str, Any]:
@@ -89,14 +123,32 @@ def _shared_params(fields: RequestBody) -> dict[str, Any]:
         "stop": tuple(stops),
         "stop_token_ids": tuple(stop_tokens),
         "ignore_eos": fields.flag("ignore_eos"),
+        "repetition_penalty": fields.number("repetition_penalty", 1.0, low=1e-3, high=2.0),
+        "presence_penalty": fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
+        "frequency_penalty": fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
+        "logit_bias": _logit_bias(fields),
     }
 
 
-def _build_wish(fields: RequestBody, params: SamplingParams, interval: int) -> GenerationRequest:
+def _logit_bias(fields: RequestBody) -> tuple[tuple[int, float], ...]:
+    """Parse {"token id": bias}; JSON has strings as keys alone."""
+    raw = fields.object("logit_bias")
+    if len(raw) > MOST_BIASES:
+        raise fields.refuse("logit_bias", f"are {len(raw)} tokens, and {MOST_BIASES} are the most")
+    biases = RequestBody(raw, at="logit_bias.")
+    for token in raw:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise fields.refuse("logit_bias", f"{token[:60]!a} is not a token id")
+    return tuple((int(token), biases.number(token, 0.0, low=-MOST_BIAS, high=MOST_BIAS)) for token in raw)
+
+
+def _build_wish(fields: RequestBody, params: SamplingParams, interval: int, *, schema: str | None) -> GenerationRequest:
+    if schema is not None and params.min_tokens:
+        raise fields.refuse("min_new_tokens", "excludes a JSON schema, which decides where an answer may end")
     if params.min_tokens > params.max_tokens:
         raise fields.refuse("min_new_tokens", f"{params.min_tokens} is more than max_new_tokens, {params.max_tokens}")
     return GenerationRequest(
-        params,
+        params if schema is None else replace(params, grammar=JsonGrammar(schema)),
         n=fields.whole("n", 1, low=1, high=MOST_ANSWERS),
         keep_special=not fields.flag("skip_special_tokens", True),
         keep_stop=fields.flag("no_stop_trim"),

@@ -1,25 +1,20 @@
-"""Log-probabilities of prompt tokens, which /generate returns from logprob_start_len on."""
+"""SGLang's endpoint for generation, and its form of an answer."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from slimectl.engines.server.errors import RequestError
+from slimectl.engines.server.log_probs import TokenLogProb, answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_sglang
+from slimectl.engines.server.sampling_params import MOST_ANSWERS, MOST_TOP, GenerationRequest, from_sglang
 from slimectl.engines.server.schema import RequestBody, read
 from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
-
-TOGETHER = 4096
-"""Tokens, padding included, per pass; between two passes other requests get their next token."""
-
-PromptLogProbs = list[tuple[float | None, int]]
-"""(log-probability, token) of a prompt's tokens; the first has none, because it has no context."""
 
 
 def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int | None]:
@@ -41,37 +36,9 @@ def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int |
     return positions
 
 
-async def prompt_log_probs(
-    service: Service, prompts: list[list[int]], begins: list[int | None]
-) -> list[PromptLogProbs]:
-    """Score each prompt from its start position on. Raises what the engine raises."""
-    scores: list[PromptLogProbs] = [[] for _ in prompts]
-    for members in _passes([i for i, start in enumerate(begins) if start is not None], prompts):
-        places = [begins[i] or 0 for i in members]
-        engine = service.thread.engine
-        batch_log_probs = await service.thread.call(partial(engine.log_probs, [prompts[i] for i in members], places))
-        for i, start, log_probs in zip(members, places, batch_log_probs, strict=True):
-            scores[i] = list(zip([None, *log_probs], prompts[i][start:], strict=True))
-    return scores
-
-
-def _passes(indices: list[int], prompts: list[list[int]]) -> list[list[int]]:
-    """Group the prompt indices that one pass of the model computes together, in order."""
-    passes: list[list[int]] = []
-    longest = 0
-    for i in indices:
-        longest = max(longest, len(prompts[i]))
-        if passes and (len(passes[-1]) + 1) * longest <= TOGETHER:
-            passes[-1].append(i)
-        else:
-            passes.append([i])
-            longest = len(prompts[i])
-    return passes
-
-
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
     "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "token_ids_logprob": (),
-    "top_logprobs_num": (0,), "return_hidden_states": (), "return_sampling_mask": (),
+    "return_hidden_states": (), "return_sampling_mask": (),
     "lora_path": (), "session_params": (), "custom_logit_processor": (), "return_routed_experts": (),
 }  # fmt: skip
 
@@ -82,17 +49,20 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service.check_ready()
     fields.refuse_beyond(UNSUPPORTED)
     prompts, many = await _prompts(fields, service)
-    wishes = list(zip(prompts, _wishes(fields, len(prompts), service.streaming.interval), strict=True))
+    top = fields.whole("top_logprobs_num", 0, high=MOST_TOP) if fields.flag("return_logprob") else 0
+    params = _wishes(fields, len(prompts), service.streaming.interval)
+    wishes = [(prompt, replace(wish, top_log_probs=top)) for prompt, wish in zip(prompts, params, strict=True)]
     if sum(wish.n for _, wish in wishes) > MOST_ANSWERS:
         raise RequestError(f"{sum(wish.n for _, wish in wishes)} answers at once, and {MOST_ANSWERS} are the most")
+    await service.prepare_grammars(wish for _, wish in wishes)
     rid, rids = _rids(fields, len(prompts), many)
-    input_scores = await prompt_log_probs(service, prompts, start_positions(fields, prompts))
+    input_scores = await prompt_log_probs(service, prompts, start_positions(fields, prompts), top=top)
     form = ResponseFormat(
         log_probs=fields.flag("return_logprob"),
         with_text=fields.flag("return_text_in_logprobs"),
         incremental=fields.flag("incremental_streaming_output", service.streaming.incremental),
         listed=many or wishes[0][1].n > 1,
-        token_text=service.desk.token_text,
+        token_text=service.desk.vocabulary.text,
         version=service.thread.engine.weight_version,
         inputs=[score for score, (_, wish) in zip(input_scores, wishes, strict=True) for _ in range(wish.n)],
     )
@@ -178,7 +148,7 @@ class ResponseFormat:
         listed: bool,
         token_text: Callable[[int], str],
         version: str,
-        inputs: list[PromptLogProbs],
+        inputs: list[list[TokenLogProb]],
     ) -> None:
         self.listed = listed
         self._version = version
@@ -186,8 +156,8 @@ class ResponseFormat:
         self._with_text = with_text
         self._incremental = incremental
         self._token_text = token_text
-        self._inputs = [self._triples(scores) for scores in inputs]
-        self._sent_parts: dict[int, tuple[str, str]] = {}
+        self._inputs = [(self._triples(scores), self._tops(scores)) for scores in inputs]
+        self._sent_parts: dict[int, tuple[str, str, str]] = {}
 
     def whole(self, answer: RunningAnswer) -> str:
         return self._to_json(answer, *self._numbers(answer, 0, answer.count), text=answer.text())
@@ -198,36 +168,45 @@ class ResponseFormat:
         if self._incremental:
             text, answer.told_text = text[answer.told_text :], max(len(text), answer.told_text)
         else:
-            previous = self._sent_parts.get(answer.index, ("", ""))
-            new = (_join(previous[0], new[0]), _join(previous[1], new[1]))
+            previous = self._sent_parts.get(answer.index, ("", "", ""))
+            new = (_join(previous[0], new[0]), _join(previous[1], new[1]), _join(previous[2], new[2]))
             self._sent_parts[answer.index] = new
         answer.told = count
         return self._to_json(answer, *new, text=text, count=count)
 
-    def _numbers(self, answer: RunningAnswer, start: int, end: int) -> tuple[str, str]:
-        """Encode token ids, and log-probabilities as [logprob, id, text or null], as the insides of JSON lists."""
-        tokens = answer.sequence.tokens[start:end]
+    def _numbers(self, answer: RunningAnswer, start: int, end: int) -> tuple[str, str, str]:
+        """Encode token ids, their log-probabilities and the likeliest tokens, as the insides of JSON lists."""
+        tokens = ",".join(map(str, answer.sequence.tokens[start:end]))
         if not self._log_probs:
-            return ",".join(map(str, tokens)), ""
-        pairs = zip(answer.sequence.log_probs[start:end], tokens, strict=True)
-        return ",".join(map(str, tokens)), self._triples(pairs)
+            return tokens, "", ""
+        scores = answer_log_probs(answer, start, end)
+        return tokens, self._triples(scores), self._tops(scores) if answer.sequence.top_count else ""
 
-    def _triples(self, pairs: Iterable[tuple[float | None, int]]) -> str:
+    def _triples(self, scores: Iterable[TokenLogProb]) -> str:
         """Encode [logprob, id, text or null] as the inside of a JSON list."""
+        return ",".join(self._triple(score.log_prob, score.token) for score in scores)
+
+    def _tops(self, scores: Iterable[TokenLogProb]) -> str:
+        """Encode the likeliest tokens in place of each, null where there are none, as the inside of a JSON list."""
         return ",".join(
-            f"[{'null' if p is None else repr(p)},{token},"
-            f"{dumped(self._token_text(token)) if self._with_text else 'null'}]"
-            for p, token in pairs
+            "null" if score.top is None else f"[{','.join(self._triple(p, token) for token, p in score.top)}]"
+            for score in scores
         )
 
+    def _triple(self, log_prob: float | None, token: int) -> str:
+        text = dumped(self._token_text(token)) if self._with_text else "null"
+        return f"[{'null' if log_prob is None else repr(log_prob)},{token},{text}]"
+
     def _to_json(
-        self, answer: RunningAnswer, tokens: str, log_probs: str, *, text: str, count: int | None = None
+        self, answer: RunningAnswer, tokens: str, log_probs: str, tops: str, *, text: str, count: int | None = None
     ) -> str:
         count = answer.count if count is None else count
         meta = dumped(self._meta(answer, count))
         if self._log_probs:
-            inputs = self._inputs[answer.index]
+            inputs, input_tops = self._inputs[answer.index]
             log_prob_fields = f'"input_token_logprobs":[{inputs}],"output_token_logprobs":[{log_probs}]'
+            if answer.sequence.top_count:
+                log_prob_fields += f',"input_top_logprobs":[{input_tops}],"output_top_logprobs":[{tops}]'
             meta = f'{meta[:-1]},{log_prob_fields},"output_token_logprobs_length":{count}}}'
         index = f',"index":{answer.index}' if self.listed else ""
         return f'{{"text":{dumped(text)},"output_ids":[{tokens}],"meta_info":{meta}{index}}}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,9 @@ from torch import Tensor
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
+from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.errors import SlimectlError
+from slimectl.types import Completion, SamplingParams
 
 LONG = 20_000
 """Characters from which a text is tokenised in a separate thread."""
@@ -81,6 +84,19 @@ class Service:
         """Raise Refused while the engine has no weights; requests during an update wait for its end."""
         if not self.thread.engine.accepts:
             raise RequestError(f"the engine has no weights yet: {self.status}", status=503)
+
+    async def generate(self, tokens: list[int], params: SamplingParams) -> Completion:
+        """Generate one answer. Raises RequestError or SettingsError for a prompt that cannot be continued."""
+        self.check_ready()
+        rid = uuid.uuid4().hex
+        with self.desk.ask([(tokens, GenerationRequest(params))], [rid], rid=rid) as pending:
+            [answer] = await pending.finished()
+            return answer.completion
+
+    async def prepare_grammars(self, wishes: Iterable[GenerationRequest]) -> None:
+        """Compile grammars in another thread: the first one takes a while. Raises SettingsError."""
+        for grammar in {wish.params.grammar for wish in wishes if wish.params.grammar is not None}:
+            await run_in_daemon_thread(partial(self.thread.engine.grammar, grammar))
 
     async def encoded(self, text: str) -> list[int]:
         """Tokenise a prompt as SGLang and OpenAI do: with the special tokens that the tokenizer adds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest
+from slimectl.engines.http.request import PendingRequest, penalty_fields
 from slimectl.types import SamplingParams
 
 EXTRAS = {
@@ -51,7 +51,7 @@ class SglangApi:
         _check_event(event)
         meta = event["meta_info"]
         spans = meta.get("weight_versions") or ([meta["weight_version"]] if "weight_version" in meta else [])
-        request.add_versions([span["version"] if isinstance(span, dict) else span for span in spans])
+        request.add_versions(spans)
         ids, text = event.get("output_ids") or [], event.get("text", "")
         scored = [entry[0] for entry in meta.get("output_token_logprobs") or []]
         count_before = len(request.tokens)
@@ -99,7 +99,7 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
     In deterministic mode SGLang uses the same seed for all requests without one. Greedy log-probabilities are
     untempered in SGLang too, and all others are of the tempered, unfiltered distribution.
     """
-    return {
+    body = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -111,6 +111,7 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "sampling_seed": (secrets.randbits(63) if params.seed is None else params.seed) % 2**63,
     }
+    return body | penalty_fields(params)
 
 
 def _check_event(event: Mapping[str, Any]) -> None:

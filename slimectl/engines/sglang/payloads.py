@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.engines.http.payloads import NamedTensor, aligned
+from slimectl.engines.http.weight_client import NamedTensor, aligned
 
 DEVICE_INDEX = 6
 """Index of the device in the arguments of torch's reduction of a CUDA tensor."""

@@ -19,8 +19,7 @@ import aiohttp
 from torch import Tensor, dtype
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
-from slimectl.engines.http.payloads import dtype_name
-from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers
+from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, dtype_name
 from slimectl.engines.sglang.payloads import flatten, pickled
 
 SETTLE_S = 0.2

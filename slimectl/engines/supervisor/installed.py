@@ -46,14 +46,14 @@ class InstalledServer:
         version = next((version for version in versions if version is not None), None)
         name = self.packages[0]
         if version is None:
-            raise BackendError(f"engine.backend = {self.section}: {path} has no {name}; run: {self._remedy(path)}")
+            raise BackendError(f"engine.backend = {self.section}: {path} has no {name}; run: {self._remedy(python)}")
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
         if not self.oldest <= numbers <= self.newest:
             low, high = (".".join(map(str, bound)) for bound in (self.oldest, self.newest))
             bounds = f"{low} to {high} are" if low != high else f"{low} is"
             raise BackendError(
                 f"engine.backend = {self.section}: {path} has {name} {version}, and {bounds} supported; run: "
-                f"{self._remedy(path)}"
+                f"{self._remedy(python)}"
             )
         return path
 
@@ -80,12 +80,23 @@ class InstalledServer:
         yield field["flag"]
         yield from (_word(f"{section}.args.{name}", element, field) for element in values)
 
-    def _remedy(self, python: str) -> str:
+    def _remedy(self, python: str | None) -> str:
+        """Return the command that installs it.
+
+        Requirements for a CPU pin every package: without `python` they go into an environment of their own.
+        """
         import torch
 
         if torch.cuda.is_available():
-            return f"{python} -m pip install '{self.on_gpu}'"
-        return f"{python} -m pip install --no-deps -r {self.script.parent.parent / 'requirements-cpu.txt'}"
+            return f"{python or sys.executable} -m pip install '{self.on_gpu}'"
+        packages = f"--no-deps -r {self.script.parent.parent / 'requirements-cpu.txt'}"
+        if python is not None:
+            return f"{python} -m pip install {packages}"
+        folder = f".venv-{self.section}"
+        return (
+            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}; then set "
+            f"{self.section}.python={folder}/bin/python"
+        )
 
 
 @functools.lru_cache(maxsize=8)

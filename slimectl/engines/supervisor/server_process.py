@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
+from slimectl.stdio import logger
 from slimectl.transport.http import get
 
 TAIL_BYTES = 256 * 1024
@@ -68,6 +70,9 @@ Command = Callable[[str, int], Sequence[str]]
 """Function of host and port that returns the command line."""
 
 PORTS_TRIED = 5
+FIXED_PORTS = range(20000, 32768)
+"""Ports below those that Linux gives to outgoing connections, which would else take one before a server binds it."""
+
 POLL_S = 0.25
 
 
@@ -118,10 +123,14 @@ class ServerProcess:
             if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
                 if self._prepare is not None:
                     self._prepare(f"http://{host}:{port}")
+                logger.debug(
+                    f"{self._name} answers at http://{host}:{port} after {time.monotonic() - started_at:.1f} s"
+                )
                 return f"http://{host}:{port}"
             message = self._error_line()
             self.stop(again=True)
-            if "address already in use" not in message.lower():
+            # Looked for in all that it wrote: SGLang logs a timeout of its own after this error.
+            if "address already in use" not in self.log_tail(2000).lower():
                 break
         self.stop()
         code = process.returncode
@@ -206,7 +215,8 @@ class ServerProcess:
 def free_port(host: str, preferred: int | None = None) -> int:
     """Return `preferred` if it is free, else any free port. Raises BackendError if the machine has no such address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in [0] if preferred is None else [preferred, 0]:
+    candidates = [*([] if preferred is None else [preferred]), *random.SystemRandom().sample(FIXED_PORTS, 16), 0]
+    for port in candidates:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((host, port))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest
+from slimectl.engines.http.request import PendingRequest, penalty_fields
 
 GENERATE = "/inference/v1/generate"
 
@@ -35,6 +35,7 @@ class VllmApi:
             "seed": params.seed,
             "logprobs": 0,  # of the sampled token alone
             "detokenize": bool(params.stop),  # else nobody reads the text
+            **penalty_fields(params),
         }
         return {
             "request_id": request.request_id,
@@ -52,7 +53,7 @@ class VllmApi:
             space = request.limit - len(request.tokens)
             tokens = (choice.get("token_ids") or [])[:space]
             scored = (choice.get("logprobs") or {}).get("content") or []
-            request.add_versions([span["version"] for span in choice.get("weight_versions") or []])
+            request.add_versions(choice.get("weight_versions") or [])
             request.text += choice.get("text") or ""
             request.finish = choice.get("finish_reason")
             request.text_is_cut = isinstance(choice.get("stop_reason"), str)

@@ -11,8 +11,7 @@ from urllib.parse import urlencode
 import aiohttp
 from torch import Tensor, dtype
 
-from slimectl.engines.http.payloads import dtype_name
-from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers
+from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, dtype_name
 from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE
 

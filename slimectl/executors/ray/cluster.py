@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,11 +112,16 @@ def connect(address: str | None, *, cpus: int) -> str | None:
     options: dict[str, Any] = {"logging_level": "ERROR", "namespace": "slimectl"}
     if address is None:
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         # "local", because None would follow RAY_ADDRESS to a cluster that nobody asked for.
         context: Any = ray.init(address=address or OWN, **options)
     except Exception as error:
         raise BackendError(f"Ray at {address or 'this machine'}: {_one_line(str(error))}") from error
+    finally:
+        # Ray's own handler exits at once with the signal's number; a command's finishes its round.
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
     return context["session_dir"] if address is None else None
 
 

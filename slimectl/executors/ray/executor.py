@@ -22,6 +22,7 @@ from slimectl.executors.ray.failures import kill, wait_for_news
 from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
 from slimectl.executors.ray.rank_group import RayRanks, started
+from slimectl.executors.time_limits import Limited, wall_limit
 from slimectl.planner.placement import Placement
 from slimectl.protocols import Serve
 
@@ -111,16 +112,24 @@ class RayExecutor:
                 kill([host.actor], [host.location])
 
     def map(
-        self, fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int, timeout_s: float | None = None
+        self,
+        fn: Callable[[Item], Result],
+        items: Iterable[Item],
+        *,
+        workers: int,
+        timeout_s: float | None = None,
+        wall_timeout_s: float | None = None,
+        prepare: Callable[[Item], Any] | None = None,
     ) -> Iterator[Result | BaseException]:
         """Yield results in order; `workers` 0 calls `fn` in this process, lazily, one item at a time.
 
-        A worker that overruns `timeout_s` is killed and replaced, and its item's result is a TimeoutError. At most 4
-        items per worker are in flight.
+        A worker that overruns a limit (see protocols.Executor) is killed and replaced. At most 4 items per worker are
+        in flight.
         """
         if workers == 0:
             return map_here(fn, items)
-        return self._pool.map(fn, items, workers=workers, timeout_s=timeout_s)
+        limited = Limited(fn, prepare, timeout_s, wall_limit(timeout_s, wall_timeout_s))
+        return self._pool.map(limited, items, workers=workers)
 
     def close(self) -> None:
         """Close the hosted objects, end every actor, leave the cluster or end the one that was started."""

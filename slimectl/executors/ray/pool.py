@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ray import cloudpickle
@@ -16,6 +16,7 @@ from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, kill
 from slimectl.executors.ray.rank_group import started
+from slimectl.executors.time_limits import CPU_SIGNAL, WALL_SIGNAL, WARM_UP_S, Limited, overrun
 
 IN_HAND = 4
 """Items per worker that are read from the input before their results are consumed."""
@@ -55,7 +56,8 @@ class Task:
     result: Any = None
     done: bool = False
     worker: Worker | None = None
-    deadline: float = field(default=float("inf"))
+    started: float = 0.0
+    tried_again: bool = False
 
 
 class Pool:
@@ -66,11 +68,9 @@ class Pool:
         self._idle: list[Worker] = []
         self._lock = threading.Lock()
 
-    def map(
-        self, fn: Callable[[Any], Any], items: Iterable[Any], *, workers: int, timeout_s: float | None
-    ) -> Iterator[Any]:
+    def map(self, fn: Limited, items: Iterable[Any], *, workers: int) -> Iterator[Any]:
         """Yield results in order (protocols.Executor.map, for one worker or more)."""
-        mapping = Mapping(self, cloudpickle.dumps(fn), workers, timeout_s)
+        mapping = Mapping(self, fn, workers)
         window: deque[Task] = deque()
         try:
             for item in items:
@@ -116,19 +116,29 @@ class Pool:
 class Mapping:
     """One `map` call: assigns items to workers and collects results."""
 
-    def __init__(self, pool: Pool, fn: bytes, workers: int, timeout_s: float | None) -> None:
+    def __init__(self, pool: Pool, limited: Limited, workers: int) -> None:
         self.waiting: deque[Task] = deque()
-        self._pool, self._fn, self._timeout_s = pool, fn, timeout_s
-        self._free = pool.taken(workers, fn)
+        self._pool, self._limited, self._fn = pool, limited, cloudpickle.dumps(limited)
+        self._free = pool.taken(workers, self._fn)
         self._busy: dict[Any, Task] = {}
 
     def result(self, task: Task) -> Any:
-        """Wait for the result of a task; other tasks proceed meanwhile."""
+        """Wait for the result of a task; other tasks proceed meanwhile, but for a second attempt, which is alone."""
         while True:
             while self.waiting and self._free:
                 self._assign(self.waiting.popleft(), self._free.pop())
+            if task.done and isinstance(task.result, TimeoutError) and not task.tried_again:
+                self._try_alone(task)
             if task.done:
                 return task.result
+            self._step()
+
+    def _try_alone(self, task: Task) -> None:
+        while self._busy:
+            self._step()
+        task.tried_again, task.done = True, False
+        self._assign(task, self._free.pop())
+        while not task.done:
             self._step()
 
     def close(self) -> None:
@@ -139,22 +149,25 @@ class Mapping:
         self._free, self._busy = [], {}
 
     def _assign(self, task: Task, worker: Worker) -> None:
-        task.worker = worker
-        if self._timeout_s is not None:
-            task.deadline = time.monotonic() + self._timeout_s
+        task.worker, task.started = worker, time.monotonic()
         self._busy[worker.actor.work.remote(task.item)] = task
 
     def _step(self) -> None:
-        """Wait for the next result, or time limit."""
-        soonest = min(task.deadline for task in self._busy.values())
-        remaining_s = None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+        """Wait for the next result, or for the time after which a worker counts as stuck."""
+        # The worker ends itself at its limits; this one is for a worker that is stuck in preparing, or cannot end.
+        wall_s = self._limited.wall_s
+        remaining_s = None
+        if wall_s is not None:
+            soonest = min(task.started for task in self._busy.values()) + wall_s + WARM_UP_S
+            remaining_s = max(0.0, soonest - time.monotonic())
         ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=remaining_s)
         for reference in ready:
             self._finish(self._busy.pop(reference), reference)
-        now = time.monotonic()
-        for reference in [reference for reference, task in self._busy.items() if task.deadline <= now]:
-            task = self._busy.pop(reference)
-            self._replace(task, TimeoutError(f"took longer than {self._timeout_s:g} s"))
+        if wall_s is None:
+            return
+        longest = time.monotonic() - wall_s - WARM_UP_S
+        for reference in [reference for reference, task in self._busy.items() if task.started <= longest]:
+            self._replace(self._busy.pop(reference), TimeoutError(f"took longer than {wall_s:g} s"))
 
     def _finish(self, task: Task, reference: Any) -> None:
         assert task.worker is not None
@@ -163,9 +176,17 @@ class Mapping:
         except ray.exceptions.RayTaskError as error:
             task.result, task.done = error.cause, True
         except ray.exceptions.RayError as error:
-            self._replace(task, BackendError(f"the worker died on it ({death_reason(error, task.worker.location)})"))
+            reason = death_reason(error, task.worker.location)
+            self._replace(task, self._overrun(task) or BackendError(f"the worker died on it ({reason})"))
             return
         self._free.append(task.worker)
+
+    def _overrun(self, task: Task) -> TimeoutError | None:
+        """Return the error of a task whose worker probably ended at a limit: Ray does not tell the signal."""
+        elapsed_s, cpu_s, wall_s = time.monotonic() - task.started, self._limited.cpu_s, self._limited.wall_s
+        if wall_s is not None and elapsed_s >= wall_s:
+            return overrun(WALL_SIGNAL, cpu_s, wall_s)
+        return overrun(CPU_SIGNAL, cpu_s, wall_s) if cpu_s is not None and elapsed_s >= cpu_s else None
 
     def _replace(self, task: Task, result: BaseException) -> None:
         """Set the item's result to its worker's failure, and replace the worker."""

@@ -1,27 +1,27 @@
 """Attention over a pack: one dense call per bucket of similar lengths, whatever the number of sequences.
 
-T input tokens · N rows of the padded grid · B sequences of a bucket · L, S their padded length · P prompt tokens
+T input tokens · N rows of the padded grid · B spans of a bucket · L, S their padded length · P tokens of a context
 H query heads · K key-value heads · D head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimectl.errors import CheckpointError
-from slimectl.policies.fsdp.packed_batch import CausalBucket, PackedBatch, SharedPromptBucket
+from slimectl.policies.causal_attention import causal_attention, gather_contexts, masked_attention
+from slimectl.policies.fsdp.packed_batch import BranchBucket, CausalBucket, PackedBatch
+from slimectl.policies.recompute import recomputed
 
 NAME = "slimectl_packed"
+RECOMPUTED = "slimectl_packed_recomputed"
+"""Name of the same attention where backward computes it again."""
 UNSUPPORTED = ("softcap", "s_aux")
 """Options of a layer that this attention does not compute."""
-
-
-DENSE_SCORES = 2**26
-"""Largest number of attention scores of a bucket in memory (128 MiB in bfloat16); above it, flash attention."""
 
 
 class _ToGrid(torch.autograd.Function):
@@ -62,6 +62,7 @@ def packed_attention(
     layout: PackedBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
@@ -73,14 +74,26 @@ def packed_attention(
             " packed training does not compute; use a model with plain causal attention, or shorter rows"
         )
     layout.attention_calls += 1
+    return (attend or _attend)(query, key, value, layout, scaling), None
+
+
+def recomputed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """packed_attention of which autograd keeps query, key and value only."""
+    return packed_attention(module, query, key, value, attention_mask, attend=recomputed(_attend), **kwargs)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedBatch, scaling: float | None) -> Tensor:
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
     query_NHD, key_NKD, value_NKD = (_grid(states, layout) for states in (query_THD, key_TKD, value_TKD))
     outputs = [_causal(query_NHD, key_NKD, value_NKD, bucket, scaling) for bucket in layout.causal]
-    for bucket in layout.answers:
-        outputs.append(_answers(query_NHD, key_NKD, value_NKD, key_TKD, value_TKD, bucket, scaling))
+    for bucket in layout.branches:
+        outputs.append(_branches(query_NHD, key_NKD, value_NKD, key_TKD, value_TKD, bucket, scaling))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
-    return output_TW.view(1, query.shape[2], query.shape[1], -1), None
+    output_THD: Tensor = output_TW.view(1, query.shape[2], query.shape[1], -1)
+    return output_THD
 
 
 def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
@@ -90,7 +103,7 @@ def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
     return grid_NW.view(-1, heads, width)
 
 
-def _bucket(states_NXD: Tensor, bucket: CausalBucket | SharedPromptBucket) -> Tensor:
+def _bucket(states_NXD: Tensor, bucket: CausalBucket | BranchBucket) -> Tensor:
     """The rows of a bucket as [B, X, S, D]."""
     rows = states_NXD.narrow(0, bucket.start, bucket.count * bucket.length)
     return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
@@ -102,53 +115,33 @@ def _flat(output_BHSD: Tensor) -> Tensor:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, scaling: float | None) -> Tensor:
-    q, k, v = (_bucket(states, bucket) for states in (query, key, value))
     # Padding follows its sequence, where the causal mask hides it.
-    if _prefers_dense(q, k):
-        mask_SS = torch.full((bucket.length, bucket.length), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
-        return _flat(_dense(q, k, v, mask_SS, scaling))
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-    return _flat(output)
+    q, k, v = (_bucket(states, bucket) for states in (query, key, value))
+    return _flat(causal_attention(q, k, v, scaling))
 
 
-def _answers(
+def _branches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_TKD: Tensor,
     value_TKD: Tensor,
-    bucket: SharedPromptBucket,
+    bucket: BranchBucket,
     scale: float | None,
 ) -> Tensor:
     q = _bucket(query, bucket)
     k, v = (
-        torch.cat([states_TKD[bucket.prompt_AP].transpose(1, 2), _bucket(states_NKD, bucket)], dim=2)
+        torch.cat([gather_contexts(states_TKD, bucket.context_BP).transpose(1, 2), _bucket(states_NKD, bucket)], dim=2)
         for states_TKD, states_NKD in ((key_TKD, key), (value_TKD, value))
     )
-    if _prefers_dense(q, k):
-        return _flat(_dense(q, k, v, bucket.mask_ALK[:, :, None], scale))
-    gqa = q.shape[1] != k.shape[1]
-    return _flat(F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask_ALK, scale=scale, enable_gqa=gqa))
-
-
-def _prefers_dense(query: Tensor, key: Tensor) -> bool:
-    """torch 2.13's bfloat16 flash attention on CPU takes three to nine times as long as two matrix products."""
-    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and scores <= DENSE_SCORES
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention with its scores in memory; query heads of one key head are rows of one product."""
-    batch, heads, length, width = query.shape
-    groups = heads // key.shape[1]
-    scaled = query * (width**-0.5 if scale is None else scale)
-    scores = scaled.reshape(batch, key.shape[1], groups * length, width) @ key.transpose(2, 3)
-    scores.view(batch, key.shape[1], groups, length, -1).add_(mask)
-    return (torch.softmax(scores, dim=-1) @ value).view(batch, heads, length, width)
+    if bucket.mask_BLK is None:
+        return _flat(causal_attention(q, k, v, scale))
+    return _flat(masked_attention(q, k, v, bucket.mask_BLK, scale))
 
 
 def register() -> None:
-    """Register the attention with transformers under NAME."""
+    """Register the attention with transformers under both names."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(RECOMPUTED, recomputed_attention)

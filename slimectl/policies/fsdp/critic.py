@@ -1,6 +1,6 @@
 """A critic: the same model with one value per response token instead of a distribution.
 
-R response tokens · H hidden width.
+R response tokens · U states that predict them · H hidden width.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PackedValues(PackedModel):
     """The root module: values [R] of the states before the response tokens of the pack."""
 
     def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return values_of(self.hidden(layout), self.hf), None
+        return layout.predictions.of_states(values_of(self.hidden(layout), self.hf)), None
 
 
-def values_of(hidden_RH: Tensor, hf: Any) -> Tensor:
-    """Value [R] of each hidden state, from the head that `add_head` added."""
+def values_of(hidden_UH: Tensor, hf: Any) -> Tensor:
+    """Value [U] of each hidden state, from the head that `add_head` added."""
     weight_1H: Tensor = hf.get_submodule(HEAD).weight
-    return (hidden_RH.float() @ weight_1H.float().t())[:, 0]
+    return (hidden_UH.float() @ weight_1H.float().t())[:, 0]
 
 
 def add_head(hf: Any) -> dict[str, Tensor]:
@@ -74,9 +74,10 @@ class PolicyValueModel(PackedModel):
     """The root module: log-probability of each response token of the pack, and the value before it, [R, 2]."""
 
     def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        hidden_RH = self.hidden(layout)
-        logprobs_R, entropy_R = self.log_probs(hidden_RH, layout, entropy=entropy)
-        return torch.stack([logprobs_R, values_of(hidden_RH, self.hf)], dim=1), entropy_R
+        hidden_UH = self.hidden(layout)
+        logprobs_R, entropy_R = self.log_probs(hidden_UH, layout, entropy=entropy)
+        values_R = layout.predictions.of_states(values_of(hidden_UH, self.hf))
+        return torch.stack([logprobs_R, values_R], dim=1), entropy_R
 
 
 class FsdpActorCritic(FsdpPolicy):
@@ -96,10 +97,11 @@ class FsdpActorCritic(FsdpPolicy):
         return (item for item in super().weights() if item[0] != WEIGHT)
 
     def save(self, path: Path) -> None:
-        super().save(path)
-        head = self._full_tensor(WEIGHT)
-        if self.rank == 0:
-            write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
+        with self.memory.awake():
+            super().save(path)
+            head = self._full_tensor(WEIGHT)
+            if self.rank == 0:
+                write_float32(path / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
         if self.ranks > 1:
             dist.barrier()
 

@@ -1,6 +1,6 @@
 """A Hugging Face model as a function from packs to log-probabilities, on one process or sharded by FSDP2.
 
-T input tokens · R response tokens · H hidden width.
+T input tokens · R response tokens · U states that predict them · H hidden width.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slimectl.architectures.fused_experts import views
+from slimectl.architectures.mapping import Shape
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
-from slimectl.policies.lm_head import linear_log_probs, linear_logits, of_logits
+from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
+from slimectl.policies.recompute import Recompute, recompute_layers
 
 
 class PackedModel(nn.Module):
@@ -34,24 +38,27 @@ class PackedModel(nn.Module):
         """Whether logits [R, vocabulary] are returned in place of entropies, for a user's loss that needs them."""
 
     def hidden(self, layout: PackedBatch) -> Tensor:
-        """Hidden states [R, H] that predict the pack's response tokens."""
+        """Hidden states [U, H] that predict the pack's response tokens."""
         hidden_1TH = self.hf.base_model(
             input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
         ).last_hidden_state
-        hidden_RH: Tensor = hidden_1TH[0].index_select(0, layout.sources_R)
-        return hidden_RH
+        hidden_UH: Tensor = hidden_1TH[0].index_select(0, layout.predictions.sources_U)
+        return hidden_UH
 
     def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
         return self.log_probs(self.hidden(layout), layout, entropy=entropy)
 
-    def log_probs(self, hidden_RH: Tensor, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [R], and entropies or logits, from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
         if self.gives_logits:
-            logits_RV = linear_logits(hidden_RH, weight_VH, temperature=self.temperature)
+            logits_UV = linear_logits(hidden_UH, weight_VH, temperature=self.temperature)
+            logits_RV = layout.predictions.of_states(logits_UV)
             return of_logits(logits_RV, layout.targets_R, entropy=False)[0], logits_RV
-        return linear_log_probs(hidden_RH, weight_VH, layout.targets_R, temperature=self.temperature, entropy=entropy)
+        return predicted_log_probs(
+            hidden_UH, weight_VH, layout.predictions, temperature=self.temperature, entropy=entropy
+        )
 
 
 @contextmanager
@@ -72,8 +79,11 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def empty_model(model_dir: Path) -> nn.Module:
-    """Build the model of config.json without weights. Raises CheckpointError if packed training does not support it."""
+def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Module:
+    """Build the model of config.json without weights.
+
+    Raises CheckpointError if packed training does not support it, SettingsError for modules that it has not.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (model_dir / "config.json").is_file():
@@ -81,7 +91,7 @@ def empty_model(model_dir: Path) -> nn.Module:
     attention.register()
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = attention.RECOMPUTED if recompute.includes("core_attn") else attention.NAME
         with _parameters_on_meta():
             hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
@@ -93,7 +103,17 @@ def empty_model(model_dir: Path) -> nn.Module:
     reason = _unsupported(hf)
     if reason:
         raise CheckpointError(f"{model_dir}: {config.model_type} {reason}; train it with the megatron backend")
+    _set_recompute(hf, recompute)
     return hf
+
+
+def _set_recompute(hf: Any, recompute: Recompute) -> None:
+    # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
+    hf.train(recompute.granularity == "full")
+    if recompute.granularity == "full":
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recompute.granularity == "selective":
+        recompute_layers(decoder_layers(hf), recompute)
 
 
 def _unsupported(hf: Any) -> str:
@@ -119,44 +139,83 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
     return layers
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Destination of a checkpoint tensor: a parameter, or one expert's rows of a fused one."""
+
+    parameter: str
+    index: tuple[int, slice] | None = None
+
+    def of(self, full: Tensor) -> Tensor:
+        """Return the view of the whole parameter `full`."""
+        return full if self.index is None else full[self.index]
+
+
+def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints hold, such as a router's biases, by name."""
+    stored = hf.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in hf.named_buffers() if name in stored}
+
+
 class ParameterNames:
-    """Maps checkpoint names to parameters; tied parameters have several names."""
+    """Maps checkpoint names to parameters and buffers: tied parameters have several names, experts share parameters.
+
+    transformers has the experts of a layer in two parameters, checkpoints have a tensor for each matrix of each expert.
+    """
 
     def __init__(self, hf: nn.Module, *, optional: Collection[str] = ()) -> None:
         """`optional`: parameters that a checkpoint may lack."""
         self.optional = optional
-        self.of_parameter: dict[str, str] = {}
-        """First name of the parameter by every name, aliases included."""
+        self.slots: dict[str, Slot] = {}
+        """Slots by every name, aliases and the names of single experts included."""
+        self.shapes: dict[str, Shape] = {}
+        """Shapes of the tensors by the same names."""
         first: dict[int, str] = {}
         for name, parameter in hf.named_parameters(remove_duplicate=False):
-            self.of_parameter[name] = first.setdefault(id(parameter), name)
+            self.slots[name] = Slot(first.setdefault(id(parameter), name))
+            self.shapes[name] = tuple(parameter.shape)
+        for name, buffer in persistent_buffers(hf).items():
+            self.slots[name], self.shapes[name] = Slot(first.setdefault(id(buffer), name)), tuple(buffer.shape)
+        self.pieces: dict[str, list[str]] = {name: [name] for name in first.values()}
+        """Names of the tensors that a checkpoint has for a parameter: its own, or those of the experts."""
+        for name, view in views({name: self.shapes[name] for name in first.values()}).items():
+            self.slots[name], self.shapes[name] = Slot(view.source, view.index), view.shape
+            self.pieces[view.source] = [*(piece for piece in self.pieces[view.source] if piece != view.source), name]
         self.ignored = [re.compile(p) for p in getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or []]
         self.ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
 
-    def matched(
-        self, tensors: Iterator[tuple[str, Tensor]], path: Path, shapes: dict[str, torch.Size]
-    ) -> Iterator[tuple[str, str, Tensor]]:
-        """(checkpoint name, parameter name, tensor) of the stream, checked for completeness at its end.
+    @property
+    def ties(self) -> Iterator[tuple[str, str]]:
+        """(alias, first name) of tied parameters."""
+        for alias, slot in self.slots.items():
+            if slot.index is None and slot.parameter != alias:
+                yield alias, slot.parameter
+
+    def matched(self, tensors: Iterator[tuple[str, Tensor]], path: Path) -> Iterator[tuple[str, Slot, Tensor]]:
+        """(checkpoint name, slot, tensor) of the stream, checked for completeness at its end.
 
         Raises CheckpointError.
         """
         loaded: set[str] = set()
         for name, tensor in tensors:
-            if name not in self.of_parameter:
+            if name not in self.slots:
                 if any(pattern.search(name) for pattern in self.ignored):
                     continue
                 raise CheckpointError(
                     f"{path}: the model has no {name}; config.json and weights do not belong together, or the"
                     " architecture stores fused tensors, which the megatron backend trains"
                 )
-            expected = shapes[self.of_parameter[name]]
-            if tensor.shape != expected:
+            if tuple(tensor.shape) != self.shapes[name]:
                 raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; copy config"
-                    " and weights from the same checkpoint"
+                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(self.shapes[name])};"
+                    " copy config and weights from the same checkpoint"
                 )
-            loaded.add(self.of_parameter[name])
-            yield name, self.of_parameter[name], tensor
-        missing = [name for name in self.of_parameter.values() if name not in loaded and name not in self.optional]
-        if missing:
-            raise CheckpointError(f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again")
+            slot = self.slots[name]
+            loaded |= {name} if slot.index else {slot.parameter, *self.pieces[slot.parameter]}
+            yield name, slot, tensor
+        for parameter, pieces in self.pieces.items():
+            missing = [name for name in pieces if name not in loaded]
+            if missing and parameter not in self.optional:
+                raise CheckpointError(
+                    f"{path}: no tensor for {missing[0]}; the checkpoint is incomplete, copy it again"
+                )

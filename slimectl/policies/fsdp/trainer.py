@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -27,15 +30,20 @@ from slimectl.policies.checkpoint import (
     write_trainer,
 )
 from slimectl.policies.fsdp.lora import Adapters
-from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, squared_norm
+from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
+from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
+from slimectl.policies.recompute import Recompute
 from slimectl.policies.token_batch import available_columns, merge_metrics, response_tokens
 from slimectl.protocols import CheckpointFormat, NamedTensors
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
+
+LAYER_PARAMETERS = 2
+"""Number of parameters that hold the experts of a layer; a stream of single experts alternates between them."""
 
 
 class FsdpTrainer:
@@ -44,7 +52,7 @@ class FsdpTrainer:
     `dtype` is that of forward and backward; masters, gradients and optimizer are float32. In a process group of several
     ranks, every rank builds one and makes the same calls. `trains` False: the model is only used for log-probabilities,
     so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and whatever modules
-    a subclass adds to the model; `freeze` and `train_only` are ignored.
+    a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights.
     """
 
     def __init__(
@@ -56,26 +64,23 @@ class FsdpTrainer:
         max_tokens_per_pack: int = 4096,
         batching: BatchingOptions = DYNAMIC,
         dtype: str = "float32",
-        gradient_checkpointing: bool = False,
-        share_prompts: bool = True,
+        recompute: Recompute | None = None,
+        share_prefixes: bool = True,
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
         trains: bool = True,
         lora: LoraOptions | None = None,
+        offload: Literal["optimizer", "parameters"] | None = None,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
-        self.max_tokens, self.share_prompts, self.batching = max_tokens_per_pack, share_prompts, batching
+        self.max_tokens, self.share_prefixes, self.batching = max_tokens_per_pack, share_prefixes, batching
         self.device, self.seed, self.step = torch.device(device), seed, 0
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        mesh = dist.init_device_mesh(self.device.type, (self.ranks,)) if grouped else None
-        hf: Any = empty_model(self.model_dir)
-        # Training mode turns dropout on, but also recomputation; a policy gradient must not use dropout.
-        hf.train(gradient_checkpointing)
-        if gradient_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        mesh = self._mesh(grouped or offload == "parameters")
+        hf: Any = empty_model(self.model_dir, recompute or Recompute())
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
         if lora is not None:
@@ -90,11 +95,22 @@ class FsdpTrainer:
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
-        self.masters = MasterWeights(self.model, dtype=dtype, device=self.device, mesh=mesh, added=added)
+        self.masters = MasterWeights(
+            self.model, dtype=dtype, device=self.device, mesh=mesh, added=added, offload=offload
+        )
+        self.memory = HostMemory()
         self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.masters.read(checkpoint, self.model_dir)
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
-        self.optimizer = adamw(list(self.masters.trained.values()), dims, optimizer)
+        trained = list(self.masters.trained.values())
+        self.optimizer = adamw(trained, dims, optimizer, offsets=self.masters.offsets())
+
+    def _mesh(self, sharded: bool) -> Any | None:
+        """Return the mesh of all ranks to shard over, which may be one; None if the model is not sharded."""
+        if sharded and not dist.is_initialized():
+            backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return dist.init_device_mesh(self.device.type, (self.ranks,)) if sharded else None
 
     @property
     def weight_version(self) -> str:
@@ -126,6 +142,7 @@ class FsdpTrainer:
 
     def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
         """Output of the model for every response token, without gradients, on every rank; R entries per row."""
+        self.memory.wake()
         outputs: dict[int, list[Any]] = {}
         with torch.no_grad():
             for pack in self._packs_of_rank(rows):
@@ -138,6 +155,7 @@ class FsdpTrainer:
         return [outputs[i] for i in range(len(rows))]
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        self.memory.wake()
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         names = available_columns(rows)
         self.model.gives_logits = getattr(loss, "needs_logits", False)
@@ -159,13 +177,17 @@ class FsdpTrainer:
         return merge_metrics(self._gather_ranks({name: value.item() for name, value in sums.items()}))
 
     def optim_step(self) -> Metrics:
-        """Update the weights; skips an update whose gradient is not finite, which grad_norm shows."""
+        """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
+
+        Adam's momentum would move the weights in rounds that taught nothing, in the direction of the rounds before.
+        """
+        self.memory.wake()
         gradients = self.masters.gradients()
         squares = squared_norm(gradients).to(self.device)
         if self.ranks > 1:
             dist.all_reduce(squares)
         norm, lr = squares.sqrt().item(), lr_at(self.step, self.options)
-        if norm < float("inf"):
+        if 0 < norm < float("inf"):
             clip(gradients, norm, self.options.clip_grad)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -177,11 +199,14 @@ class FsdpTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the float32 masters with adapters merged, in checkpoint order."""
-        for name, parameter in self.masters.in_checkpoint:
-            full = self._full_tensor(parameter).float()
-            if self.adapters is not None and (pair := self.adapters.pair(parameter)):
-                full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
-            yield name, full
+        fused = lru_cache(maxsize=LAYER_PARAMETERS)(self._full_tensor)
+        with self.memory.awake():
+            for name, slot in self.masters.in_checkpoint:
+                gather = self._full_tensor if slot.index is None else fused
+                full = slot.of(gather(slot.parameter)).float()
+                if self.adapters is not None and (pair := self.adapters.pair(slot.parameter)):
+                    full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
+                yield name, full
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         return consumer(self.weights())
@@ -191,6 +216,10 @@ class FsdpTrainer:
 
         Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
+        with self.memory.awake():
+            self._save(path)
+
+    def _save(self, path: Path) -> None:
         updates = self._update_count()
         if self.rank == 0:
             self.checkpoint.write(path, self.weights())
@@ -215,21 +244,38 @@ class FsdpTrainer:
             dist.barrier()
 
     def load(self, path: Path) -> None:
+        self.memory.wake()
         state = read_trainer(path)
+        if is_torch_dist(path):
+            raise CheckpointError(
+                f'{path}: saved as torch_dist, from which only train.backend = "megatron" goes on; start from its'
+                f" weights instead: --model {path}"
+            )
         if self.adapters is None:
             self.masters.read(self.checkpoint, path)
         else:
             self._read_adapter(path / FOLDER, self.adapters.options)
         updates = float(state.get("updates", state["step"]))
         for name, full in read_tensors(path / OPTIMIZER, self._moment_shapes()):
-            moment, _, parameter = name.partition(".")
-            master = self.masters.tensors[parameter]
+            moment, _, tensor = name.partition(".")
+            slot = self.masters.names.slots[tensor]
+            master = self.masters.tensors[slot.parameter]
             slots = self.optimizer.state[master]
-            slots.setdefault(moment, torch.zeros_like(master))
-            self.masters.assign(full, slots[moment])
+            slots.setdefault(moment, torch.zeros_like(master, dtype=getattr(torch, self.options.state_dtype)))
+            self.masters.assign(full, slots[moment], slot)
             slots["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
         self.step = int(state["step"])
         self.masters.drop_gradients()
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
+        self.memory.wake()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without gradients leaves the root gathered
+        weights = [*self.masters.tensors.values(), *map(local_part, self.masters.parameters.values())]
+        moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
+        self.memory.sleep([*moments, *(() if keep_weights else weights)], scratch=self.masters.gradient_sums)
 
     def close(self) -> None:
         """Do nothing: all resources end with the process."""
@@ -249,7 +295,8 @@ class FsdpTrainer:
 
     def _gather(self, name: str, local: Tensor) -> Tensor:
         """Return the full tensor of `local`, which is sharded like parameter `name`; collective over all ranks."""
-        if self.masters.mesh is None:
+        local = local.to(self.device)
+        if self.masters.mesh is None or name in self.masters.buffers:
             return local
         from torch.distributed.tensor import DTensor
 
@@ -264,11 +311,13 @@ class FsdpTrainer:
             yield name, self._full_tensor(name)
 
     def _shapes(self) -> dict[str, torch.Size]:
-        return {name: self.masters.shapes[name] for name in self.masters.trained}
+        """Shapes of the trained tensors by their names in checkpoints."""
+        names = self.masters.names
+        return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
 
     def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
         return plan_batches(
-            rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prompts, batching=self.batching
+            rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prefixes, batching=self.batching
         )[self.rank]
 
     def _forward(
@@ -299,7 +348,14 @@ class FsdpTrainer:
         return moment_shapes(self._shapes())
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        for name, master in self.masters.trained.items():
-            for moment in MOMENTS:
-                local = self.optimizer.state[master].get(moment)
-                yield f"{moment}.{name}", self._gather(name, torch.zeros_like(master) if local is None else local)
+        def gathered(parameter: str) -> list[Tensor]:
+            master = self.masters.trained[parameter]
+            state = [self.optimizer.state[master].get(moment) for moment in MOMENTS]
+            return [self._gather(parameter, torch.zeros_like(master) if m is None else m) for m in state]
+
+        fused = lru_cache(maxsize=LAYER_PARAMETERS)(gathered)
+        for name in self._shapes():
+            slot = self.masters.names.slots[name]
+            gather = gathered if slot.index is None else fused
+            for moment, full in zip(MOMENTS, gather(slot.parameter), strict=True):
+                yield f"{moment}.{name}", slot.of(full)

@@ -1,7 +1,8 @@
 """Causal attention over packed sequences, with context parallelism; grouped-query attention around it.
 
 T tokens of this rank · S tokens of the row · H query heads · K key-value heads · D head dimension (of values
-V) · B sequences of one call · L their length. TransformerEngine's attention is not used, even where it is installed.
+V) · B sequences of one call · L their length · P tokens of a context. TransformerEngine's attention is not used, even
+where it is installed.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
+from slimectl.policies.causal_attention import causal_attention, gather_contexts
 from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
-
-DENSE_SCORES = 2**26
-"""Largest number of attention scores of a call in memory (128 MiB in bfloat16); above it, flash attention."""
 
 
 class PackedCoreAttention(nn.Module):
@@ -50,8 +50,11 @@ class PackedCoreAttention(nn.Module):
             )
         if _supports_flash(query_THD):
             return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale).flatten(1)
+        calls = list(_calls(packed))
+        sizes = [call.queries.stop - call.queries.start for call in calls]
         return torch.cat([
-            _causal(query_THD[q], key_TKD[k], value_TKV[k], count, self.scale) for q, k, count in _calls(packed)
+            _attend(query, call, key_TKD, value_TKV, self.scale)
+            for query, call in zip(query_THD.split(sizes), calls, strict=True)
         ])  # fmt: skip
 
 
@@ -85,57 +88,59 @@ def recomputable(layer: Any, query: Tensor, key: Tensor, value: Tensor, packed: 
     return tensor_parallel.checkpoint(attend, False, query, key, value)
 
 
-def _calls(packed: PackedSequences) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (rows of queries, rows of keys, sequences) of every call: neighbours of equal length share one.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Sequences of one length: rows of their queries, rows of their keys, and the positions of their contexts."""
+
+    queries: slice
+    keys: slice
+    count: int = 1
+    context_BP: Tensor | None = None
+
+
+def _calls(packed: PackedSequences) -> Iterator[_Call]:
+    """Yield the calls in the order of the queries: neighbours of equal length and length of context share one.
 
     Under context parallelism a call is one chunk of a sequence, and its keys are all up to the chunk's end.
     """
     if packed.context == 1:
-        start = 0
-        for length, run in itertools.groupby(packed.lengths):
-            count = len(list(run))
-            rows = slice(start, start + count * length)
-            yield rows, rows, count
-            start = rows.stop
+        if "calls" not in packed.cache:
+            packed.cache["calls"] = list(_calls_of_whole_sequences(packed))
+        yield from packed.cache["calls"]
         return
     offset = 0
     for length, start in zip(packed.lengths, packed.starts, strict=True):
         chunk = length // (2 * packed.context)
         for part in (packed.rank, 2 * packed.context - 1 - packed.rank):
-            yield slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk), 1
+            yield _Call(slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk))
             offset += chunk
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, count: int, scale: float | None) -> Tensor:
-    """`count` sequences of one length; queries are at the last of the keys' positions. Returns [B·L, H·V]."""
-    q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in (query, key, value))
+def _calls_of_whole_sequences(packed: PackedSequences) -> Iterator[_Call]:
+    start = 0
+    sequences = zip(packed.lengths, packed.contexts, strict=True)
+    for (length, depth), run in itertools.groupby(sequences, lambda sequence: (sequence[0], len(sequence[1]))):
+        contexts = [context for _, context in run]
+        rows = slice(start, start + len(contexts) * length)
+        context_BP = torch.from_numpy(np.stack(contexts)).to(packed.index_T.device) if depth else None
+        yield _Call(rows, rows, len(contexts), context_BP)
+        start = rows.stop
+
+
+def _attend(query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scale: float | None) -> Tensor:
+    """Queries [B·L, H, D] of a call at the last of the keys' positions; returns [B·L, H·V]."""
+    q = query.unflatten(0, (call.count, -1)).transpose(1, 2)
+    k, v = (_keys(states, call).transpose(1, 2) for states in (key_TKD, value_TKV))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if _prefers_dense(q, k):
-        output_BHLV = _dense(q, k, v, scale)
-    else:
-        causal: dict[str, Any] = {"is_causal": True}
-        if q.shape[2] != k.shape[2]:
-            causal = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
-        gqa = q.shape[1] != k.shape[1]
-        output_BHLV = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **causal)
-    return output_BHLV.transpose(1, 2).flatten(2).flatten(0, 1)
+    return causal_attention(q, k, v, scale).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _prefers_dense(query: Tensor, key: Tensor) -> bool:
-    """torch 2.13's bfloat16 flash attention on CPU takes three to nine times as long as two matrix products."""
-    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and scores <= DENSE_SCORES
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention with its scores in memory; query heads of one key head are rows of one product."""
-    count, heads, length, width = query.shape
-    groups = heads // key.shape[1]
-    mask = torch.full((length, key.shape[2]), -torch.inf, dtype=query.dtype, device=query.device)
-    mask = mask.triu_(1 + key.shape[2] - length)
-    scores = (query * scale).reshape(count, key.shape[1], groups * length, width) @ key.transpose(2, 3)
-    scores = scores.unflatten(2, (groups, length)) + mask
-    return (torch.softmax(scores, dim=-1).flatten(2, 3) @ value).reshape(count, heads, length, -1)
+def _keys(states_TKD: Tensor, call: _Call) -> Tensor:
+    """Keys or values of a call's sequences, their contexts first: [B, S, K, D]."""
+    states_BSKD = states_TKD[call.keys].unflatten(0, (call.count, -1))
+    if call.context_BP is None:
+        return states_BSKD
+    return torch.cat([gather_contexts(states_TKD, call.context_BP), states_BSKD], dim=1)
 
 
 @functools.cache
@@ -170,12 +175,22 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, 
 
 def _ragged_bounds(packed: PackedSequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
     """Cumulative lengths of queries and keys of all calls, rows of the keys call by call, and both maximum lengths."""
-    if packed.context == 1:
+    if packed.context == 1 and not any(map(len, packed.contexts)):
         return packed.cu_seqlens_q, packed.cu_seqlens_q, None, packed.max_seqlen_q, packed.max_seqlen_q
     if "ragged" not in packed.cache:
-        calls = list(_calls(packed))
-        sizes = [[rows.stop - rows.start for rows in side] for side in zip(*[call[:2] for call in calls], strict=True)]
+        queries, keys = zip(*_ragged_rows(packed), strict=True)
+        sizes = (queries, [len(rows) for rows in keys])
         ends = [torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=device) for side in sizes]
-        rows = torch.cat([torch.arange(k.start, k.stop, device=device) for _, k, _ in calls])
-        packed.cache["ragged"] = (*ends, rows, max(sizes[0]), max(sizes[1]))
+        rows = torch.from_numpy(np.concatenate(keys)).to(device)
+        packed.cache["ragged"] = (*ends, rows, *map(max, sizes))
     return packed.cache["ragged"]
+
+
+def _ragged_rows(packed: PackedSequences) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of queries and the rows of the keys of every sequence, or of every chunk of one."""
+    if packed.context > 1:
+        for call in _calls(packed):
+            yield call.queries.stop - call.queries.start, np.arange(call.keys.start, call.keys.stop)
+        return
+    for length, start, context in zip(packed.lengths, packed.starts, packed.contexts, strict=True):
+        yield length, np.concatenate([context, np.arange(start, start + length)])

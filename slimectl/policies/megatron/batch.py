@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.rotary import Angles
+from slimectl.policies.pack_layout import Predictions, lay_out
 from slimectl.types import TrainingSample
 
 
@@ -26,17 +28,19 @@ class PackedSequences(PackedSeqParams):
     """mcore's description of packed sequences, extended for the layers of this package.
 
     `lengths` are those of the sequences with their padding, over all context-parallel ranks; `starts` their first
-    positions in the row.
+    positions in the row. A sequence with a context is a branch: it attends to that context, too.
     """
 
     lengths: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    contexts: tuple[np.ndarray, ...] = ()
+    """Positions in the row of the tokens before each sequence; empty for a sequence that begins at its first token."""
     context: int = 1
     rank: int = 0
     index_T: Any = None
     """Position in the row of each token of this rank."""
     positions_T: Any = None
-    """Its position in its sequence."""
+    """Its position in its sequence, after those of the context."""
     padding_T: Any = None
     """Whether it is padding."""
     order_S: Any = None
@@ -52,16 +56,24 @@ class PackedSequences(PackedSeqParams):
         return sum(self.lengths)
 
 
-def packed(lengths: Sequence[int], layout: ParallelLayout, *, rank: int, device: torch.device) -> PackedSequences:
+def packed(
+    lengths: Sequence[int],
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    device: torch.device,
+    contexts: Sequence[np.ndarray] | None = None,
+) -> PackedSequences:
     """Pack sequences of these lengths for context-parallel rank `rank`, padded as `layout` requires.
 
     Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row;
-    padding follows its sequence, where the causal mask hides it.
+    padding follows its sequence, where the causal mask hides it. Contexts are for one context-parallel rank only.
 
     >>> packed([5, 3], ParallelLayout(context=2), rank=0, device=torch.device("cpu")).index_T.tolist()
     [0, 1, 6, 7, 8, 11]
     """
     padded = _padded_lengths(lengths, layout)
+    contexts = contexts or [np.zeros(0, dtype=np.int64)] * len(padded)
     starts = tuple(accumulate(padded, initial=0))[:-1]
     index = [_local_positions(padded, starts, r, layout.context) for r in range(layout.context)]
     index_T = index[rank].to(device)
@@ -73,11 +85,14 @@ def packed(lengths: Sequence[int], layout: ParallelLayout, *, rank: int, device:
         order_S = torch.empty_like(gathered_S)
         order_S[gathered_S] = torch.arange(len(gathered_S))
         order_S = order_S.to(device)
+    depth_S = torch.repeat_interleave(torch.tensor([len(context) for context in contexts]), torch.tensor(padded))
+    positions_T = index_T - start_S[index_T] + depth_S.to(device)[index_T]
     ends_B = torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=device)
     return PackedSequences(
         qkv_format="thd", cu_seqlens_q=ends_B, cu_seqlens_kv=ends_B, max_seqlen_q=max(padded),
-        max_seqlen_kv=max(padded), lengths=tuple(padded), starts=starts, context=layout.context, rank=rank,
-        index_T=index_T, positions_T=index_T - start_S[index_T], padding_T=index_T >= real_S[index_T], order_S=order_S,
+        max_seqlen_kv=max(padded), lengths=tuple(padded), starts=starts, contexts=tuple(contexts),
+        context=layout.context, rank=rank, index_T=index_T, positions_T=positions_T,
+        padding_T=index_T >= real_S[index_T], order_S=order_S,
     )  # fmt: skip
 
 
@@ -111,12 +126,8 @@ class Batch:
     targets_R: Tensor
     mine_M: Tensor
     """Indices of the response tokens that are predicted by a token of this context-parallel rank."""
-    sources_M: Tensor
-    """The tokens that predict them."""
-
-    @property
-    def targets_M(self) -> Tensor:
-        return self.targets_R[self.mine_M]
+    predictions: Predictions
+    """The tokens of this rank that predict them; its response tokens are the M of this rank."""
 
     def by_row(self, rows: Sequence[TrainingSample], values_R: Tensor) -> dict[int, list[float]]:
         """Values of each member's response tokens, by index of the row."""
@@ -130,6 +141,7 @@ def shares(
     *,
     max_tokens: int,
     data: int,
+    share: bool = False,
     batching: BatchingOptions = DYNAMIC,
 ) -> list[list[Pack]]:
     """Packs of every data-parallel rank, the same number for each; `max_tokens` is the limit of one GPU.
@@ -137,7 +149,7 @@ def shares(
     Interleaved pipelines need a multiple of their stages: packs without rows are added.
     """
     packs_by_rank = plan_batches(
-        rows, max_tokens=max_tokens * layout.context, ranks=data, share=False, batching=batching
+        rows, max_tokens=max_tokens * layout.context, ranks=data, share=share, batching=batching
     )
     multiple = layout.pipeline if layout.virtual_pipeline else 1
     count = -(-len(packs_by_rank[0]) // multiple) * multiple
@@ -147,33 +159,32 @@ def shares(
 def laid_out(
     rows: Sequence[TrainingSample], pack: Pack, layout: ParallelLayout, *, rank: int, device: torch.device
 ) -> Batch:
-    """Build the part of `pack` for context-parallel rank `rank`.
-
-    The last token of a row predicts nothing and is left out.
-    """
-    members = [i for bundle in pack for i in bundle.rows]
-    inputs = [rows[i].tokens[:-1] if rows[i].response_length else rows[i].tokens for i in members]
-    # A rank without rows computes one unused token.
-    sequences = packed([len(tokens) for tokens in inputs] or [1], layout, rank=rank, device=device)
+    """Build the part of `pack` for context-parallel rank `rank`; rows share tokens where there is one such rank."""
+    pack_layout = lay_out(rows, pack)
+    spans = pack_layout.spans
+    sequences = packed(
+        [span.length for span in spans], layout, rank=rank, device=device, contexts=[span.context for span in spans]
+    )
+    # Contexts are positions in the row too: without context parallelism padding follows the last span.
+    starts = zip(sequences.starts, spans, strict=True)
+    place = np.concatenate([np.arange(start, start + span.length) for start, span in starts])
     tokens_S = torch.zeros(sequences.tokens, dtype=torch.long)
-    sources: list[int] = []
-    for i, tokens, start in zip(members, inputs, sequences.starts, strict=False):
-        tokens_S[start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        first = start + rows[i].prompt_length - 1
-        sources += range(first, first + rows[i].response_length)
+    tokens_S[torch.from_numpy(place)] = torch.from_numpy(pack_layout.tokens_T)
     index_T = sequences.index_T.cpu()
-    local_S = torch.full((sequences.tokens,), -1)
-    local_S[index_T] = torch.arange(len(index_T))
-    local_R = local_S[torch.tensor(sources, dtype=torch.long)]
-    mine_M = (local_R >= 0).nonzero()[:, 0]
-    targets = [token for i in members for token in rows[i].tokens[rows[i].prompt_length :]]
-    row_R = [position for position, i in enumerate(members) for _ in range(rows[i].response_length)]
+    targets_R = torch.from_numpy(pack_layout.targets_R)
+    mine_M, predictions = torch.arange(len(targets_R)), pack_layout.predictions()
+    if layout.context > 1:
+        local_S = torch.full((sequences.tokens,), -1)
+        local_S[index_T] = torch.arange(len(index_T))
+        local_R = local_S[torch.from_numpy(place[pack_layout.sources_R])]
+        mine_M = (local_R >= 0).nonzero()[:, 0]
+        predictions = Predictions(local_R[mine_M], targets_R[mine_M])
     return Batch(
-        members=members,
+        members=pack_layout.rows,
         sequences=sequences,
         tokens_T=tokens_S[index_T].to(device),
-        row_R=torch.tensor(row_R, dtype=torch.long, device=device),
-        targets_R=torch.tensor(targets, dtype=torch.long, device=device),
+        row_R=torch.from_numpy(pack_layout.row_R).to(device),
+        targets_R=targets_R.to(device),
         mine_M=mine_M.to(device),
-        sources_M=local_R[mine_M].to(device),
+        predictions=predictions.to(device),
     )

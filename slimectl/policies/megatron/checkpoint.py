@@ -1,7 +1,6 @@
-"""Saves and loads model and optimizer in Megatron's torch_dist checkpoint format with mcore's dist_checkpointing.
+"""Saves and loads model and optimizer: as a Hugging Face directory, or in torch_dist by mcore's dist_checkpointing.
 
-For exchange with Megatron-LM; a run saves and resumes by MegatronTrainer.save, which is exact at every layout.
- mcore (0.16.1) reshards optimizers over tensor, pipeline and data sizes.
+mcore (0.16.1) reshards both over tensor, pipeline and data sizes.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import queue
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.utils import _ReaderView
+from torch.nn.functional import pad
 
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
@@ -36,8 +38,9 @@ from slimectl.model_files import check_file, check_model_files, open_file
 from slimectl.policies.checkpoint import MOMENTS, OPTIMIZER, copy_companions, read_tensors, write_float32, write_trainer
 from slimectl.policies.lora import FOLDER, LoraOptions, read_adapter, write_adapter
 from slimectl.policies.megatron.master_weights import PARAM
-from slimectl.policies.megatron.optimizer import drop_gradients, inners
+from slimectl.policies.megatron.optimizer import drop_gradients, inners, set_options
 from slimectl.policies.megatron.parameters import DistributedParameters
+from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import CheckpointFormat
 
 CONTENT = {
@@ -46,22 +49,46 @@ CONTENT = {
     "chained_optim_avoid_prefix": True,
 }
 """Metadata that mcore stores with a checkpoint and needs on loading."""
+# megatron-core 0.16.1 calls what torch 2.13 is about to drop. Delete when it does not.
+for _message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
+    warnings.filterwarnings("ignore", _message, FutureWarning)
+# Files of ours lie in the staging folder before mcore writes there: no old checkpoint.
+serialization.logger.addFilter(lambda record: not str(record.msg).startswith("Overwriting old"))
+
 MAX_OBJECT_BYTES = 1024**3
 """Size limit of an object that is not a tensor: schedules, random states, the state of fp8 modules."""
 
 
-def save_model(
-    path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, *, step: int, updates: int
+def save_torch_dist(
+    path: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    *,
+    companions: Path,
+    trainer_state: dict[str, Any],
 ) -> None:
-    """Write the weights, masters, moments and counts of all ranks into the existing folder `path`."""
+    """Write the weights, masters, moments and counts of all ranks into the existing folder `path`.
+
+    Config and tokenizer are copied from `companions`, so that the folder is a model.
+    """
     _init_moments(optimizer)
-    state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": {"step": step, "updates": updates}}
+    counts = {name: trainer_state[name] for name in ("step", "updates")}
+    state = _state(chunks, optimizer, CONTENT, loading=False) | {"slimectl": counts}
     with _write_in_process():
         dist_checkpointing.save(state, str(path), content_metadata=CONTENT)
+    if dist.get_rank() == 0:
+        copy_companions(companions, path, chunks[0].module.config.params_dtype)
+        write_trainer(path, **trainer_state)
+    dist.barrier()
 
 
-def load_model(path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> tuple[int, int]:
-    """Load it all at this layout; returns steps and updates. Raises CheckpointError."""
+def load_torch_dist(
+    path: Path, chunks: Sequence[DistributedDataParallel], optimizer: Any, options: OptimizerOptions
+) -> tuple[int, int]:
+    """Load it all at this layout, with `options` for the optimizer; returns steps and updates.
+
+    Raises CheckpointError.
+    """
     _init_moments(optimizer)
     try:
         with _plain_data_only(path):
@@ -79,6 +106,7 @@ def load_model(path: Path, chunks: Sequence[DistributedDataParallel], optimizer:
         chunk.module.load_state_dict(loaded[name])
     with _per_parameter_steps(optimizer, updates):
         optimizer.load_state_dict(loaded["optimizer"])
+    set_options(optimizer, options)
     drop_gradients(chunks, optimizer)
     return step, updates
 
@@ -135,7 +163,38 @@ def _named_chunks(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, 
 
 def _state(chunks: Sequence[Any], optimizer: Any, content: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     models = {name: chunk.module.sharded_state_dict(metadata=dict(content)) for name, chunk in _named_chunks(chunks)}
-    return models | {"optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(content))}
+    with _padded_buckets(optimizer):
+        return models | {"optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(content))}
+
+
+@contextmanager
+def _padded_buckets(optimizer: Any) -> Iterator[None]:
+    """Keep the padding between buckets in the tensors from which mcore cuts the parameters' states.
+
+    megatron-core (0.16.1) cuts at offsets with padding, from tensors without: after the first padded bucket (there are
+    several where a pipeline's ends share the embedding) all masters and moments are shifted. Delete when its
+    sharded_param_state_fully_reshardable warns of no range that exceeds the buffer.
+    """
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part.get_parameter_state_dp_zero = partial(_parameter_state_with_padding, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            vars(part).pop("get_parameter_state_dp_zero", None)
+
+
+def _parameter_state_with_padding(part: DistributedOptimizer, **options: Any) -> Any:
+    state = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
+    for i, buffer in enumerate(part.buffers if state is not None else ()):
+        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+        paddings = [bucket.grad_data.numel() - size for bucket, size in zip(buffer.buckets, sizes, strict=True)]
+        for tensors in state[i].values() if any(paddings[:-1]) else ():
+            for name in ("param", *MOMENTS):
+                buckets = zip(tensors[name].split(sizes), paddings, strict=True)
+                tensors[name] = torch.cat([pad(bucket, (0, padding)) for bucket, padding in buckets])
+    return state
 
 
 @contextmanager
@@ -174,12 +233,13 @@ def _init_moments(optimizer: Any) -> None:
     """
     for inner in inners(optimizer):
         if isinstance(inner, torch.optim.AdamW):
+            dtype = getattr(inner, "moment_dtype", torch.float32)
             for master in [master for group in inner.param_groups for master in group["params"]]:
                 if not inner.state[master]:
                     inner.state[master] = {
                         "step": torch.zeros((), device=master.device),
-                        "exp_avg": torch.zeros_like(master),
-                        "exp_avg_sq": torch.zeros_like(master),
+                        "exp_avg": torch.zeros_like(master, dtype=dtype),
+                        "exp_avg_sq": torch.zeros_like(master, dtype=dtype),
                     }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import SETTINGS, ParallelLayout
 from slimectl.errors import SettingsError
 from slimectl.policies.megatron.rotary import softmax_scale
+from slimectl.policies.recompute import Recompute
 
 ARGUMENT_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 """Configuration classes whose fields [megatron.args] may set."""
@@ -29,17 +30,10 @@ _SETTING_OF_ARG = {setting.removeprefix("megatron."): setting for setting in SET
     "sequence_parallel": SETTINGS["tensor"],
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "train.dtype"),
     **{name: f"train.{name}" for name in _OPTIMIZER},
-    **{name: f"megatron.{name}" for name in ("use_distributed_optimizer", "optimizer_cpu_offload", *_RECOMPUTE)},
+    **{name: f"train.{name}" for name in _RECOMPUTE},
+    **{name: f"megatron.{name}" for name in ("use_distributed_optimizer", "optimizer_cpu_offload")},
 }
 """Arguments that a setting controls, and that setting."""
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Activation recomputation: "none", "selective" (the `modules`), or "full" (whole layers)."""
-
-    granularity: str = "none"
-    modules: tuple[str, ...] = ("core_attn",)
 
 
 def field_names(kind: type) -> set[str]:
@@ -77,6 +71,70 @@ def _check_against_model(args: Mapping[str, Any], architecture: Architecture) ->
             )
 
 
+ACTING = frozenset({
+    # numbers of training
+    "hidden_dropout", "fp32_residual_connection", "softmax_scale", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_router_dtype", "moe_input_jitter_eps",
+    "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
+    "moe_router_force_load_balancing", "moe_shared_expert_overlap", "apply_wd_to_qk_layernorm",
+    # gradients and the optimizer's memory
+    "bucket_size", "pad_buckets_for_high_nccl_busbw", "num_distributed_optimizer_instances", "nccl_ub",
+    "disable_symmetric_registration", "grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation",
+    "check_for_nan_in_grad", "check_for_large_grads", "optimizer_offload_fraction",
+    "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
+    "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    # activations, kernels, logs
+    "recompute_method", "recompute_num_layers", "distribute_saved_activations", "deterministic_mode",
+    "bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "moe_permute_fusion",
+    "moe_router_fusion", "config_logger_dir",
+    # pipelines
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs",
+    "pipeline_model_parallel_comm_backend", "batch_p2p_sync", "overlap_p2p_comm", "batch_p2p_comm",
+    "use_ring_exchange_p2p", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
+    "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
+})  # fmt: skip
+"""Arguments that this trainer acts on, of those that no setting, model or need of packed training decides."""
+
+_REASONS = {
+    "fp8": "low precision needs TransformerEngine, which this trainer does without",
+    "fp4": "low precision needs TransformerEngine, which this trainer does without",
+    "tp_comm": "it needs TransformerEngine, which this trainer does without",
+    "transformer_impl": "layers are megatron-core's local ones",
+    "cuda_graph": "packs differ in shape",
+    "cpu_offloading": "it needs TransformerEngine; set megatron.recompute_granularity",
+    "mtp": "no layer of multi-token prediction is trained",
+    "attention": "attention is slimectl's own, without dropout",
+    "window": "every token attends to its whole sequence",
+    "softmax_type": "attention is slimectl's own, with the plain softmax",
+    "decoupled": "all weights have train.lr",
+    "loss_scale": "train.dtype is never float16",
+    "sgd": "the optimizer is AdamW",
+    "muon": "the optimizer is AdamW",
+}
+"""Why arguments do nothing, by the beginning of their names."""
+
+_ACTUAL = {"transformer_impl": "local"}
+"""Values that are in effect whatever the configuration says."""
+
+
+def refuse_idle(args: Mapping[str, Any], config: Any, *, acting: Iterable[str] = ()) -> None:
+    """Raises SettingsError for an argument that changes nothing and is not what `config` has in effect anyway."""
+    for name, value in args.items():
+        if name in ACTING or name in _NEEDED or name in acting or not hasattr(config, name):
+            continue
+        if value != _ACTUAL.get(name, getattr(config, name)):
+            reason = next((why for start, why in _REASONS.items() if name.startswith(start)), "nothing here reads it")
+            raise SettingsError(f"megatron.args.{name}: {value} has no effect ({reason}); drop it")
+
+
+def _refuse_other_families(args: Mapping[str, Any], kind: type) -> None:
+    """Raises SettingsError for an argument that only models with latent attention have."""
+    for name in args:
+        if not any(name in field_names(each) for each in (kind, OptimizerConfig, DistributedDataParallelConfig)):
+            raise SettingsError(f"megatron.args.{name}: has no effect (the model has no latent attention); drop it")
+
+
 def args_of(args: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Select the arguments that class `kind` accepts."""
     return {name: value for name, value in args.items() if name in field_names(kind)}
@@ -108,7 +166,6 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         **fields,
-        **args_of(args or {}, kind),
     }
     if architecture.layer == "wide_qk_norm":
         # mcore sums gradients of query and key norms over tensor-parallel ranks; these are sharded, not replicated.
@@ -116,9 +173,11 @@ def transformer_config(
     if architecture.mla:
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
         values.setdefault("softmax_scale", softmax_scale(architecture.rope, width, architecture.max_positions))
+    _refuse_other_families(args or {}, kind)
+    refuse_idle(args_of(args or {}, kind), SimpleNamespace(**_defaults(kind) | values))
     try:
         # Fields that the installed version lacks are optional ones of this module: users' are checked above.
-        return kind(**args_of(values, kind))
+        return kind(**args_of(values | args_of(args or {}, kind), kind))
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(f"megatron-core refuses the configuration: {' '.join(str(error).split())}") from error
 
@@ -127,6 +186,11 @@ _TUNABLE = {"hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_ro
 """Fields with a default from the architecture that training may override."""
 _NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispatcher_type", "add_bias_linear"}
 """Fields that the attention, batches and losses of this package depend on."""
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """The plain defaults of a configuration class."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 def _skip_initialization(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -187,3 +187,27 @@ def _patch_uneven_parts() -> None:
 def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
     """Append rows of zeros up to `rows` rows."""
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
+
+
+@contextlib.contextmanager
+def shared_groups() -> Iterator[None]:
+    """Let megatron-core create one process group for all of its groups that have the same ranks.
+
+    It (0.16.1) creates 20, most of them of one rank or of the same ones, and every group of gloo (torch 2.13) keeps
+    three threads, one of which wakes 100 times a second. Delete when gloo's groups share their threads.
+    """
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    groups: dict[tuple[int, ...], Any] = {}
+
+    def create_once(ranks: Sequence[int], **options: Any) -> Any:
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = create(ranks, **options)
+        return groups[tuple(ranks)]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create

@@ -1,6 +1,6 @@
 """A critic: the same model with one value per response token instead of a distribution.
 
-T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank.
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · U states that predict them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class ValueHead(nn.Module):
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             # All ranks compute the same from here on: each keeps the gradient of its own tokens, none are summed.
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
-        selected_MH = hidden_T1H[:, 0][batch.sources_M]
-        return in_pack((selected_MH.float() @ self.weight.float().t())[:, 0], batch)
+        hidden_UH = hidden_T1H[:, 0][batch.predictions.sources_U]
+        values_U = (hidden_UH.float() @ self.weight.float().t())[:, 0]
+        return in_pack(batch.predictions.of_states(values_U), batch)
 
 
 class WithValueHead(MegatronTrainer):
@@ -141,10 +142,11 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
         return (item for item in super().weights() if item[0] != NAME)
 
     def save(self, path: Path) -> None:
-        super().save(path)
-        ((_, head),) = self.state.tensors([NAME], PARAM)
-        if dist.get_rank() == 0:
-            write_float32(path / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
+        with self.memory.awake():
+            super().save(path)
+            ((_, head),) = self.state.tensors([NAME], PARAM)
+            if dist.get_rank() == 0:
+                write_float32(path / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
         dist.barrier()
 
     def load(self, path: Path) -> None:

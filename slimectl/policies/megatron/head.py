@@ -1,6 +1,7 @@
 """Log-probabilities of a micro-batch's response tokens from the last stage's hidden states.
 
-T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank.
+T tokens of this context-parallel rank · H hidden width · R response tokens of the pack · M those of this rank
+U states that predict them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slimectl.policies.lm_head import VocabularyShard, linear_log_probs, linear_logits
+from slimectl.policies.lm_head import VocabularyShard, linear_logits, predicted_log_probs
 from slimectl.policies.megatron.batch import Batch
 
 
@@ -28,11 +29,10 @@ def response_log_probs(
     Every rank may compute the same loss from them: each back-propagates the gradient of its own tokens and its own rows
     of the vocabulary only, so that the sum of finalize_model_grads over ranks is the full gradient, counted once.
     """
-    selected_MH = whole(hidden_T1H)[batch.sources_M]
-    logprobs_M, entropy_M = linear_log_probs(
-        selected_MH,
+    logprobs_M, entropy_M = predicted_log_probs(
+        whole(hidden_T1H)[batch.predictions.sources_U],
         weight_VH,
-        batch.targets_M,
+        batch.predictions,
         temperature=temperature,
         entropy=entropy,
         shard=shard_of(vocab_size, weight_VH),
@@ -44,10 +44,11 @@ def response_logits(
     hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float
 ) -> Tensor:
     """Logits over the temperature [R, vocabulary], on every rank of the pack; gradients as in `response_log_probs`."""
-    logits_MV = linear_logits(whole(hidden_T1H)[batch.sources_M], weight_VH, temperature=temperature)
+    hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
+    logits_UV = linear_logits(hidden_UH, weight_VH, temperature=temperature)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        logits_MV = gather_from_tensor_model_parallel_region(logits_MV)
-    return in_pack(logits_MV[:, :vocab_size], batch)
+        logits_UV = gather_from_tensor_model_parallel_region(logits_UV)
+    return in_pack(batch.predictions.of_states(logits_UV[:, :vocab_size]), batch)
 
 
 def shard_of(vocab_size: int, weight_VH: Tensor) -> VocabularyShard | None:

@@ -59,7 +59,8 @@ class Master:
             self.main.copy_(part)
         slots, device = self._slots()
         if slot != PARAM:
-            slots[slot] = part.to(device, torch.float32).reshape(self.main.shape).clone()
+            dtype = getattr(self.inner, "moment_dtype", torch.float32)
+            slots[slot] = part.to(device, dtype).reshape(self.main.shape).clone()
             slots["step"] = torch.tensor(float(updates), device=device)
         elif isinstance(self.inner, HybridDeviceOptimizer) and self.main in self.inner.gpu_params_map_cpu_copy:
             self.inner.gpu_params_map_cpu_copy[self.main].copy_(part)
@@ -117,3 +118,10 @@ def _sharded_masters(part: DistributedOptimizer) -> dict[Tensor, Master]:
             master = replace(master, main=main, start=param_range.start, stop=param_range.end)
         result[parameter] = master
     return result
+
+
+def shard_offsets(part: Any) -> dict[Tensor, int]:
+    """Index of the first element of each master in its flat parameter, by master; none is sharded without ranks."""
+    if not isinstance(part, DistributedOptimizer):
+        return {}
+    return {master.main: master.start for master in _sharded_masters(part).values() if master.main is not None}

@@ -30,12 +30,13 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.attention import PackedCoreAttention, PackedSelfAttention
 from slimectl.policies.megatron.batch import PackedSequences
-from slimectl.policies.megatron.config import Recompute, transformer_config
+from slimectl.policies.megatron.config import transformer_config
 from slimectl.policies.megatron.delta_net import PackedDeltaNet, PlainRMSNorm
 from slimectl.policies.megatron.mla import LatentAttention
 from slimectl.policies.megatron.moe import Experts, Router
 from slimectl.policies.megatron.norms import RMSNorm, WideKeyNorm, WideQueryNorm
 from slimectl.policies.megatron.rotary import Rotary
+from slimectl.policies.recompute import Recompute
 
 AddResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -19,7 +19,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from slimectl.errors import SettingsError
-from slimectl.policies.megatron.config import args_of
+from slimectl.policies.bfloat16_adamw import Bfloat16AdamW
+from slimectl.policies.megatron.config import args_of, refuse_idle
+from slimectl.policies.megatron.master_weights import shard_offsets
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.optimizer import OptimizerOptions
 
@@ -28,7 +30,7 @@ _REFUSED = {
     "overlap_param_gather": "weights are read between steps",
     "use_megatron_fsdp": 'that is train.backend = "fsdp"',
     "average_in_collective": "a loss here is a sum",
-    "use_precision_aware_optimizer": "masters are float32",
+    "use_precision_aware_optimizer": 'train.optimizer_state_dtype = "bfloat16" is the same',
     "optimizer": "it is AdamW",
 }
 
@@ -52,6 +54,7 @@ def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[Dist
         "use_distributed_optimizer": choices.distributed,
         **args_of(args, DistributedDataParallelConfig),
     }
+    refuse_idle(args_of(args, DistributedDataParallelConfig), DistributedDataParallelConfig(), acting=_REFUSED)
     config = chunks[0].config
     return [
         DistributedDataParallel(config, DistributedDataParallelConfig(**fields), chunk, disable_bucketing=i > 0)
@@ -79,17 +82,39 @@ def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, 
         "optimizer_offload_fraction": 1.0,
         **args_of(choices.args or {}, OptimizerConfig),
     }
+    refuse_idle(args_of(choices.args or {}, OptimizerConfig), OptimizerConfig(), acting=_REFUSED)
     # Without gradients: views of float32 parameters would not be leaves, which optimizers on the CPU refuse.
     with torch.no_grad():
         # Gloo groups serve checkpoints of an old format only.
         optimizer = get_megatron_optimizer(_config(fields), list(chunks), use_gloo_process_groups=False)
+    if options.state_dtype == "bfloat16":
+        _round_moments(optimizer)
+    set_options(optimizer, options)
+    return optimizer
+
+
+def set_options(optimizer: Any, options: OptimizerOptions) -> None:
+    """Set the options on every parameter group, which mcore's checkpoints replace by those that they were saved with.
+
+    The learning rate is set before each update.
+    """
     for inner in inners(optimizer):
         for group in inner.param_groups:
+            group |= {"betas": options.betas, "eps": options.eps}
             # The scheduler of mcore would do this: without it norms and biases decayed too.
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             if isinstance(inner, torch.optim.AdamW):
                 group["fused"] = True
-    return optimizer
+
+
+def _round_moments(optimizer: Any) -> None:
+    """Replace the optimizers inside mcore's by those with moments in bfloat16; they have no state yet.
+
+    mcore's own (use_precision_aware_optimizer) needs TransformerEngine, and rounds to the nearest value.
+    """
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            part.optimizer = Bfloat16AdamW(part.optimizer.param_groups, offsets=shard_offsets(part))
 
 
 def _config(fields: dict[str, Any]) -> OptimizerConfig:
@@ -107,12 +132,13 @@ def inners(optimizer: Any) -> list[Any]:
 def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float, clip: float) -> tuple[float, bool]:
     """Reduce the gradients, clip and update.
 
-    Returns the norm before clipping, and whether it was finite; if not, the update is skipped.
+    Returns the norm before clipping, and whether it was finite and above zero; if not, the update is skipped.
     """
     finalize_model_grads(list(chunks), None)
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
+    updated = 0 < norm < math.inf
+    if updated:
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
             if clip and parameters:
@@ -121,7 +147,7 @@ def step(chunks: Sequence[DistributedDataParallel], optimizer: Any, *, lr: float
                 group["lr"] = lr * group["lr_mult"]
         optimizer.step_with_ready_grads()
     drop_gradients(chunks, optimizer)
-    return norm, math.isfinite(norm)
+    return norm, updated
 
 
 def resume(optimizer: Any, *, updates: int) -> None:

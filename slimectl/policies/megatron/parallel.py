@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -9,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.errors import BackendError, CheckpointError, SettingsError
+from slimectl.policies.megatron import cpu_patches
 
 _active_layout: ParallelLayout | None = None
 _created_world = False
@@ -44,14 +47,15 @@ def start(layout: ParallelLayout, seed: int) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _created_world = True
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-    )
+    with cpu_patches.shared_groups() if cpu_patches.needed() else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _active_layout = layout
 

@@ -17,14 +17,15 @@ from torch import Tensor
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions
 from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.architectures.parallel import ParallelLayout
+from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
 from slimectl.architectures.registry import family_of
+from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.errors import SettingsError
-from slimectl.policies.checkpoint import copy_companions, read_trainer
+from slimectl.policies.checkpoint import read_trainer
+from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters, schedule
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
-from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
@@ -34,6 +35,7 @@ from slimectl.policies.megatron.parameters import DistributedParameters, checked
 from slimectl.policies.megatron.routing_replay import RoutingReplay
 from slimectl.policies.megatron.schedule import per_row, totals
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
+from slimectl.policies.recompute import Recompute
 from slimectl.protocols import CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
@@ -71,6 +73,7 @@ class MegatronTrainer:
         layout: ParallelLayout | None = None,
         max_tokens_per_pack: int = 4096,
         batching: BatchingOptions = DYNAMIC,
+        share_prefixes: bool = True,
         dtype: str = "float32",
         recompute: Recompute | None = None,
         args: Mapping[str, Any] | None = None,
@@ -83,21 +86,34 @@ class MegatronTrainer:
         device: str | None = None,
         routing_replay: bool = False,
         user_functions: UserFunctions | None = None,
+        save_format: str = "hf",
         seed: int = 0,
     ) -> None:
         """`trains` False: the model is only used for log-probabilities, without gradients or optimizer.
 
-        Raises SettingsError or CheckpointError.
+        `share_prefixes`: rows share the tokens that they begin with, unless that would change loss or gradient.
+
+        `save_format` is "hf", whose files FSDP policies load too, or "torch_dist", which has no adapters. Raises
+        SettingsError or CheckpointError.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+        if lora is not None and save_format != "hf":
+            raise SettingsError(
+                f"megatron.save_format: {save_format} has no adapters; set hf with train.lora_rank, and convert that"
+            )
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
         self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed
-        self.batching = batching
+        self.batching, self.save_format = batching, save_format
         self.step = self.updates = 0
+        self.memory = HostMemory()
         config = read_config(self.model_dir)
         family = family_of(config)
         self.architecture, self.carried = family.architecture(config), family.carried
+        self.share_prefixes = share_prefixes
+        self.prefix_obstacle = prefix_obstacle(
+            self.layout, self.architecture.transformer, args or {}, replays_routing=routing_replay
+        )
         self.links = [*family.links(config), *self._extra_links()]
         self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
@@ -183,10 +199,14 @@ class MegatronTrainer:
 
         Routing is recorded in a run without gradients and replayed in one with them.
         """
+        self.memory.wake()
         if not rows:
             return []
         data = self.layout.data(self.ranks)
-        packs_by_rank = shares(rows, self.layout, max_tokens=self.max_tokens, data=data, batching=self.batching)
+        share = self.share_prefixes and not self.prefix_obstacle
+        packs_by_rank = shares(
+            rows, self.layout, max_tokens=self.max_tokens, data=data, share=share, batching=self.batching
+        )
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]
@@ -228,7 +248,11 @@ class MegatronTrainer:
             )  # fmt: skip
 
     def optim_step(self) -> Metrics:
-        """Update the weights; skips an update whose gradient is not finite, which grad_norm shows."""
+        """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.
+
+        Adam's momentum would move the weights in rounds that taught nothing, in the direction of the rounds before.
+        """
+        self.memory.wake()
         lr = lr_at(self.step, self.options)
         norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.clip_grad)
         self.step += 1
@@ -237,14 +261,18 @@ class MegatronTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full float32 masters with adapters merged, in checkpoint order."""
-        if self.adapters is not None:
-            return self.adapters.merged(self.state, self.names)
-        return self.state.tensors(self.names, PARAM)
+        with self.memory.awake():
+            if self.adapters is not None:
+                yield from self.adapters.merged(self.state, self.names)
+            else:
+                yield from self.state.tensors(self.names, PARAM)
 
     def save(self, path: Path) -> None:
-        """Write float32 weights as a Hugging Face directory, optimizer.safetensors and trainer.json.
+        """Write model, optimizer and trainer.json in `save_format`, with config and tokenizer.
 
-        Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
+        "hf" writes float32 weights and optimizer.safetensors; adapters are merged into the weights, and also written
+        to the folder `adapter` (peft's format). "torch_dist" writes the weights that the model computes with, and
+        master weights and moments in the optimizer's state, by the ranks that hold them.
         """
         trainer_state = {
             "step": self.step,
@@ -252,18 +280,30 @@ class MegatronTrainer:
             "seed": self.seed,
             "optimizer": asdict(self.options),
         }
-        checkpoint.save_checkpoint(
-            path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated, companions=self.model_dir,
-            trainer_state=trainer_state,
-            adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
-        )  # fmt: skip
+        if self.save_format == "torch_dist":
+            with self.memory.awake():
+                checkpoint.save_torch_dist(
+                    path, self.chunks, self.optimizer, companions=self.model_dir, trainer_state=trainer_state
+                )
+            return
+        with self.memory.awake():
+            checkpoint.save_checkpoint(
+                path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated,
+                companions=self.model_dir, trainer_state=trainer_state,
+                adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
+            )  # fmt: skip
 
     def load(self, path: Path) -> None:
+        """Load a checkpoint of either format; a model without optimizer gets the weights alone."""
+        self.memory.wake()
         saved = read_trainer(path)
-        if self.adapters is None:
-            self._read_weights(path)
-        else:
+        if self.adapters is not None:
             self._read_adapter(path / FOLDER, self.adapters.options)
+        elif self.updated and is_torch_dist(path):
+            self.step, self.updates = checkpoint.load_torch_dist(path, self.chunks, self.optimizer, self.options)
+            return
+        else:
+            self._read_weights(path)
         self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
         checkpoint.load_moments(path, self.state, self.updated, updates=self.updates)
         optimizer.resume(self.optimizer, updates=self.updates)
@@ -277,20 +317,16 @@ class MegatronTrainer:
             self.base_dir = base
         checkpoint.load_adapter(path, self.state, self.updated)
 
-    def save_torch_dist(self, path: Path) -> None:
-        """Write a checkpoint in Megatron's torch_dist format (see torch_dist.py), with config and tokenizer.
-
-        Not part of protocols.Policy. Raises SettingsError with adapters, which that format does not support.
-        """
-        if self.adapters is not None:
-            raise SettingsError("train.lora_rank: adapters are not saved as torch_dist; save as hf and convert that")
-        checkpoint.save_model(path, self.chunks, self.optimizer, step=self.step, updates=self.updates)
-        if dist.get_rank() == 0:
-            copy_companions(self.model_dir, path, self.last.config.params_dtype)
-        dist.barrier()
-
-    def load_torch_dist(self, path: Path) -> None:
-        self.step, self.updates = checkpoint.load_model(path, self.chunks, self.optimizer)
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
+        self.memory.wake()
+        inners = optimizer.inners(self.optimizer)
+        moments = [tensor for inner in inners for slots in inner.state.values() for tensor in slots.values()]
+        masters = [main for inner in inners for group in inner.param_groups for main in group["params"]]
+        local = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        gradients = [parameter.main_grad for parameter in local if hasattr(parameter, "main_grad")]
+        weights = [] if keep_weights else [*local, *masters]
+        self.memory.sleep(filter(torch.is_tensor, [*moments, *weights]), scratch=gradients)
 
     def close(self) -> None:
         """Do nothing: resources end with the process; other models of the layout use its groups."""

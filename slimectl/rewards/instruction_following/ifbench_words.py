@@ -31,8 +31,13 @@ NAMES = word_set(
 
 PRONOUNS = word_set(
     "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers "
-    "herself it its itself they them their theirs themselves"
+    "herself it its itself they them their theirs themselves "
+    "this that these those who whom whose which what whoever whomever whatever whichever "
+    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something "
+    "each either neither both all some any none"
 )
+"""Personal, possessive and reflexive; demonstrative, interrogative, relative, indefinite: IFBench's present list."""
+
 VERBS = word_set(
     """accept add adjust allow answer apply arrange ask avoid be become begin believe bring build buy calculate call
     change check choose clean close collect combine come compare complete consider continue convert cook create cut

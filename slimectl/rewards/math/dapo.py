@@ -23,6 +23,10 @@ _ANSWER = re.compile(r"answer[\s*_`~]*[:：]\s*(?=[^\n]*[^\s*_`~#][^\n]*)", re.I
 _FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d|[A-Za-z]|\{[^{}]*\})\s*(\d|[A-Za-z]|\{[^{}]*\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([\dA-Za-z])")
+_SPECIAL_TOKENS = re.compile(r"(?:\s*(?:<[|｜][^<>|｜\n]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>))+\s*$")
+"""What ends a turn, where a decoder has left it in the text."""
+
+_QUOTIENT = re.compile(r"([-+]?)(?:(\d+) )?(\\?[A-Za-z]+|\d+)/(\\?[A-Za-z]+|\d+)")
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[A-Za-z]{2})", re.IGNORECASE)
 
 
@@ -35,9 +39,9 @@ class Dapo(Verifier):
 
     Yu et al. 2025, arXiv:2503.14476, sec. 3.1 (rule-based reward, 1 or -1), with the normalisation of Lewkowycz et al.
     2022, arXiv:2206.14858, app. D.1, in spirit: units, LaTeX's spaces and sizes, \text, $ and thousands separators are
-    ignored, and of an equation only the right side counts. Numbers are compared as numbers, anything else as text,
-    case-sensitively. Only the last 300 characters are read. `source="boxed"`, which is what `boxed_dapo` means, reads
-    the last \boxed{} there instead of the line. Without an answer `pred` is "".
+    ignored, as are special tokens at the end, and of an equation only the right side counts. Numbers are compared as
+    numbers, anything else as text, case-sensitively. Only the last 300 characters are read. `source="boxed"`, which is
+    what `boxed_dapo` means, reads the last \boxed{} there instead of the line. Without an answer `pred` is "".
     """
 
     BOXED_OPTIONS: ClassVar[dict[str, Any] | None] = {"source": "boxed"}
@@ -63,7 +67,12 @@ class Dapo(Verifier):
     def extract(self, sample: Sample) -> str | None:
         return text_of(self._find(sample.response))
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return _equal(canonical(first[:MAX_LABEL]), canonical(second[:MAX_LABEL]))
+
     def _find(self, response: str) -> Span | None:
+        special = _SPECIAL_TOKENS.search(response, max(0, len(response) - TAIL))
+        response = response[: special.start()] if special else response
         before = max(0, len(response) - TAIL)
         tail = response[before:]
         if self.source == "boxed":
@@ -89,7 +98,7 @@ def canonical(text: str) -> str:
         lambda match: rf"\frac{{{_without_braces(match[1])}}}{{{_without_braces(match[2])}}}", text
     )
     text = _ARTICLE.sub("", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
-    return re.sub(r"\s+", "", text)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 1/2 is not 11/2
 
 
 def _without_braces(argument: str) -> str:
@@ -106,7 +115,15 @@ def _line(text: str, start: int) -> Span:
 
 def _equal(expected: str, actual: str) -> bool:
     numbers = exact_number(expected), exact_number(actual)
-    return actual != "" and (numbers[0] == numbers[1] if None not in numbers else expected == actual)
+    if None not in numbers:
+        return actual != "" and numbers[0] == numbers[1]
+    return actual != "" and _with_fraction(expected) == _with_fraction(actual)
+
+
+def _with_fraction(text: str) -> str:
+    r"""The text, 3/4 as \frac{3}{4} and 1 1/2 as 1\frac{1}{2}."""
+    match = _QUOTIENT.fullmatch(text)
+    return rf"{match[1]}{match[2] or ''}\frac{{{match[3]}}}{{{match[4]}}}" if match else text
 
 
 def _reward(right: bool, answer: str) -> dict[str, Any]:

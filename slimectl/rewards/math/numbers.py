@@ -20,11 +20,12 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*({_DECIMAL})(?:\s*/\s*([-+]?)({_DECIMAL}))?")
 _IN_TEXT = re.compile(rf"(?:(?<![\w).])[-+])?(?<![\w.]){_DECIMAL}(?:/{_DECIMAL})?")
+_MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 
 
 def exact_number(text: str) -> Fraction | None:
-    r"""Parse the whole text as a number, None if it is not one: 1,234 · -3.50 · .5 · 3/4 · 1e3 · 0.\overline{3}.
+    r"""Parse the whole text as a number, None if it is not one: 1,234 · -3.50 · 3/4 · 1 1/2 · 1e3 · 0.\overline{3}.
 
     >>> exact_number("1,234.50"), exact_number("0.50") == exact_number("1/2"), exact_number("5 or 6")
     (Fraction(2469, 2), True, None)
@@ -37,10 +38,14 @@ def exact_number(text: str) -> Fraction | None:
     if text.isdecimal():
         return Fraction(int(text))
     if repeating := _REPEATING.fullmatch(text):
-        sign, integer, fixed, period = repeating.groups()
-        head, scale = int(integer + fixed or "0"), 10 ** len(fixed)
+        sign, before, fixed, period = repeating.groups()
+        head, scale = int(before + fixed or "0"), 10 ** len(fixed)
         value = Fraction(head, scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
         return -value if sign == "-" else value
+    if mixed := _MIXED.fullmatch(text):
+        sign, *digits = mixed.groups()
+        integer, top, bottom = map(int, digits)
+        return (integer + Fraction(top, bottom)) * (-1 if sign == "-" else 1) if top < bottom else None
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from slimectl.rewards.base import Grade, Span, Verifier, binary_grade, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, find_boxed, label_text, last_boxed, missing
-from slimectl.rewards.math.latex import Answer, normalized, parse_structure, right_hand_side, split_assignment
-from slimectl.rewards.math.numbers import exact_number
-from slimectl.rewards.math.symbolic import same_equation, symbolically_equal
+from slimectl.rewards.math.compare import is_unread, same_answer
+from slimectl.rewards.math.latex import normalized, tidy
+from slimectl.rewards.math.symbolic import symbolically_equal
 from slimectl.types import Sample
 
 MAX_ANSWER = 2000
 """Length in characters above which an answer is compared as text only."""
-
-_RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])|\\[lg]t(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,9 @@ class Math(Verifier):
     def slow(self) -> bool:
         return True
 
+    def prepare(self) -> None:
+        symbolically_equal(r"\sqrt{2}x", r"x\frac{2}{\sqrt{2}}")  # imports sympy and builds its parser: 2 s of CPU time
+
     def explain(self, sample: Sample) -> Grade:
         label, answer = label_text(sample, "math"), find_boxed(sample.response)
         if answer is None:
@@ -48,9 +48,12 @@ class Math(Verifier):
     def extract(self, sample: Sample) -> str | None:
         return last_boxed(sample.response)
 
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return first == second or (max(len(first), len(second)) <= MAX_ANSWER and same_answer(first, second))
+
 
 def equal(label: str, answer: str) -> bool:
-    r"""Whether two answers are the same after normalisation (see latex.normalized), piece by piece or symbolically.
+    r"""Whether two answers are the same in value, by `same_answer`; over 2000 characters, in spelling.
 
     Lists, sets and unions are unordered (a list is a set); tuples and intervals are ordered and keep their brackets, so
     (1,2) is neither [1,2] nor 1,2. Words compare as words, ignoring case: no is not on. Units are dropped, not
@@ -62,57 +65,7 @@ def equal(label: str, answer: str) -> bool:
         return True
     if len(label) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return False
-    label, answer = normalized(label), normalized(answer)
-    if _without_spaces(label) == _without_spaces(answer) != "" or same_equation(label, answer):
-        return True
-    return _equal_structures(parse_structure(right_hand_side(label)), parse_structure(right_hand_side(answer)))
-
-
-def _equal_structures(label: Answer, answer: Answer) -> bool:
-    if label.kind == answer.kind == "leaf":
-        return _equal_leaves(label.text, answer.text)
-    if label.kind != answer.kind or label.brackets != answer.brackets:
-        # 1 < x < 2 may be written (1, 2): math-verify knows relations as sets.
-        related = bool(_RELATION.search(label.text)) != bool(_RELATION.search(answer.text))
-        return related and symbolically_equal(label.text, answer.text)
-    if len(label.items) != len(answer.items):
-        return False
-    if label.kind == "ordered":
-        return all(map(_equal_structures, label.items, answer.items))
-    unmatched = list(answer.items)
-    for item in label.items:
-        match = next((candidate for candidate in unmatched if _equal_structures(item, candidate)), None)
-        if match is None:
-            return False
-        unmatched.remove(match)
-    return True
-
-
-def _equal_leaves(label: str, answer: str) -> bool:
-    if _without_spaces(label) == _without_spaces(answer) != "":
-        return True
-    pairs = split_assignment(label), split_assignment(answer)
-    if pairs[0] and pairs[1] and pairs[0][0] != pairs[1][0]:
-        return False
-    label, answer = (pair[1] if pair else text for pair, text in zip(pairs, (label, answer), strict=True))
-    numbers = exact_number(label), exact_number(answer)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    if _are_words(label) or _are_words(answer):
-        return _without_spaces(label).casefold() == _without_spaces(answer).casefold() != ""
-    if "=" in label or "=" in answer:
-        return same_equation(label, answer)
-    return symbolically_equal(label, answer)
-
-
-def _are_words(text: str) -> bool:
-    """Whether the text is only words ("no", or three letters and more): parsed as products, all anagrams are equal."""
-    is_alphabetic = re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", text) is not None
-    return is_alphabetic and (len(re.findall(r"[A-Za-z]", text)) > 2 or text.lower() == "no")
-
-
-def _without_spaces(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    return same_answer(label, answer) or (is_unread(label, answer) and symbolically_equal(tidy(label), tidy(answer)))
 
 
 MARKERS = ("</think>", "###Response")
@@ -135,6 +88,9 @@ class Deepscaler(Verifier):
     def slow(self) -> bool:
         return True
 
+    def prepare(self) -> None:
+        Math().prepare()
+
     def explain(self, sample: Sample) -> Grade:
         label_text(sample, "deepscaler")
         answer = after_thinking(sample.response)
@@ -146,6 +102,9 @@ class Deepscaler(Verifier):
     def extract(self, sample: Sample) -> str | None:
         answer = after_thinking(sample.response)
         return None if answer is None else Math().extract(replace(sample, response=answer.text))
+
+    def same_answer(self, sample: Sample, first: str, second: str) -> bool:
+        return Math().same_answer(sample, first, second)
 
 
 def after_thinking(text: str, markers: tuple[str, ...] = MARKERS) -> Span | None:

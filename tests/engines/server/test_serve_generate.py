@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from slimectl import Prompt, Sample, Sampler, load_settings
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.state import Streaming
 from slimectl.types import Completion, SamplingParams
@@ -43,6 +45,23 @@ def test_greedy_and_seeded_answers_are_those_of_the_engine_in_process(server: An
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(wanted.tokens))
         assert (meta["weight_version"], meta["cached_tokens"]) == ("0", 0)
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(wanted.tokens)}]
+
+
+def test_a_later_turn_is_told_what_the_prefix_cache_had_of_it(server: Any) -> None:
+    params = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    first = server.good("/generate", {"input_ids": PROMPT * 4, "sampling_params": params})
+    turn = PROMPT * 4 + first["output_ids"] + PROMPT
+
+    def cached() -> tuple[int, int]:
+        meta = server.good("/generate", {"input_ids": turn, "sampling_params": params})["meta_info"]
+        answer = server.good("/v1/completions", {"model": "m", "prompt": turn, "max_tokens": 1})
+        return meta["cached_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == (len(PROMPT) * 4, len(turn) - 1)
+    server.good("/flush_cache", {})
+    assert cached() == (0, len(turn) - 1)
+    server.good("/flush_cache", {})
+    assert server.good("/v1/loads")["loads"][0]["prefix_cache_bytes"] == 0
 
 
 def test_text_is_tokenised_and_may_come_back_with_the_log_probs(server: Any, in_process: EmbeddedEngine) -> None:
@@ -264,7 +283,7 @@ def test_a_prompt_is_judged_beside_its_answers_and_passes_do_not_show(server: An
     ask = {"input_ids": prompts, "logprob_start_len": 0, "return_logprob": True, "return_text_in_logprobs": True}
     params = {"max_new_tokens": 2, "ignore_eos": True, "n": 2}
     together = server.good("/generate", ask | {"sampling_params": params})
-    monkeypatch.setattr("slimectl.engines.server.sglang_api.TOGETHER", 8)
+    monkeypatch.setattr("slimectl.engines.server.log_probs.TOGETHER", 8)
     apart = server.good("/generate", ask | {"sampling_params": params})
     for one, other, prompt in zip(together, apart, [each for each in prompts for _ in range(2)], strict=True):
         given, again = (answer["meta_info"]["input_token_logprobs"] for answer in (one, other))
@@ -279,3 +298,29 @@ def test_a_start_outside_the_prompt_is_refused(start: Any, server: Any) -> None:
     status, answer = server.ask("/generate", body)
     assert status == 400
     assert answer["error"]["param"] == "logprob_start_len"
+
+
+FUNCTIONS = Path(__file__).parents[2] / "hooks" / "slime_functions.py"
+
+
+def test_a_generate_function_of_slimes_style_asks_the_address_that_its_args_name(
+    server: Any, model_dir: Callable[[str], Path]
+) -> None:
+    values = {
+        "engine.url": [server.url],
+        "model.path": str(model_dir("llama")),
+        "rollout.n_samples_per_prompt": 2,
+        "rollout.max_response_len": 3,
+        "rollout.custom_generate_function_path": f"{FUNCTIONS}:generate",
+        "custom.max_turns": 2,
+    }
+    with Sampler(load_settings(values=values)) as sampler:
+        samples = list(sampler.rollout([Prompt(text="say one", label={"any": ["one", "two"]})]))
+    assert [(sample.tool_call_count, sample.extra) for sample in samples] == [(1, {"tool_call_count": 1})] * 2
+    for sample in samples:
+        answers = [bit for bit, _ in groupby(sample.loss_mask)]
+        assert answers == [1, 0, 1]
+        assert " tool: 42 " in sample.response
+        assert sample.label == {"any": ["one", "two"]}
+        assert sample.weight_versions == ["0", "0"]
+        assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)

@@ -119,7 +119,9 @@ def test_every_version_is_named_once_in_order():
         )
     )
     assert told.weight_versions == ["1", "2"]
+    assert told.version_spans() == [["1", 0, 2], ["2", 2, 4]]
     assert seen.weight_versions == ["1", "7"]
+    assert seen.version_spans() == [["1", 0, 2], ["7", 2, 4]]
 
 
 def test_what_else_a_server_tells_is_kept():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
-from slimectl.engines.supervisor import bootstrap
+from slimectl.engines.supervisor import bootstrap, installed
 from slimectl.engines.vllm import args, launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
@@ -44,7 +45,7 @@ def test_events_add_up_to_an_answer_that_names_its_weights():
     API.add_event(event([2, 3], "length", **spans("4", "5")), request)
     answer = request.completion()
     assert (answer.tokens, answer.log_probs, answer.finish_reason) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
-    assert answer.weight_versions == ["4", "5"]
+    assert answer.version_spans() == [["4", 0, 1], ["5", 1, 3]]
 
 
 def test_an_answer_of_weights_that_nobody_pushed_is_dropped():
@@ -159,3 +160,11 @@ def test_a_model_that_would_kill_the_server_later_is_refused_before_it_starts(tm
 def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path):
     with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, and 0\.32\.0 is supported; run: .* pip install"):
         launch.vllm_server(model(tmp_path), python=python(tmp_path, "0.31.2"), log=tmp_path / "log")
+
+
+def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(installed, "installed_version", lambda *_, **__: None)
+    with pytest.raises(BackendError) as refused:
+        args.interpreter(None)
+    commands = r"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install --no-deps -r \S+/requirements-cpu\.txt"
+    assert re.search(rf"run: {commands}; then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))

@@ -5,6 +5,8 @@ T tokens that this rank holds · V vocabulary · H hidden width.
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from model_cases import Reference, load, loss_of, loss_weights, parameters_of, share
+from rank_cases import release_graph
 from torch import Tensor
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.batch import PackedSequences, packed
-from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.model import PackedGPT, build
 from slimectl.policies.megatron.parallel import parallel_state
+from slimectl.policies.recompute import Recompute
 
 CPU = torch.device("cpu")
 PER_BATCH = 2
@@ -34,16 +37,18 @@ Trial = tuple[str, ParallelLayout, Recompute]
 
 
 def run(folder: Path, trials: Sequence[Trial]) -> None:
-    """Every trial in turn, each with groups of its own."""
-    for name, layout, recompute in trials:
+    """Every trial in turn; those of one layout share its groups."""
+    trials = sorted(trials, key=lambda trial: str(trial[1]))
+    for layout, of_layout in itertools.groupby(trials, key=lambda trial: trial[1]):
         parallel.start(layout, seed=1)
-        try:
-            _compare(torch.load(folder / f"{name}.pt", weights_only=False), layout, recompute)
-        except Exception as error:
-            error.add_note(f"{name} {layout} {recompute}, rank {dist.get_rank()}")
-            raise
-        finally:
-            parallel.stop()
+        for name, _, recompute in of_layout:
+            try:
+                _compare(torch.load(folder / f"{name}.pt", weights_only=False), layout, recompute)
+            except Exception as error:
+                error.add_note(f"{name} {layout} {recompute}, rank {dist.get_rank()}")
+                raise
+        gc.collect()  # references of the models keep the groups, and they their threads
+        parallel.stop()
 
 
 def _compare(hf: Reference, layout: ParallelLayout, recompute: Recompute) -> None:
@@ -58,6 +63,8 @@ def _compare(hf: Reference, layout: ParallelLayout, recompute: Recompute) -> Non
     worst = _step(wrapped, hf, layout)
     assert worst < 1e-5, f"logits differ by {worst}"
     _compare_gradients(chunks, hf, layout)
+    for chunk in chunks:
+        release_graph(chunk)
 
 
 def _step(wrapped: list[Any], hf: Reference, layout: ParallelLayout) -> float:

@@ -28,7 +28,7 @@ def test_the_last_token_of_a_response_predicts_nothing_and_stays_out():
     assert made.members == [0, 1, 2]
     assert made.tokens_T.tolist() == [1, 2, 3, 4, 6, 7, 9, 10]
     assert made.targets_R.tolist() == [4, 5, 8]
-    assert made.tokens_T[made.sources_M].tolist() == [3, 4, 7]
+    assert made.tokens_T[made.predictions.sources_U].tolist() == [3, 4, 7]
     assert made.row_R.tolist() == [0, 0, 1]
     assert made.by_row(ROWS, torch.tensor([0.5, 1.5, 2.5])) == {0: [0.5, 1.5], 1: [2.5], 2: []}
 
@@ -38,9 +38,9 @@ def test_two_context_ranks_hold_the_outer_and_the_inner_chunks_and_predict_what_
     # Padded to four each: 1 2 3 4 | 6 7 . . | 9 10 . .
     assert outer.tokens_T.tolist() == [1, 4, 6, 0, 9, 0]
     assert inner.tokens_T.tolist() == [2, 3, 7, 0, 10, 0]
-    assert outer.targets_M.tolist() == [5]
-    assert inner.targets_M.tolist() == [4, 8]
-    assert inner.tokens_T[inner.sources_M].tolist() == [3, 7]
+    assert outer.predictions.targets_Q.tolist() == [5]
+    assert inner.predictions.targets_Q.tolist() == [4, 8]
+    assert inner.tokens_T[inner.predictions.sources_U].tolist() == [3, 7]
     assert sorted([*outer.mine_M.tolist(), *inner.mine_M.tolist()]) == [0, 1, 2]
     assert outer.targets_R.tolist() == inner.targets_R.tolist() == [4, 5, 8]
 

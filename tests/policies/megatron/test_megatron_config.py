@@ -7,12 +7,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from model_cases import CASES, SHAPE
+from policies.policy_cases import Clipped, random_rows
+from rank_cases import megatron
 
 from slimectl.architectures.config import Architecture, with_defaults
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
-from slimectl.policies.megatron.config import Recompute, args_of, transformer_config
+from slimectl.policies.megatron.config import ACTING, Recompute, args_of, check_args, transformer_config
+from slimectl.settings.launch_scripts.megatron import ARGUMENTS
 
 
 def architecture(name: str) -> Architecture:
@@ -30,9 +33,9 @@ def test_arguments_have_the_last_word():
 
 
 def test_arguments_go_to_the_class_that_takes_them():
-    args = {"hidden_dropout": 0.1, "sgd_momentum": 0.5, "bucket_size": 100}
+    args = {"hidden_dropout": 0.1, "pin_cpu_grads": False, "bucket_size": 100}
     assert configured(args=args).hidden_dropout == 0.1
-    assert args_of(args, OptimizerConfig) == {"sgd_momentum": 0.5}
+    assert args_of(args, OptimizerConfig) == {"pin_cpu_grads": False}
     assert args_of(args, DistributedDataParallelConfig) == {"bucket_size": 100}
 
 
@@ -48,7 +51,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name():
         ("sequence_parallel", r"megatron\.tensor_model_parallel_size"),
         ("bf16", r"train\.dtype"),
         ("lr", r"train\.lr"),
-        ("recompute_granularity", r"megatron\.recompute_granularity"),
+        ("recompute_granularity", r"train\.recompute_granularity"),
     ],
 )
 def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
@@ -58,7 +61,7 @@ def test_an_argument_with_a_setting_of_its_own_is_refused(name, setting):
 
 def test_what_megatron_core_refuses_is_one_line():
     with pytest.raises(SettingsError, match=r"^megatron-core refuses the configuration: ") as refusal:
-        configured(args={"cuda_graph_impl": "everything"})
+        configured(args={"defer_embedding_wgrad_compute": True})
     assert "\n" not in str(refusal.value)
 
 
@@ -90,3 +93,68 @@ def test_yarn_is_squared_into_the_scale_of_latent_attention():
 def test_an_argument_that_would_make_another_model_is_refused(argument, reason):
     with pytest.raises(SettingsError, match=reason):
         configured(args=argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"fp8": "hybrid"}, r"fp8: hybrid has no effect \(low precision needs TransformerEngine"),
+        ({"mtp_num_layers": 1}, r"mtp_num_layers: 1 has no effect \(no layer of multi-token prediction"),
+        ({"attention_dropout": 0.1}, r"attention_dropout: 0.1 has no effect \(attention is slimectl's own"),
+        ({"transformer_impl": "transformer_engine"}, r"transformer_impl: transformer_engine has no effect"),
+        ({"window_size": [8, 0]}, r"window_size: \[8, 0\] has no effect \(every token attends"),
+        ({"attention_backend": "flash"}, r"attention_backend: flash has no effect \(attention is"),
+        ({"activation_func_clamp_value": 7.0}, r"has no effect \(nothing here reads it\); drop it"),
+        ({"q_lora_rank": 8}, r"q_lora_rank: has no effect \(the model has no latent attention\)"),
+    ],
+)
+def test_an_argument_that_nothing_acts_on_is_refused(argument, reason):
+    with pytest.raises(SettingsError, match=rf"^megatron\.args\..*{reason}"):
+        configured(args=argument)
+
+
+def test_an_argument_may_say_what_is_so_anyway():
+    assert configured(args={"attention_dropout": 0.0, "mtp_num_layers": None}) == configured()
+    assert configured(args={"transformer_impl": "local"}).num_layers == configured().num_layers
+
+
+def test_an_argument_that_the_optimizer_ignores_is_refused(four_layers):
+    for argument, reason in (({"decoupled_lr": 0.1}, "all weights have train.lr"), ({"sgd_momentum": 0.5}, "AdamW")):
+        with pytest.raises(SettingsError, match=rf"has no effect \(.*{reason}"):
+            megatron(four_layers(), args=argument)
+
+
+ACTS = {
+    "dense": [{"hidden_dropout": 0.5}, {"softmax_scale": 0.5}, {"apply_wd_to_qk_layernorm": True}],
+    "experts": [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0},
+        {"moe_z_loss_coeff": 1.0},
+        {"moe_input_jitter_eps": 0.5},
+        {"moe_router_dtype": "fp64"},
+        {"moe_expert_capacity_factor": 0.5},
+        {"moe_router_force_load_balancing": True},
+    ],
+}
+"""Arguments that decide numbers, by the kind of model."""
+
+
+@pytest.mark.parametrize("kind", ACTS)
+def test_arguments_that_decide_numbers_change_the_step(four_layers, kind):
+    def weights(**options):
+        torch.manual_seed(0)
+        policy = megatron(four_layers(kind), **options)
+        policy.forward_backward(random_rows(groups=2), Clipped())
+        policy.optim_step()
+        return torch.cat([tensor.flatten().double() for _, tensor in policy.weights()])
+
+    plain = weights()
+    assert torch.equal(weights(), plain)
+    idle = [argument for argument in ACTS[kind] if torch.equal(weights(args=argument), plain)]
+    assert idle == []
+
+
+def test_every_argument_that_launch_scripts_bring_is_one_that_acts():
+    keys = [row.key for row in ARGUMENTS if row.key.startswith("megatron.args.")]
+    names = {key.removeprefix("megatron.args.") for key in keys}
+    assert names - ACTING == set()
+    check_args(dict.fromkeys(names, 0))

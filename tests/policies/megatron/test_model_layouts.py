@@ -16,7 +16,7 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.megatron import parallel
-from slimectl.policies.megatron.config import Recompute
+from slimectl.policies.recompute import Recompute
 
 LENGTHS = (7, 12, 12, 5, 1, 9, 4, 16)
 PLAIN = Recompute()

@@ -13,9 +13,9 @@ from policies.policy_cases import Clipped, WeightedNegativeLogProb, random_rows
 from rank_cases import Ranks, megatron
 
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.policies.megatron.config import Recompute
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.recompute import Recompute
 
 ModelDir = Callable[..., Path]
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -46,8 +46,9 @@ def drifted(four_layers: ModelDir, rows: list[Any], **options: Any) -> MegatronP
 
 def test_replay_keeps_the_recorded_experts_after_the_router_has_moved(four_layers: ModelDir):
     rows = random_rows()
-    kept, free = [drifted(four_layers, rows, routing_replay=on, max_tokens_per_pack=500) for on in (True, False)]
-    original = megatron(four_layers("experts"), max_tokens_per_pack=500)
+    options = {"max_tokens_per_pack": 500, "share_prefixes": False}  # all read the same tokens
+    kept, free = [drifted(four_layers, rows, routing_replay=on, **options) for on in (True, False)]
+    original = megatron(four_layers("experts"), **options)
     maps = [routings(policy) for policy in (original, kept, free)]
     for policy in (original, kept, free):
         policy.forward_backward(rows, Clipped())
@@ -131,7 +132,8 @@ class Balanced:
 def test_the_balancing_loss_weighs_as_much_as_the_rows(four_layers: ModelDir):
     rows = random_rows(groups=4)
     weights = sum(sum(row.loss_weights) for row in rows)
-    plain = megatron(four_layers("experts"), max_tokens_per_pack=500)
+    # A loss that balances experts counts every token of every row: the policy that has it shares none.
+    plain = megatron(four_layers("experts"), max_tokens_per_pack=500, share_prefixes=False)
     plain.forward_backward(rows, Balanced(plain, 0.1 * weights))
     expected = plain.optim_step()["grad_norm"]
     policy = megatron(four_layers("experts"), max_tokens_per_pack=500, args=BALANCED)

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
+from torch.distributed import distributed_c10d
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import BackendError, MissingExtraError
@@ -70,6 +72,12 @@ def test_patching_twice_changes_nothing():
     before = mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__
     cpu_patches.install("0.16.1")
     assert (mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__) == before
+
+
+@on_cpu
+def test_groups_of_the_same_ranks_are_one(alone):
+    assert parallel_state.get_tensor_model_parallel_group() is parallel_state.get_expert_data_parallel_group()
+    assert len(distributed_c10d._world.pg_map) == 2  # that of the world, and this
 
 
 @on_cpu

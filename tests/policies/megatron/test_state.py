@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import CheckpointError
+from slimectl.policies.host_memory import HostMemory
+from slimectl.policies.optimizer import OptimizerOptions
 
 ModelDir = Callable[..., Path]
 FALLING = dataclasses.replace(STEADY, schedule="linear", decay_steps=8)
+ROUNDED = dataclasses.replace(FALLING, state_dtype="bfloat16")
 
 
 def train(policy: Any, steps: range) -> list[dict[str, float]]:
@@ -93,9 +96,34 @@ def test_the_fsdp_policy_goes_on_from_megatron_and_megatron_from_it(four_layers:
     assert_goes_on(megatron(four_layers("tied"), optimizer=FALLING), tmp_path, *saved[1:])
 
 
+@pytest.mark.parametrize("kind", ["experts", "latent"])
+def test_experts_go_on_in_either_policy(four_layers: ModelDir, tmp_path: Path, kind: str):
+    first, fsdp = megatron(four_layers(kind)), new_policy(four_layers(kind), optimizer=STEADY)
+    folders = tmp_path / "megatron", tmp_path / "fsdp"
+    train(first, range(1))
+    for folder, policy in zip(folders, (first, fsdp), strict=True):
+        folder.mkdir()
+        if policy is fsdp:
+            policy.load(folders[0])
+        policy.save(folder)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        of_megatron, of_fsdp = (load_file(folder / file) for folder in folders)
+        assert of_megatron.keys() == of_fsdp.keys()
+        assert all(torch.equal(tensor, of_fsdp[name]) for name, tensor in of_megatron.items())
+    second = megatron(four_layers(kind))
+    second.load(folders[1])
+    reports = [train(policy, range(1, 3)) for policy in (first, fsdp, second)]
+    assert reports[0] == reports[2]
+    for found, expected in zip(reports[1], reports[0], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [FALLING, ROUNDED], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("distributed", [True, False])
-def test_bfloat16_goes_on_to_the_last_digit(four_layers: ModelDir, tmp_path: Path, distributed: bool):
-    options = {"dtype": "bfloat16", "optimizer": FALLING, "distributed_optimizer": distributed}
+def test_bfloat16_goes_on_to_the_last_digit(
+    four_layers: ModelDir, tmp_path: Path, distributed: bool, optimizer: OptimizerOptions
+):
+    options = {"dtype": "bfloat16", "optimizer": optimizer, "distributed_optimizer": distributed}
     whole = megatron(four_layers(), **options)
     train(whole, range(2))
     whole.save(tmp_path)
@@ -105,6 +133,44 @@ def test_bfloat16_goes_on_to_the_last_digit(four_layers: ModelDir, tmp_path: Pat
     assert resumed.weight_version == "2"
     assert train(resumed, range(2, 4)) == expected
     assert all(torch.equal(tensor, dict(resumed.weights())[name]) for name, tensor in whole.weights())
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": False}], ids=str)
+def test_a_policy_that_slept_in_host_memory_goes_on_to_the_last_digit(four_layers: ModelDir, options: dict[str, Any]):
+    reports = []
+    for sleeps in (False, True):
+        policy = megatron(four_layers("experts"), optimizer=FALLING, **options)
+        policy.memory = HostMemory(("cpu",))  # stands for the GPU
+        first = train(policy, range(2))
+        weights = snapshot(policy)
+        if sleeps:
+            policy.sleep(keep_weights=True)
+            policy.sleep()
+            parameters = list(policy.chunks[0].parameters())
+            occupied = [*parameters, *(parameter.main_grad for parameter in parameters)]
+            assert {tensor.untyped_storage().nbytes() for tensor in occupied} == {0}
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.weights())
+            assert {tensor.untyped_storage().nbytes() for tensor in occupied} == {0}
+        reports.append([*first, *train(policy, range(2, 4))])
+    assert reports[0] == reports[1]
+
+
+def test_moments_in_bfloat16_are_those_of_one_process_on_two_data_ranks(
+    two: Ranks, four_layers: ModelDir, tmp_path: Path
+):
+    one = megatron(four_layers("tied"), optimizer=ROUNDED)
+    two.build(four_layers("tied"), optimizer=ROUNDED)
+    for found, expected in zip(train(two, range(3)), train(one, range(3)), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    moments = []
+    for policy, name in ((one, "one"), (two, "two")):
+        (tmp_path / name).mkdir()
+        policy.save(tmp_path / name)
+        moments.append(load_file(tmp_path / name / "optimizer.safetensors"))
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in moments[0].values())
+    # The order of sums decides the few roundings that lie beside the noise.
+    equal = torch.cat([(moments[0][name] == tensor).view(-1) for name, tensor in moments[1].items()])
+    assert equal.float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,6 +7,7 @@ processes run the top of this file again or, without a GPU, are forked: the shim
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import cpu_shims
 
+    gc.disable()  # `serve` enables it: collections would look at the objects of all modules again and again
     cpu_shims.apply()
 
 
@@ -44,6 +46,8 @@ def serve() -> None:
     from sglang.srt.server_args import ServerArgs, prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    gc.freeze()
+    gc.enable()
     fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
     try:
         run_server(prepare_server_args([*sys.argv[1:], *hidden_keys.flags(fields)]))

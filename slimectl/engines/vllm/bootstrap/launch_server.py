@@ -6,6 +6,7 @@ import the module worker_extension beside this file.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ def fork_engine() -> None:
 
 
 def serve() -> None:
+    gc.disable()  # collections would look at the objects of all modules, again and again
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
@@ -47,6 +49,8 @@ def serve() -> None:
     validate_parsed_serve_args(args)
     if os.environ.get("SLIMECTL_VLLM_FORK") == "1":
         fork_engine()
+    gc.freeze()
+    gc.enable()
     uvloop.run(run_server(args))
 
 

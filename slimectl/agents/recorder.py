@@ -1,0 +1,116 @@
+"""Sessions of a server that records: each is written as samples when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from slimectl.agents.answer import AnswerReader
+from slimectl.agents.chat_request import Body, RequestRefused
+from slimectl.agents.endpoint import Endpoint, Route
+from slimectl.agents.session import Generate, Session, SessionLimits, reward_value
+from slimectl.types import Sample, SamplingParams
+
+MOST_TURNS = 100_000
+"""Turns of one session, so that a client in a loop does not fill the memory."""
+MOST_SESSIONS = 10_000
+"""Sessions that are open at the same time."""
+
+
+@dataclass(slots=True)
+class SessionRecorder:
+    """Opens a session for every name that a client uses, and hands the samples of ended ones to `write`.
+
+    The name is that of the path (/s/NAME/v1/…), else stands for the key that the client sends. A session ends by
+    POST /s/NAME/end, after `idle_s` seconds without a request, or with the server. `params` are the defaults for what
+    a request leaves out.
+    """
+
+    write: Callable[[Sample], None]
+    tokenizer: Any
+    params: SamplingParams
+    context: int
+    idle_s: float = 1800.0
+    count: int = 0
+    """Sessions that have been written."""
+    _generate: Generate | None = None
+    _reader: AnswerReader = field(init=False)
+    _sessions: dict[str, Session] = field(default_factory=dict)
+    _used: dict[str, float] = field(default_factory=dict)
+    """Time of the last request of each session."""
+
+    def __post_init__(self) -> None:
+        self._reader = AnswerReader(self.tokenizer)
+
+    def routes(self, generate: Generate) -> Iterator[Route]:
+        """Yield the routes of the recording APIs, which ask this engine."""
+        self._generate = generate
+        endpoint = Endpoint(self.find)
+        for prefix in ("", "/s/{session}"):
+            yield from endpoint.routes(prefix)
+            yield "POST", f"{prefix}/end", self.end
+
+    def find(self, request: web.Request) -> Session:
+        """Return the session of a request, opened with its first one. Raises RequestRefused beyond MOST_SESSIONS."""
+        name, now = session_name(request), time.monotonic()
+        for idle in [used_name for used_name, used in self._used.items() if now - used > self.idle_s]:
+            if not self._sessions[idle].is_answering:
+                self._end(idle)
+        if name not in self._sessions:
+            if len(self._sessions) >= MOST_SESSIONS:
+                raise RequestRefused(f"{MOST_SESSIONS} sessions are open; end some: POST /s/NAME/end", status=429)
+            self._sessions[name] = self._session()
+        self._used[name] = now
+        return self._sessions[name]
+
+    def _session(self) -> Session:
+        assert self._generate is not None
+        limits = SessionLimits(MOST_TURNS, self.context, self.context)
+        return Session(
+            self.tokenizer, self._reader, self._generate, self.params, limits, obeys_requests=True
+        )  # fmt: skip
+
+    async def end(self, request: web.Request) -> web.Response:
+        """End a session, with the reward that the body may have, and answer with the number of its samples."""
+        name = session_name(request)
+        if name not in self._sessions:
+            return web.json_response({"error": {"message": "no such session"}}, status=404)
+        text = await request.text()
+        try:
+            reward = reward_value(Body(json.loads(text)).values.get("reward")) if text.strip() else None
+        except (RequestRefused, ValueError, RecursionError):
+            return web.json_response({"error": {"message": "the body is no JSON object"}}, status=400)
+        if reward is not None:
+            self._sessions[name].reward = reward
+        return web.json_response({"session": name, "samples": self._end(name)})
+
+    def _end(self, name: str) -> int:
+        session = self._sessions.pop(name)
+        del self._used[name]
+        session.is_closed = True
+        samples = session.samples(Sample(group_index=self.count, index=self.count, metadata={"session": name}))
+        for sample in samples:
+            sample.reward = session.reward
+            sample.rollout_id = sample.index if len(samples) > 1 else None
+            self.write(sample)
+        self.count += bool(samples)
+        return len(samples)
+
+    def close(self) -> None:
+        """End all sessions."""
+        for name in list(self._sessions):
+            self._end(name)
+
+
+def session_name(request: web.Request) -> str:
+    """Return the name in the path, else one for the key that the client sends, which itself appears nowhere."""
+    if name := request.match_info.get("session"):
+        return str(name)
+    key = request.headers.get("Authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+    return f"key-{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:12]}" if key else "default"

@@ -1,0 +1,172 @@
+"""One attempt of an agent: it answers requests with the policy, within limits, and records every turn."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimectl.agents.answer import AnswerReader, Reply
+from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
+from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
+from slimectl.errors import SettingsError
+from slimectl.types import Completion, Sample, SamplingParams
+
+Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+MOST_IN_FLIGHT = 64
+"""Requests of one session at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Limits of one attempt: turns, tokens of a branch after its first prompt, and the context of the model."""
+
+    turns: int
+    response_tokens: int
+    context: int | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """Records the turns of one attempt in a tree.
+
+    `params` are the sampling parameters of the rollout. Only where `obeys_requests` is set do a request's own
+    temperature, top_p and seed replace them: a policy learns from what its own distribution sampled.
+    """
+
+    tokenizer: Any
+    reader: AnswerReader
+    generate: Generate
+    params: SamplingParams
+    limits: SessionLimits
+    model: str = "*"
+    obeys_requests: bool = False
+    tree: TrajectoryTree = field(init=False)
+    is_closed: bool = False
+    is_aborted: bool = False
+    """Whether the engine broke off an answer, for a later round to begin the attempt again."""
+    is_cut: bool = False
+    """Whether a limit of turns or tokens was reached."""
+    reward: Any = None
+    """Reward that the agent posted."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Requests, refusals and calls of tools, for the sample's metadata."""
+    _in_flight: int = 0
+    _responses: dict[str, Turn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tree = TrajectoryTree(self.tokenizer)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the policy is at work for this attempt."""
+        return self._in_flight > 0
+
+    async def answer(self, request: ChatRequest) -> Reply:
+        """Answer a request and record the turn. Raises RequestRefused."""
+        self._check(request)
+        self._in_flight += 1
+        try:
+            return await self._answer(request)
+        finally:
+            self._in_flight -= 1
+
+    def _check(self, request: ChatRequest) -> None:
+        self.counts["requests"] += 1
+        if self.is_closed:
+            raise RequestRefused("this session has ended", status=404, code="session_ended")
+        if self.model not in ("*", request.model):
+            message = f"model {request.model[:100]!r} is not served here; ask for {self.model!r}"
+            raise RequestRefused(message, status=404, code="model_not_found")
+        if self._in_flight >= MOST_IN_FLIGHT:
+            message = f"{MOST_IN_FLIGHT} requests of this session are in flight; await one of them"
+            raise RequestRefused(message, status=429, code="too_many_requests")
+        if len(self.tree.turns) + self._in_flight + request.n > self.limits.turns:
+            self.is_cut = True
+            raise RequestRefused(f"the attempt has had its {self.limits.turns} turns", code="turn_limit")
+
+    async def _answer(self, request: ChatRequest) -> Reply:
+        continuation = self.tree.continuation(request)
+        params = self._params(request, self._room(continuation))
+        completions = await self._completions(request, continuation.tokens, params)
+        if any(completion.finish_reason == "abort" for completion in completions):
+            self.is_aborted = True
+            raise RequestRefused("the round ended before the answer did", status=503, code="aborted")
+        answers = [self.reader.read(completion, request, continuation.tokens) for completion in completions]
+        reply = Reply(request, answers, request.model or self.model, int(time.time()))
+        for answer in answers:
+            message = answer_message(answer.parts, answer.call_ids)
+            turn = self.tree.add(request, continuation, answer.completion, message, params.temperature)
+            self.counts["tool_calls"] += len(answer.parts.tool_calls)
+        self._responses[reply.identity] = turn
+        return reply
+
+    async def _completions(self, request: ChatRequest, tokens: list[int], params: SamplingParams) -> list[Completion]:
+        """Return n completions; a call that the engine cannot force is left to the policy, and counted."""
+        grammar = self.reader.grammar(request, tokens)
+        if grammar is not None:
+            constrained = dataclasses.replace(params, grammar=grammar, min_tokens=0)
+            try:
+                return await asyncio.gather(*(self.generate(tokens, constrained) for _ in range(request.n)))
+            except SettingsError as error:
+                if request.json_schema is not None:
+                    raise RequestRefused(str(error)) from None
+        self.counts["unforced_tool_choices"] += request.forced_tool is not None
+        return await asyncio.gather(*(self.generate(tokens, params) for _ in range(request.n)))
+
+    def _room(self, continuation: Continuation) -> int:
+        """Return the number of tokens that an answer may have. Raises RequestRefused if there is none."""
+        count = len(continuation.tokens)
+        room = self.limits.response_tokens - (count - continuation.prompt_length)
+        if self.limits.context is not None:
+            room = min(room, self.limits.context - count)
+        if room <= 0:
+            self.is_cut = True
+            message = f"{count} tokens leave no room for an answer: context {self.limits.context}, response of the " \
+                f"whole attempt {self.limits.response_tokens}"  # fmt: skip
+            raise RequestRefused(message, code="context_length_exceeded")
+        return room
+
+    def _params(self, request: ChatRequest, room: int) -> SamplingParams:
+        max_tokens = min(room, request.max_tokens or room)
+        stop = tuple(dict.fromkeys((*self.params.stop, *request.stop)))
+        changes: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop}
+        changes["min_tokens"] = min(self.params.min_tokens, max_tokens)
+        if self.obeys_requests:
+            wishes = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+            changes |= {name: value for name, value in wishes.items() if value is not None}
+        return dataclasses.replace(self.params, **changes)
+
+    def history(self, identity: str) -> list[dict[str, Any]]:
+        """Return the messages up to a response, its answer included. Raises RequestRefused for an unknown one."""
+        turn = self._responses.get(identity.removeprefix("resp_"))
+        if turn is None:
+            raise RequestRefused(f"previous_response_id: {identity[:80]!r} is no response of this session", status=404)
+        return list(turn.messages)
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt. Raises RequestRefused."""
+        return len(self.tree.continuation(request).tokens)
+
+    def samples(self, template: Sample) -> list[Sample]:
+        """Return a sample for each branch; `metadata.agent` has the spans of its turns and what was counted."""
+        samples = self.tree.samples(template)
+        counts = {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
+        for sample in samples:
+            sample.metadata["agent"] |= counts
+        return samples
+
+
+def reward_value(value: Any) -> Any:
+    """Return a reward: a finite number, a truth value as 0 or 1, or an object; None for anything else."""
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,181 @@
+"""The turns of one session as a tree: what the policy sampled is kept as token ids, and never tokenised again.
+
+A request whose messages go on from a recorded answer extends that branch: its prompt is the branch's tokens, and the
+new messages rendered as the difference that they make after an answer. A request that goes on from none, since its
+history was rewritten or it is another agent's, begins a tree of its own. Two answers to the same messages are siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slimectl.agents.chat_request import ChatRequest, history_keys, refused
+from slimectl.data.chat import encode, following, render
+from slimectl.errors import RecordError
+from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One answer of the policy; `new_tokens` are the tokens of its prompt after the tokens of its parent."""
+
+    parent: Turn | None
+    new_tokens: list[int]
+    completion: Completion
+    temperature: float
+    messages: list[dict[str, Any]]
+    children: int = 0
+
+    def path(self) -> Iterator[Turn]:
+        """Yield this turn and those before it, the last first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.parent
+
+    def tokens(self) -> list[int]:
+        """Return all token ids up to the end of this answer."""
+        tokens: list[int] = []
+        for turn in reversed(list(self.path())):
+            tokens += turn.new_tokens
+            tokens += turn.completion.tokens
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A prompt: `new_tokens` after those of `parent`, all of it in `tokens`."""
+
+    parent: Turn | None
+    new_tokens: list[int]
+    tokens: list[int]
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first answer of the branch."""
+        turns = list(self.parent.path()) if self.parent is not None else []
+        return len(turns[-1].new_tokens) if turns else len(self.tokens)
+
+
+@dataclass(slots=True)
+class TrajectoryTree:
+    """All turns of a session, found again by the messages that a client sends."""
+
+    tokenizer: Any
+    turns: list[Turn] = field(default_factory=list)
+    _by_history: dict[bytes, Turn] = field(default_factory=dict)
+
+    def continuation(self, request: ChatRequest) -> Continuation:
+        """Return the prompt of a request, with recorded tokens where it goes on. Raises RequestRefused."""
+        if request.prompt is not None:
+            return self._text_continuation(request.prompt)
+        keys = list(history_keys(request))
+        for count in range(len(request.messages), 0, -1):
+            parent = self._by_history.get(keys[count])
+            if parent is not None and count < len(request.messages):
+                new_tokens = self._render_following(parent, request, count)
+                return Continuation(parent, new_tokens, parent.tokens() + new_tokens)
+        prompt = Prompt(text=request.messages, tools=request.tools or None)
+        try:
+            tokens = render(prompt, self.tokenizer, template_kwargs=request.template_kwargs)
+        except RecordError as error:
+            raise refused(error) from None
+        return Continuation(None, tokens, tokens)
+
+    def _render_following(self, parent: Turn, request: ChatRequest, count: int) -> list[int]:
+        """Tokenise the messages after the first `count`; the end token of the answer stands once."""
+        try:
+            tokens = following(
+                self.tokenizer,
+                request.messages[count:],
+                request.template_kwargs,
+                answer=request.messages[count - 1],
+                tools=request.tools,
+            )
+        except RecordError as error:
+            raise refused(error) from None
+        sampled = parent.completion.tokens
+        return tokens[1:] if tokens and sampled and sampled[-1] == tokens[0] else tokens
+
+    def _text_continuation(self, prompt: str | list[int]) -> Continuation:
+        """Return the prompt of a completion; a text goes on from the longest recorded text with which it begins."""
+        if isinstance(prompt, list):
+            return Continuation(None, prompt, prompt)
+        parent, length = None, 0
+        for turn in self.turns:
+            text = turn.messages[0].get("text") if turn.messages else None
+            if text is not None and len(text) > length and len(text) < len(prompt) and prompt.startswith(text):
+                parent, length = turn, len(text)
+        try:
+            new_tokens = encode(self.tokenizer, prompt[length:])
+        except RecordError as error:
+            raise refused(error) from None
+        return Continuation(parent, new_tokens, (parent.tokens() if parent is not None else []) + new_tokens)
+
+    def add(
+        self,
+        request: ChatRequest,
+        continuation: Continuation,
+        completion: Completion,
+        answer: dict[str, Any],
+        temperature: float,
+    ) -> Turn:
+        """Record an answer; `answer` is the message that the client gets."""
+        if isinstance(request.prompt, str):
+            messages = [{"text": request.prompt + completion.text}]
+        else:
+            messages = [*request.messages, answer]
+        turn = Turn(continuation.parent, continuation.new_tokens, completion, temperature, messages)
+        if continuation.parent is not None:
+            continuation.parent.children += 1
+        self.turns.append(turn)
+        if request.prompt is None:
+            *_, history = history_keys(ChatRequest([*request.messages, answer], request.tools,
+                                                   template_kwargs=request.template_kwargs))  # fmt: skip
+            self._by_history[history] = turn
+        return turn
+
+    def samples(self, template: Sample) -> list[Sample]:
+        """Return a sample for each branch, the one of the last answer first; each sampled token is taught once.
+
+        The tokens of a turn with another temperature than the last of its branch have loss mask 0, since a sample has
+        one temperature.
+        """
+        leaves = [turn for turn in self.turns if not turn.children]
+        taught: set[int] = set()
+        return [self._sample(template, leaf, taught) for leaf in reversed(leaves)]
+
+    def _sample(self, template: Sample, leaf: Turn, taught: set[int]) -> Sample:
+        sample = detached_copy(template)
+        path = list(reversed(list(leaf.path())))
+        root_messages = path[0].messages[:-1]
+        sample.tokens, sample.response, sample.response_length = list(path[0].new_tokens), "", 0
+        sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [], [], []
+        if root_messages:
+            sample.prompt = root_messages
+        spans, version_spans = [], []
+        for number, turn in enumerate(path):
+            if number:
+                sample.append_response_tokens(turn.new_tokens, trainable=False, text=self._text(turn.new_tokens))
+            answer = turn.completion
+            trainable = id(turn) not in taught and turn.temperature == leaf.temperature
+            start = sample.response_length
+            sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+            if trainable:
+                taught.add(id(turn))
+            else:
+                sample.loss_mask[start:] = [0] * len(answer.tokens)
+            sample.weight_versions.extend(answer.weight_versions)
+            version_spans += answer.version_spans(start)
+            spans.append([start, sample.response_length])
+        sample.metadata["agent"] = {"turns": spans}
+        if len(set(sample.weight_versions)) > 1:
+            sample.metadata[VERSION_SPANS] = version_spans
+        sample.status = FINISHED.get(leaf.completion.finish_reason, Status.COMPLETED)
+        sample.rollout_temperature = leaf.temperature or 1.0
+        return sample
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,78 @@
+"""One run at wandb that the driver and the trainer's ranks write into: track.mode = "shared"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl.builders.trackers import identity
+from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
+
+if TYPE_CHECKING:
+    from slimectl.protocols import Executor, RankGroup, RankPipe, Serve
+    from slimectl.trackers.base import Identity
+
+
+def tracked_executor(executor: Executor, settings: Settings, folder: Path) -> Executor:
+    """Return an executor whose ranks write into the run at wandb, if track.mode is shared; else the same one."""
+    if settings.track.mode != "shared":
+        return executor
+    track, run = settings.track, identity(settings, folder)
+    arguments = reveal(track.kwargs.get("wandb", {}), setting="track.kwargs.wandb")
+    run = replace(
+        run,
+        project=arguments.get("project", run.project),
+        entity=arguments.get("entity", run.entity),
+        run_id=arguments.get("id", run.run_id),
+        # Ranks on other machines do not have the environment of this one.
+        host=run.host or os.environ.get("WANDB_BASE_URL"),
+        api_key=run.api_key or os.environ.get("WANDB_API_KEY"),
+        config=None,
+    )
+    place = Path(arguments.get("dir") or track.dir or folder) / "wandb"
+    sharing: Executor = RunSharingExecutor(executor, run, place, arguments.get("settings", {}))
+    return sharing
+
+
+class RunSharingExecutor:
+    """An executor whose ranks join the run at wandb before they serve, and leave it at their end.
+
+    The label of a rank is `rank-R`, and `rank-R-of-G` in the G-th group of ranks, such as a critic's.
+    """
+
+    def __init__(self, executor: Executor, run: Identity, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._executor = executor
+        self._join = partial(_join_run, run, folder, settings)
+        self._groups = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> RankGroup:
+        self._groups += 1
+        return self._executor.group(partial(_serve_in_run, self._join, self._groups, serve), build, ranks=ranks)
+
+
+def _join_run(run: Identity, folder: Path, settings: Mapping[str, Any], label: str) -> AbstractContextManager[None]:
+    from slimectl.trackers.wandb import joined_run
+
+    return joined_run(run, folder / label, label, settings)
+
+
+def _serve_in_run(
+    join: Callable[[str], AbstractContextManager[None]],
+    group: int,
+    serve: Serve,
+    build: Callable[[], Any],
+    pipe: RankPipe,
+) -> None:
+    """Serve a rank's requests within the run at wandb."""
+    rank = os.environ["RANK"]
+    with join(f"rank-{rank}" if group == 1 else f"rank-{rank}-of-{group}"):
+        serve(build, pipe)

@@ -1,0 +1,76 @@
+"""slimectl ask"""
+
+from __future__ import annotations
+
+import stat
+import sys
+from contextlib import suppress
+from os import fstat
+from typing import Annotated
+
+import typer
+
+from slimectl import stdio
+from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_options
+from slimectl.errors import RecordError
+
+
+@with_options("text model system raw max_tokens temperature seed engine_url", SETTINGS, "dry_run")
+def ask(
+    options: CommonOptions,
+    text: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="The question; what comes on stdin follows it")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the template")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens the answer may have", min=1)] = 1024,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer", min=0)] = None,
+) -> None:
+    """Ask a model one question; the answer comes on stdout as it is written.
+
+    Example:
+
+        slimectl ask "Name three primes." --model models/smollm2 --temperature 0
+    """
+    resolution = options.resolve()
+    if options.dry_run:
+        print_settings(resolution, only_changed=True)
+        return
+    question = _question(text or [])
+    from slimectl.api.chat_model import ChatModel, messages
+    from slimectl.cli.output import TextOutput
+
+    output = TextOutput()
+    with ChatModel(resolution.settings) as model:
+        prompt = question if raw else messages(question, system=system, chat_model=model)
+        if isinstance(prompt, str) and not raw:
+            stdio.note(f"{model.folder}: no chat template; the model continues the text as it stands (--raw)")
+        params = model.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        try:
+            completion = model.answer(prompt, params, show=output.write)
+        finally:
+            output.end()
+    if completion.finish_reason == "length":
+        stdio.note(f"cut after {stdio.quantity(len(completion.tokens), 'token')}; --max-tokens N allows more")
+
+
+def _question(arguments: list[str]) -> str:
+    """Return the arguments as a text, followed by a pipe or file on stdin. Raises RecordError if both are empty."""
+    parts = [" ".join(arguments)] if arguments else []
+    if not arguments or _has_input():
+        try:
+            parts.append(stdio.input_bytes().read().decode().rstrip("\n"))
+        except UnicodeDecodeError:
+            raise RecordError("<stdin>: is not UTF-8 text") from None
+    if not any(part.strip() for part in parts):
+        raise RecordError('there is no question; write one: slimectl ask "…" --model DIR, or give it on stdin')
+    return "\n\n".join(part for part in parts if part)
+
+
+def _has_input() -> bool:
+    """Return whether stdin is a pipe or a file; a terminal or /dev/null is not read beside arguments."""
+    with suppress(OSError, ValueError):
+        mode = fstat(sys.stdin.fileno()).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return False

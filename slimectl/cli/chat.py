@@ -1,0 +1,122 @@
+"""slimectl chat"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimectl import stdio
+from slimectl.cli.options import SETTINGS, CommonOptions, print_settings, with_options
+from slimectl.errors import SettingsError, SlimectlError
+
+if TYPE_CHECKING:
+    from slimectl.api.chat_model import ChatModel
+    from slimectl.types import Chat, SamplingParams
+
+COMMANDS = "/reset begins anew, /retry answers again, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+
+
+@with_options("model system max_tokens temperature seed engine_url", SETTINGS, "dry_run")
+def chat(
+    options: CommonOptions,
+    system: Annotated[str | None, typer.Option("--system", help="System message")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens an answer may have", min=1)] = 1024,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy", min=0.0)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers", min=0)] = None,
+) -> None:
+    """Talk with a model on the terminal: /reset begins anew, /exit leaves, Ctrl-C stops an answer.
+
+    Example:
+
+        slimectl chat --model models/smollm2 --system "You are brief."
+    """
+    resolution = options.resolve()
+    if options.dry_run:
+        print_settings(resolution, only_changed=True)
+        return
+    lines = _lines()
+    from slimectl.api.chat_model import ChatModel
+
+    with ChatModel(resolution.settings) as model:
+        if not model.has_template:
+            raise SettingsError(
+                f"{model.folder}: no chat template, so it is no chat model; `slimectl ask --raw` continues a text"
+            )
+        stdio.note(f"{model.folder}: {COMMANDS}")
+        params = model.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        conversation = Conversation(model, params, system)
+        for line in lines:
+            if line.strip() in ("/exit", "/quit"):
+                break
+            conversation.take(line)
+
+
+class Conversation:
+    """The turns of a chat so far."""
+
+    def __init__(self, model: ChatModel, params: SamplingParams, system: str | None) -> None:
+        self._model = model
+        self._params = params
+        self._head: Chat = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: Chat = []
+        self._answers = 0
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        command = line.strip()
+        if not command:
+            return
+        if command == "/reset":
+            self._turns = []
+            stdio.note("the conversation begins anew")
+        elif command == "/retry" and self._turns:
+            self._answer(self._turns[:-1])
+        elif command.startswith("/"):
+            stdio.say(COMMANDS)
+        else:
+            self._answer([*self._turns, {"role": "user", "content": line}])
+
+    def _answer(self, turns: Chat) -> None:
+        """Answer the last turn; one that cannot be answered is left out of the conversation."""
+        from slimectl.cli.output import TextOutput
+
+        output, params = TextOutput(), self._params
+        if params.seed is not None:  # every answer draws other numbers
+            params = dataclasses.replace(params, seed=params.seed + self._answers)
+        self._answers += 1
+        try:
+            completion = self._model.answer([*self._head, *turns], params, show=output.write, stoppable=True)
+        except SlimectlError as error:
+            output.end()
+            stdio.say(f"{error}; /reset begins anew")
+            return
+        output.end()
+        self._turns = [*turns, {"role": "assistant", "content": completion.text}]
+        if completion.finish_reason != "stop":
+            stopped = completion.finish_reason == "abort"
+            stdio.note("stopped" if stopped else f"cut after {stdio.quantity(len(completion.tokens), 'token')}")
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines that a person writes, with line editing on a terminal, or those of a pipe."""
+    if not sys.stdin.isatty():
+        for raw in stdio.input_bytes():
+            yield raw.decode("utf-8", "replace").rstrip("\n")
+        return
+    with suppress(ImportError):  # without it lines cannot be edited
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            stdio.say("")
+            return
+        except KeyboardInterrupt as error:
+            if type(error) is not KeyboardInterrupt:  # SIGTERM or SIGHUP
+                raise
+            stdio.say("\n/exit or Ctrl-D leaves")

@@ -1,0 +1,259 @@
+"""Shell completion: the candidates for the last word of a command line, and `slimectl completion SHELL`.
+
+The scripts in completions/ call `slimectl` with the shell's name in _SLIMECTL_COMPLETE and the line up to the cursor
+in _SLIMECTL_LINE, and get a candidate a line: its text, a tab, its description. No settings are built for it: the keys
+come from a cache, which is written again when slimectl or an installed package changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from textwrap import shorten
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from slimectl import __version__
+from slimectl.errors import SettingsError
+
+SHELLS = ("bash", "fish", "zsh")
+PACKAGE = Path(__file__).parents[1]
+
+Candidate = tuple[str, str]
+"""A word and its description."""
+
+
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> None:
+    """Print the completion script of a shell.
+
+    Example:
+
+        slimectl completion bash > slimectl-completion.bash
+    """
+    if shell not in SHELLS:
+        raise SettingsError(f"completion: {shell!r} is none of {', '.join(SHELLS)}")
+    installed = PACKAGE / "completions"
+    folder = installed if installed.is_dir() else PACKAGE.parent / "completions"
+    print((folder / f"slimectl.{shell}").read_text(encoding="utf-8"), end="")
+
+
+def print_candidates(app: typer.Typer, shell: str, line: str) -> None:
+    """Print the candidates for the last word of `line`; nothing where the shell is to complete file names."""
+    words, last = split(line)
+    # bash completes what follows the last = or : of a word.
+    start = max(last.rfind("="), last.rfind(":")) + 1 if shell == "bash" else 0
+    for word, text in candidates(typer.main.get_command(app), words[1:], last):
+        if word.startswith(last):
+            summary = (
+                "" if shell == "bash" else "\t" + shorten(text.partition(". ")[0].rstrip("."), 80, placeholder="…")
+            )
+            print(word[start:] + summary)
+
+
+def split(line: str) -> tuple[list[str], str]:
+    """Split a line into its complete words and the last one, which may be empty.
+
+    >>> split("slimectl run -s train."), split("slimectl run "), split("slimectl run 'my r")
+    ((['slimectl', 'run', '-s'], 'train.'), (['slimectl', 'run'], ''), (['slimectl', 'run'], 'my r'))
+    """
+    for closing in ("", '"', "'"):
+        with suppress(ValueError):
+            words = shlex.split(line + closing)
+            return (words, "") if not closing and line[-1:].isspace() else (words[:-1], "".join(words[-1:]))
+    return line.split(), ""
+
+
+def candidates(command: Any, words: Iterable[str], last: str) -> Iterator[Candidate]:
+    """Yield the candidates for the word after `words`, the complete words behind the command's name."""
+    option, position, path = None, 0, ""
+    for word in words:
+        if option is not None:
+            option = None
+        elif word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            taken = _option(command, name)
+            option = taken if taken is not None and not taken.is_flag and not equals else None
+        elif word in getattr(command, "commands", {}):
+            command, position, path = command.commands[word], 0, f"{path} {word}".strip()
+        else:
+            position += 1
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    if option is not None:
+        yield from _values(path, option, last)
+    elif last.startswith("-"):
+        for param in command.params:
+            for name in param.opts if param.param_type_name == "option" and not param.hidden else ():
+                yield name, param.help or ""
+    elif hasattr(command, "commands"):
+        for name, sub in command.commands.items():
+            yield name, sub.get_short_help_str(limit=80)
+    elif position < len(arguments) or (arguments and arguments[-1].nargs == -1):
+        yield from _values(path, arguments[min(position, len(arguments) - 1)], last)
+
+
+def _option(command: Any, name: str) -> Any:
+    options = [param for param in command.params if param.param_type_name == "option"]
+    return next((param for param in options if name in param.opts), None)
+
+
+def _values(path: str, param: Any, last: str) -> Iterator[Candidate]:
+    """Yield the values of an option or argument: those of its type, else those that its name stands for."""
+    if choices := _choices(param):
+        yield from ((str(choice), "") for choice in choices)
+    elif complete := VALUES.get(f"{path} {param.name}", VALUES.get(param.name)):
+        yield from complete(last)
+
+
+def _choices(param: Any) -> tuple[Any, ...]:
+    """Return the values of an option that is a Literal."""
+    descriptor = getattr(param, "type_descriptor", None)  # typer before 0.27 has click's type
+    if descriptor is None:
+        return tuple(getattr(param.type, "choices", ()))
+    kinds = [descriptor.annotation, *get_args(descriptor.annotation)]
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+
+def _settings(last: str) -> Iterator[Candidate]:
+    """Yield `section.key=`, and behind it the values of a setting that has named ones."""
+    key, equals, _ = last.partition("=")
+    for name, (kind, text) in _reference().items():
+        if not equals:
+            yield f"{name}=", text
+        elif name == key:
+            values = [part.strip() for part in kind.replace(" or ", " | ").split(" | ")]
+            named = [*_named_values(name), *(value for value in values if value.isidentifier())]
+            types = ("string", "integer", "number", "object", "boolean", "any")
+            yield from ((f"{key}={value}", "") for value in dict.fromkeys(named) if value not in types)
+            yield from ((f"{key}={value}", "") for value in ("true", "false") if "boolean" in values)
+
+
+def _named_values(key: str) -> list[str]:
+    """Return the values of settings that name an algorithm, a card or a verifier."""
+    complete = {"algorithm.name": _algorithms, "model.card": _cards, "score.rm_type": _verifiers}.get(key)
+    return [value for value, _ in complete("")] if complete else []
+
+
+def _keys(last: str) -> Iterator[Candidate]:
+    return ((name, text) for name, (_, text) in _reference().items())
+
+
+def _algorithms(last: str) -> Iterator[Candidate]:
+    return ((name, text) for name, text in _cached()["algorithms"].items())
+
+
+def _recipes(last: str) -> Iterator[Candidate]:
+    yield from ((file.stem, "recipe of slimectl") for file in sorted((PACKAGE / "recipes").glob("*.toml")))
+    yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
+
+
+def _runs(last: str) -> Iterator[Candidate]:
+    """Yield the folders that hold runs, under runs/ or where the word leads."""
+    parents = {Path("runs"), Path(last) if last.endswith("/") else Path(last).parent}
+    for parent in sorted(parents):
+        yield from ((str(file.parent), "run") for file in sorted(parent.glob("*/run.toml")))
+
+
+def _paths(last: str) -> Iterator[Candidate]:
+    """Yield runs, if the word begins like one; else the shell completes file names."""
+    return (run for run in _runs(last) if last and run[0].startswith(last))
+
+
+def _cards(last: str) -> Iterator[Candidate]:
+    from slimectl.architectures import cards
+
+    return ((name, "model card") for name in cards.names())
+
+
+def _verifiers(last: str) -> Iterator[Candidate]:
+    from slimectl.registry import VERIFIERS
+
+    return ((name, "verifier") for name in VERIFIERS.names())
+
+
+def _parts(registry: str) -> Callable[[str], Iterator[Candidate]]:
+    def names(last: str) -> Iterator[Candidate]:
+        from slimectl import registry as registries
+
+        table = getattr(registries, registry)
+        return ((name, table.kind) for name in table.names())
+
+    return names
+
+
+def _words(*names: str) -> Callable[[str], Iterator[Candidate]]:
+    return lambda last: ((name, "") for name in names)
+
+
+VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
+    "assign": _settings,
+    "recipe": _recipes,
+    "resume": _runs,
+    "model": _paths,
+    "inspect paths": _paths,
+    "card": _cards,
+    "algorithm": _algorithms,
+    "rm_type": _verifiers,
+    "engine": _parts("ENGINES"),
+    "backend": _parts("POLICIES"),
+    "executor": _parts("EXECUTORS"),
+    "on_error": _words("stop", "skip"),
+    "naming": _words("slime", "roll"),
+    "shell": _words(*SHELLS),
+    "models action": _words("list", "show", "check", "create"),
+    "models name": _cards,
+    "convert to": _words("hf", "torch_dist"),
+    "settings explain key": _keys,
+}
+"""Completion of values by the name of the parameter, or by command and name."""
+
+
+def _reference() -> dict[str, list[str]]:
+    reference: dict[str, list[str]] = _cached()["settings"]
+    return reference
+
+
+def _cached() -> dict[str, Any]:
+    """Return keys and algorithms from the cache of this installation; compute them and write it where there is none."""
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slimectl" / f"completion-{_state()}.json"
+    )
+    with suppress(OSError, ValueError):
+        cached: dict[str, Any] = json.loads(cache.read_text(encoding="utf-8"))
+        return cached
+    content = _computed()
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        for outdated in cache.parent.glob("completion-*"):
+            outdated.unlink(missing_ok=True)
+        staged = cache.with_suffix(f".{os.getpid()}")
+        staged.write_text(json.dumps(content), encoding="utf-8")
+        staged.replace(cache)
+    return content
+
+
+def _state() -> str:
+    """Return a digest of what the cache depends on: the settings' files and the folders of packages."""
+    folders = [Path(folder) for folder in sys.path if folder]
+    files = [*sorted((PACKAGE / "settings").glob("*.py")), *folders]
+    stamps = [file.stat().st_mtime_ns for file in files if file.exists()]
+    return sha256(json.dumps([__version__, str(PACKAGE), stamps]).encode()).hexdigest()[:16]
+
+
+def _computed() -> dict[str, Any]:
+    from slimectl.settings.algorithm import ALGORITHMS
+    from slimectl.settings.reference import entries
+
+    settings = {entry.key: [entry.kind, entry.text] for entry in entries() if entry.key.count(".") == 1}
+    for name, cls in ALGORITHMS.items():
+        settings.pop(f"algorithm.{name}", None)
+        for field, info in cls.model_fields.items():
+            settings.setdefault(f"algorithm.{info.alias or field}", ["any", " ".join((info.description or "").split())])
+    summaries = {name: (cls.__doc__ or "").strip().partition("\n")[0] for name, cls in ALGORITHMS.items()}
+    return {"settings": settings, "algorithms": summaries}

@@ -1,0 +1,396 @@
+"""Samples of files and runs for `slimectl inspect`: filtered, sorted, one prompt over time, two files compared."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimectl import stdio
+from slimectl.cli.score import explanation_text
+from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
+from slimectl.cli.tokens import decoder, legend, tokens_text
+from slimectl.data.records import sample_from_json
+from slimectl.data.sample_index import SampleIndex
+from slimectl.errors import RecordError, SettingsError
+from slimectl.viewer import queries
+from slimectl.viewer.library import Library, SamplesFile, read_view
+from slimectl.viewer.token_view import sample_view
+
+THRESHOLD = "eval.success_threshold"
+MAX_CHOICES = 8
+"""Most prompts that a message names."""
+MAX_REASON = 400
+"""Most columns of the line that says why a sample has its reward."""
+MAX_WORDS = 3000
+"""Most words of an answer whose difference is looked for word by word, as in the page."""
+
+
+@dataclass
+class Selection:
+    """Samples to show, and how."""
+
+    rows: int = 3
+    condition: str = ""
+    sort: str = ""
+    color_by: str = ""
+    as_json: bool = False
+    explain: bool = False
+    model: str | None = None
+    """Folder of the tokenizer, if the files' manifests name none."""
+    _decoders: dict[Path | None, Any] = field(default_factory=dict)
+
+    def decoder(self, library: Library, file: SamplesFile) -> Any:
+        """Return the decoder of a file's tokens; None, said once, without one."""
+        folder = Path(self.model) if self.model else library.model_folder(file)
+        if folder not in self._decoders:
+            self._decoders[folder] = decoder(folder)
+            if self._decoders[folder] is None:
+                reason = f"{folder} has no tokenizer that loads" if folder else "nothing says whose tokens these are"
+                stdio.note(f"{file.path}: {reason}; tokens are shown as numbers; add --model DIR")
+        return self._decoders[folder]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sample's row in a file."""
+
+    file: SamplesFile
+    index: SampleIndex
+    row: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the sample's record, with the number that it has by its place if it names none."""
+        record = self.index.record(self.row)
+        record.setdefault("index", int(self.index.columns()["index"][self.row]))
+        return record
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Rows of a file that meet a filter."""
+
+    file: SamplesFile
+    index: SampleIndex
+    rows: np.ndarray
+
+
+def indexed(library: Library, files: Sequence[SamplesFile]) -> Iterator[tuple[SamplesFile, SampleIndex]]:
+    """Yield the files with their complete indexes; lines that are no samples are reported."""
+    for file in files:
+        index = library.index(file)
+        index.extend()
+        if index.bad_lines:
+            bad = stdio.quantity(index.bad_lines, "line")
+            stdio.note(f"{file.path}: {bad} skipped, e.g. {index.errors[0]}", level="warning")
+        yield file, index
+
+
+def show_selection(path: Path, selection: Selection) -> None:
+    """Print the samples of a file or a run that meet the filter, the newest file first. Raises SettingsError."""
+    library, files = read_view(path)
+    matches = [
+        Matches(file, index, queries.matching_rows(index, index.columns(), where=selection.condition))
+        for file, index in indexed(library, files[::-1])
+    ]
+    counts = {"samples": sum(len(match.index) for match in matches), **_counts(matches)}
+    places = _first(matches, selection.sort, selection.rows)
+    if selection.as_json:
+        rows = [place.record() for place in places]
+        for row, explanation in zip(rows, explanations(library, places, selection), strict=True):
+            if explanation is not None:
+                row["metadata"] = {**(row.get("metadata") or {}), "explanation": explanation}
+        print(safe_json({"path": str(path), "kind": "samples", **counts, "rows": rows}, indent=2))
+        return
+    count = stdio.quantity(counts["samples"], "sample")
+    if selection.condition:
+        count = f"{counts['matches']} of {count} match {one_line(selection.condition, 60)};"
+    mean = "not scored" if counts["mean_reward"] is None else f"mean reward {counts['mean_reward']:.4g}"
+    of = "" if selection.condition else "of "
+    print(f"{path}: {count} {of}{stdio.quantity(counts['prompts'], 'prompt')}, {mean}")
+    if selection.color_by:
+        print(legend(selection.color_by))
+    show_places(library, places, selection)
+    if counts["matches"] > len(places):
+        print(f"{counts['matches'] - len(places)} more; --rows shows them")
+
+
+def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
+    """Return the number of samples that match, of their prompts, and the mean of their rewards that are numbers."""
+    rewards, prompts = (
+        np.concatenate([match.index.columns()[name][match.rows] for match in matches]) for name in ("reward", "prompt")
+    )
+    finite = rewards[np.isfinite(rewards)]
+    mean = float(finite.mean()) if len(finite) else None
+    return {"matches": len(rewards), "prompts": len(np.unique(prompts)), "mean_reward": mean}
+
+
+def _first(matches: Sequence[Matches], name: str, count: int) -> list[Place]:
+    """Return the first places by a field, with - before it the last ones; samples without a value come last.
+
+    Raises SettingsError if no sample has the field.
+    """
+    places = (Place(match.file, match.index, row) for match in matches for row in match.rows.tolist())
+    if not name:
+        return list(islice(places, count))
+    descending, missing, total = name.startswith("-"), list[Place](), 0
+
+    def ranked() -> Iterator[tuple[tuple[int, float, str], Place]]:
+        nonlocal total
+        for value, place in zip(_values(matches, name.removeprefix("-")), places, strict=True):
+            if (rank := queries.sort_rank(value)) is not None:
+                total += 1
+                yield rank, place
+            elif len(missing) < count:
+                missing.append(place)
+
+    best = (heapq.nlargest if descending else heapq.nsmallest)(max(count, 1), ranked(), key=itemgetter(0))
+    if missing and not total:
+        raise queries.unknown_field(name, missing[0].record())
+    return [*(place for _, place in best), *missing][:count]
+
+
+def _values(matches: Sequence[Matches], name: str) -> Iterator[Any]:
+    for match in matches:
+        yield from queries.field_values(match.index, match.index.columns(), match.rows, name)
+
+
+def show_places(library: Library, places: Sequence[Place], selection: Selection) -> None:
+    """Print samples, a heading each, and why it has its reward where that is known."""
+    for place, explanation in zip(places, explanations(library, places, selection), strict=True):
+        record = place.record()
+        print(heading(record, place.file))
+        if selection.color_by and record.get("tokens"):
+            print(coloured_tokens(library, place, record, selection))
+        else:
+            print(texts_of(record))
+        if explanation is not None:
+            print(one_line(f"why: {explanation_text(explanation)}", MAX_REASON))
+
+
+def explanations(library: Library, places: Sequence[Place], selection: Selection) -> list[dict[str, Any] | None]:
+    """Return the explanation of each sample's reward: that of its record, or with --explain of a verifier's new grade.
+
+    Raises SettingsError for a file of which no run says how it was graded.
+    """
+    reasons: list[dict[str, Any] | None] = []
+    for place in places:
+        explanation = (place.record().get("metadata") or {}).get("explanation")
+        reasons.append(explanation if isinstance(explanation, dict) and _is_whole(explanation) else None)
+    if selection.explain:
+        from slimectl.viewer.api import graded_again
+
+        for file in {place.file.id: place.file for place in places}.values():
+            rows = [at for at, place in enumerate(places) if place.file.id == file.id and reasons[at] is None]
+            for at, sample in zip(rows, graded_again(library, file, [places[at].record() for at in rows]), strict=True):
+                reasons[at] = sample.metadata.get("explanation")
+    return reasons
+
+
+def _is_whole(explanation: Mapping[str, Any]) -> bool:
+    """Return whether an explanation of a file, which may hold anything, has the texts of a verifier's."""
+    texts = [explanation.get(name) for name in ("from", "why", "extracted")]
+    return all(isinstance(text, str) for text in texts[:2]) and isinstance(texts[2], str | None)
+
+
+def heading(record: Mapping[str, Any], file: SamplesFile | None = None) -> str:
+    """Return the line above a sample: where it is from, its status, reward and label."""
+    place = f"{file.title}, " if file is not None and file.run is not None else ""
+    status = record.get("status", "completed" if "response" in record else "pending")
+    reward, label = (one_line(_compact(record.get(name)), 200) for name in ("reward", "label"))
+    return f"--- {place}sample {record.get('index', 0)} ({one_line(status, 20)}, reward {reward}, label {label})"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
+
+
+def texts_of(record: Mapping[str, Any]) -> str:
+    """Return prompt and answer of a sample as harmless text."""
+    prompt = record.get("prompt", "")
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    return f"{visible(text)}\n>>> {visible(record.get('response', ''))}"
+
+
+def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], selection: Selection) -> str:
+    """Return the tokens of a sample in colours, or its texts with what is wrong with its record."""
+    try:
+        sample_from_json(record)
+    except RecordError as error:
+        return f"{texts_of(record)}\n({error})"
+    view = sample_view(place.index, place.row, start=0, decode=selection.decoder(library, place.file))
+    return tokens_text(view, selection.color_by)
+
+
+# --- one prompt ------------------------------------------------------------------------------------------------------
+
+
+def show_prompt(path: Path, name: str, selection: Selection) -> None:
+    """Print one prompt, and its answers in every round, evaluation or file. Raises SettingsError."""
+    library, files = read_view(path)
+    indexes = list(indexed(library, files))
+    number, prompt = _selected_prompt(path, name, [index for _, index in indexes])
+    appearances = [
+        (file, index, answers) for file, index in indexes
+        if (answers := queries.prompt_in(index, number, answers=selection.rows)) is not None
+    ]  # fmt: skip
+    if selection.as_json:
+        lines = [{"file": file.to_json(), **answers} for file, _, answers in appearances]
+        print(safe_json({"path": str(path), "kind": "prompt", "prompt": prompt, "appearances": lines}, indent=2))
+        return
+    _, first_index, first = appearances[0]
+    label = first_index.record(first["rows"][0]).get("label")
+    print(visible(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False), 2000))
+    means = [answers["mean"] for _, _, answers in appearances if answers["mean"] is not None]
+    curve = f", mean reward {means[0]:.3g} {sparkline(means, 30)} {means[-1]:.3g}" if len(means) > 1 else ""
+    answers_count = stdio.quantity(sum(len(answers["rows"]) for _, _, answers in appearances), "answer")
+    files_count = stdio.quantity(len(appearances), "file")
+    print(f"label {one_line(_compact(label), 60)}; {answers_count} in {files_count}{curve}")
+    if selection.color_by:
+        print(legend(selection.color_by))
+    columns = width()
+    for file, index, answers in appearances:
+        rewards = " ".join("-" if reward is None else f"{reward:.3g}" for reward in answers["rewards"])
+        mean = "" if answers["mean"] is None else f", mean {answers['mean']:.3g}"
+        length = "" if answers["length"] is None else f", length {answers['length']:.3g}"
+        print(one_line(f"--- {file.title}: reward {rewards}{mean}{length}", max(columns, 40)))
+        for answer in answers["answers"]:
+            if selection.color_by:
+                place = Place(file, index, answer["row"])
+                print(coloured_tokens(library, place, index.record(answer["row"]), selection))
+            else:
+                reward = "-" if answer["score"] is None else f"{answer['score']:.3g}"
+                print(one_line(f"{reward:>6}  {answer['response']}", columns))
+
+
+def _selected_prompt(path: Path, name: str, indexes: Sequence[SampleIndex]) -> tuple[int, Any]:
+    """Return the hash and the prompt that a text or a group's number names.
+
+    Raises SettingsError for none, and with a list of them for several.
+    """
+    if re.fullmatch(r"\d{1,18}", name):
+        for index in indexes:
+            columns = index.columns()
+            for row in (columns["group"] == int(name)).nonzero()[0][:1].tolist():
+                return int(columns["prompt"][row]), index.record(row).get("prompt", "")
+    prompts: dict[int, Any] = {}
+    for index in indexes:
+        prompts |= queries.prompts_with(index, name)
+    exact = [number for number, prompt in prompts.items() if queries.prompt_text(prompt) == name]
+    if len(prompts) == 1 or len(exact) == 1:
+        number = (exact or list(prompts))[0]
+        return number, prompts[number]
+    if not prompts:
+        raise SettingsError(f"{path}: no prompt contains {one_line(repr(name), 60)}, and no group has it as its number")
+    choices = [
+        f"  {_group_of(indexes, number)}  {one_line(queries.preview(prompt), 60)}"
+        for number, prompt in list(prompts.items())[:MAX_CHOICES]
+    ]
+    more = [f"  … {len(prompts) - MAX_CHOICES} more"] if len(prompts) > MAX_CHOICES else []
+    raise SettingsError(
+        "\n".join(
+            [
+                f"{path}: {len(prompts)} prompts contain {one_line(repr(name), 60)}; give one's number:",
+                *choices,
+                *more,
+            ]
+        )
+    )
+
+
+def _group_of(indexes: Sequence[SampleIndex], number: int) -> int:
+    """Return the first group of a prompt."""
+    for index in indexes:
+        columns = index.columns()
+        for row in (columns["prompt"] == number).nonzero()[0][:1].tolist():
+            return int(columns["group"][row])
+    return 0
+
+
+# --- two files -------------------------------------------------------------------------------------------------------
+
+
+def show_difference(before: Path, after: Path, selection: Selection) -> None:
+    """Print the prompts of two files, rounds or runs whose reward changed most, with what differs in an answer.
+
+    Raises SettingsError if they share no prompt that is graded.
+    """
+    (left_library, left_files), (right_library, right_files) = read_view(before), read_view(after)
+    left, right = compared_files(left_files, right_files)
+    ((_, old),) = indexed(left_library, [left])
+    ((_, new),) = indexed(right_library, [right])
+    runs = [*left_library.runs.values(), *right_library.runs.values()]
+    threshold = next((run.settings[THRESHOLD] for run in runs if THRESHOLD in run.settings), 1.0)
+    answer = queries.compare(
+        old, new, threshold=threshold, where=selection.condition, sort=selection.sort, limit=selection.rows
+    )
+    if not answer["shared"] and not selection.condition:
+        raise SettingsError(f"{left.path} and {right.path}: share no prompt with a reward in both; score them first")
+    if selection.as_json:
+        files = {"before": str(left.path), "after": str(right.path)}
+        print(safe_json({**files, "kind": "difference", **answer}, indent=2))
+        return
+    print(f"{left.path}\n{right.path}")
+    mean = _change(answer["before_mean"], answer["after_mean"])
+    flips = f"{answer['became_right']} became right, {answer['became_wrong']} wrong"
+    matching = f" that match {one_line(selection.condition, 60)}" if selection.condition else ""
+    print(f"{stdio.quantity(answer['shared'], 'prompt')} in both{matching}, mean reward {mean}; {flips}")
+    for change in answer["prompts"]:
+        label = one_line(_compact(change["label"]), 30)
+        print(one_line(f"--- {_change(change['before'], change['after'])}  label {label}  {change['prompt']}", width()))
+        texts = [str(index.record(row).get("response", "")) for index, row in
+                 ((old, change["before_row"]), (new, change["after_row"]))]  # fmt: skip
+        print("\n".join(differing(*texts)))
+    if answer["total"] > len(answer["prompts"]):
+        print(f"{answer['total'] - len(answer['prompts'])} more; --rows shows them")
+
+
+def compared_files(before: Sequence[SamplesFile], after: Sequence[SamplesFile]) -> tuple[SamplesFile, SamplesFile]:
+    """Return the newest files of one kind on both sides: of one evaluation, else of a round, else those that are named.
+
+    Of two runs the newest evaluation of a data set that both have, else the newest round that both keep.
+    """
+    for kind in ("evaluation", "round"):
+        pairs = [
+            (a, b) for a in before for b in after if a.kind == b.kind == kind and a.dataset == b.dataset
+            and (a.round == b.round or len(before) == 1 or len(after) == 1)
+        ]  # fmt: skip
+        if pairs:
+            return max(pairs, key=lambda pair: (pair[0].round or 0, pair[1].round or 0))
+    return before[-1], after[-1]
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "unknown"
+    return f"{before:.3g} -> {after:.3g} ({after - before:+.3g})"
+
+
+def differing(before: str, after: str) -> list[str]:
+    """Return two texts with the words that only one of them has marked: [-…-] and {+…+} without colours."""
+    if before == after:
+        return [f"  {visible(before)}"]
+    old, new = (re.findall(r"\s+|\w+|[^\s\w]", text) for text in (before, after))
+    if max(len(old), len(new)) > MAX_WORDS:
+        return [f"- {visible(before)}", f"+ {visible(after)}"]
+    left, right = "- ", "+ "
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        removed, added = visible("".join(old[a:b])), visible("".join(new[c:d]))
+        left += removed if tag == "equal" else _marked(removed, "30;41", "[-", "-]")
+        right += added if tag == "equal" else _marked(added, "30;42", "{+", "+}")
+    return [left, right]
+
+
+def _marked(text: str, code: str, opening: str, closing: str) -> str:
+    if not text:
+        return ""
+    return paint(text, code) if has_colours() else opening + text + closing

@@ -1,0 +1,285 @@
+"""A run on one screen: state, settings that are its own, curves, time by phase, worst warnings, what to do next."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimectl import stdio
+from slimectl.cli.options import shown, toml_value
+from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
+from slimectl.data.metrics_catalogue import is_supervised, progress
+from slimectl.data.ownership import read_manifest
+from slimectl.errors import SettingsError
+from slimectl.viewer.library import RunSource, read_settings
+
+CURVES = (
+    ("reward", ("rollout/raw_reward",)), ("loss", ("train/loss",)), ("length", ("rollout/response_len/mean",)),
+    ("entropy", ("rollout/entropy", "train/entropy_loss")),
+)  # fmt: skip
+"""Small curves, by the first of their metrics that the run has; the loss only of supervised training."""
+PHASES = {
+    "generate": ("perf/generate_time",),
+    "grade": ("perf/reward_time",),
+    "train": ("perf/actor_train_time", "perf/critic_train_time"),
+    "log-probs": ("perf/log_probs_time", "perf/ref_log_probs_time", "perf/teacher_log_probs_time", "perf/values_time"),
+    "weights": ("perf/update_weights_time", "perf/engine_onload_time", "perf/engine_offload_time"),
+    "evaluate": ("perf/eval_time",),
+    "save": ("perf/save_model_time", "perf/train_data_time"),
+}
+"""Metrics of the time of each phase."""
+ELAPSED = ("perf/total_time", "perf/eval_time", "perf/save_model_time")
+WARNING = re.compile(r"\[[^\]]*\] (?P<level>WARNING|ERROR|CRITICAL) (?P<place>\S+) - (?P<message>.*)")
+MAX_WARNINGS, MAX_EVALUATIONS = 3, 3
+MARGIN = 13
+"""Columns of the names on the left."""
+LINES = 24
+"""Lines of a screen whose size is unknown; the last one is the prompt's."""
+SKIPPED_SETTINGS = ("run.name", "run.dir")
+
+
+def run_facts(path: Path) -> dict[str, Any]:
+    """Return what is known of a run, as JSON: progress, evaluations, curves, times, settings, warnings, checkpoints."""
+    run = RunSource("", path, read_settings(path))
+    points: list[tuple[Any, tuple[str, float]]] = []
+    evaluations: list[dict[str, Any]] = []
+    curves: dict[str, list[float]] = {}
+    seconds: Counter[str] = Counter()
+    for line in run.all_metrics():
+        metrics, number = line["metrics"], line.get("rollout_id")
+        if (point := progress(metrics)) is not None:
+            points.append((number, point))
+        evaluations += [
+            {"round": number, "name": name.removeprefix("eval/"), "value": value}
+            for name, value in metrics.items()
+            if name.startswith("eval/") and name.endswith(("_accuracy", "/loss"))
+        ]
+        for title, value in _points(metrics):
+            curves.setdefault(title, []).append(value)
+        for name, value in metrics.items():
+            if name.startswith("perf/") and name.endswith("_time"):
+                seconds[name] += value
+    base, differences = changed_settings(path)
+    return {
+        "state": run.state,
+        "rounds": len({number for number, _ in points}),
+        "planned": run.settings.get("run.num_rollout"),
+        "metric": points[0][1][0] if points else None,
+        "points": [[number, value] for number, (_, value) in points],
+        "evaluations": evaluations,
+        "curves": curves,
+        "seconds": {"elapsed": sum(seconds[name] for name in ELAPSED), **_phases(seconds)},
+        "settings": {"differ_from": base, "values": differences},
+        "warnings": warnings(path / "log.txt"),
+        "samples_files": len(run.files()),
+        "checkpoints": {
+            step.name: sorted(file.name for file in step.iterdir()) for step in sorted(path.glob("step_*"))
+        },
+    }
+
+
+def _points(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield (title, value) of the curves that a line of metrics has a point of."""
+    for title, names in CURVES:
+        name = next((name for name in names if name in metrics), None)
+        if name is not None and (title != "loss" or is_supervised(metrics)):
+            yield title, metrics[name]
+
+
+def _phases(seconds: Counter[str]) -> dict[str, float]:
+    """Return the seconds of each phase that took any; "other" is the rest of the whole, if they do not overlap."""
+    phases = {phase: sum(seconds[name] for name in names) for phase, names in PHASES.items()}
+    if not phases["generate"]:  # recorded by an older version, which did not divide it
+        phases["generate"] = seconds["perf/rollout_time"]
+    remainder = sum(seconds[name] for name in ELAPSED) - sum(phases.values())
+    return {phase: value for phase, value in (phases | {"other": remainder}).items() if value > 0}
+
+
+def changed_settings(path: Path) -> tuple[str, dict[str, list[str]]]:
+    """Return the name of a run's recipe, or "defaults", and the settings that differ: [the run's value, that one's].
+
+    A recipe counts as it is now; one that is gone, and settings that this version cannot read, give the defaults.
+    """
+    from slimectl.settings.layers import from_file
+    from slimectl.settings.loading import resolve
+
+    try:
+        settings = dict(shown(resolve([from_file(path / "run.toml")])))
+    except SettingsError:
+        return "defaults", {}
+    base, values = _recipe_settings((read_manifest(path) or {}).get("recipe"), settings.get("algorithm.name"))
+    differences = {
+        name: [toml_value(value), toml_value(values.get(name))]
+        for name, value in settings.items()
+        if value != values.get(name) and name not in SKIPPED_SETTINGS
+    }
+    return base, differences
+
+
+def _recipe_settings(name: Any, algorithm: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of a recipe; without a readable one the defaults of an algorithm."""
+    from slimectl import recipes
+    from slimectl.settings.layers import Layer
+    from slimectl.settings.loading import resolve
+
+    if isinstance(name, str):
+        try:
+            layer = recipes.find(name, instead=False, needed=True).layer
+            return Path(name).stem, dict(shown(resolve([layer] if layer else [])))
+        except SettingsError:
+            pass
+    defaults = dict(shown(resolve([Layer("default", {"algorithm": {"name": algorithm}})])))
+    return "defaults", defaults | {"algorithm.name": "grpo"}
+
+
+def warnings(log: Path) -> list[dict[str, Any]]:
+    """Return the warnings and errors of a log, one for each place in the code with its count: errors, then the most."""
+    counts: Counter[tuple[str, str]] = Counter()
+    last: dict[tuple[str, str], str] = {}
+    if log.is_file():
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if match := WARNING.match(line):
+                    key = match["level"], match["place"]
+                    counts[key] += 1
+                    last[key] = match["message"]
+    ranked = sorted(counts.items(), key=lambda item: (item[0][0] == "WARNING", -item[1]))
+    return [
+        {"level": level, "place": place, "count": count, "message": last[level, place]}
+        for (level, place), count in ranked
+    ]
+
+
+# --- the screen ------------------------------------------------------------------------------------------------------
+
+
+def show_run(path: Path) -> None:
+    """Print the summary of a run, as wide as the terminal and at most as high."""
+    run = run_facts(path)
+    columns, height = width(), shutil.get_terminal_size((80, LINES)).lines - 1
+    figures = [*_curve_lines(run, columns), *_time_lines(run), *_checkpoint_lines(run), *_warning_lines(run)]
+    head, commands = _wrapped(_state_line(path, run), columns), list(_next_lines(path, run))
+    command_lines = sum(-(-len(line) // columns) for line in commands)
+    room = max(1, height - len(head) - len(figures) - command_lines)
+    for line in [*head, *_setting_lines(run, columns, room), *figures]:
+        print(shortened(line, columns).rstrip())
+    for line in commands:  # whole, to be copied
+        print(line)
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(text, max(20, columns), break_on_hyphens=False, break_long_words=False)
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name:<{MARGIN}}{text}"
+
+
+def _state_line(path: Path, run: dict[str, Any]) -> str:
+    planned, elapsed = run["planned"], run["seconds"]["elapsed"]
+    of = f" of {planned}" if planned and planned != run["rounds"] else ""
+    parts = [f"{stdio.quantity(run['rounds'], 'round')}{of}", run["state"]]
+    if elapsed:
+        parts.append(duration(elapsed))
+    if run["state"] == "running" and planned and run["rounds"]:
+        parts.append(f"{duration(elapsed / run['rounds'] * (planned - run['rounds']))} left")
+    return f"{path}: {', '.join(parts)}"
+
+
+def _setting_lines(run: dict[str, Any], columns: int, room: int) -> list[str]:
+    """Return at most `room` lines of the settings that differ, and how to see the rest."""
+    base, values = run["settings"]["differ_from"], run["settings"]["values"]
+    if not values:
+        return [_named("settings", f"those of {base}")] if base != "defaults" else []
+    items = [
+        f"{name}={one_line(value, 30)} ({one_line(base_value, 16)})" for name, (value, base_value) in values.items()
+    ]
+    title = (
+        f"settings that differ from {base} (there)" if base != "defaults" else "settings that differ from the defaults"
+    )
+    for count in range(len(items), -1, -1):
+        more = [f"{len(items) - count} more in run.toml"] if count < len(items) else []
+        lines = _wrapped("; ".join(items[:count] + more), columns - 2)
+        if len(lines) < room or not count:
+            break
+    return [title, *(f"  {line}" for line in lines)] if room > 1 else []
+
+
+def _curve_lines(run: dict[str, Any], columns: int) -> Iterator[str]:
+    """Yield a line for each curve: first value, blocks, last value, the extremes."""
+    evaluations: dict[str, list[float]] = {}
+    for evaluation in run["evaluations"]:
+        evaluations.setdefault(evaluation["name"].removesuffix("_accuracy").replace("/", " "), []).append(
+            evaluation["value"]
+        )
+    curves = [*run["curves"].items(), *list(evaluations.items())[:MAX_EVALUATIONS]]
+    for title, values in curves:
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            ends = f"{finite[0]:>7.3g} ", f" {finite[-1]:<7.3g}"
+            extremes = f" {min(finite):.3g} to {max(finite):.3g}" if columns >= 72 and len(finite) > 2 else ""
+            room = columns - MARGIN - sum(map(len, ends)) - (20 if columns >= 72 else 0)
+            blocks = sparkline(finite, max(1, room)) if len(finite) > 1 else ""
+            yield _named(one_line(title, MARGIN - 1), f"{ends[0]}{blocks}{ends[1] if blocks else ''}{extremes}")
+
+
+def _time_lines(run: dict[str, Any]) -> Iterator[str]:
+    seconds = dict(run["seconds"])
+    elapsed = seconds.pop("elapsed")
+    if elapsed:
+        shares = sorted(seconds.items(), key=lambda item: -item[1])
+        yield _named(
+            "time", ", ".join(f"{phase} {value / elapsed:.0%}" for phase, value in shares if value > elapsed / 200)
+        )
+        if run["rounds"]:
+            overlap = "; generation goes on beside training" if sum(seconds.values()) > 1.02 * elapsed else ""
+            yield _named("", f"{duration(elapsed / run['rounds'])} a round{overlap}")
+
+
+def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
+    names = list(run["checkpoints"])
+    saved = [name for name in names if "policy" in run["checkpoints"][name]]
+    kept = [name for name in names if "samples.jsonl" in run["checkpoints"][name]]
+    for title, rounds in (("checkpoints", saved), ("samples of", kept)):
+        if rounds:
+            first = f"{rounds[0]} to " if len(rounds) > 1 else ""
+            yield _named(title, f"{first}{rounds[-1]}" + (f" ({len(rounds)})" if len(rounds) > 2 else ""))
+
+
+def _warning_lines(run: dict[str, Any]) -> Iterator[str]:
+    worst = run["warnings"][:MAX_WARNINGS]
+    for number, warning in enumerate(worst):
+        count = f"{warning['count']}x " if warning["count"] > 1 else ""
+        more = len(run["warnings"]) - len(worst)
+        kinds = f" (and {more} more kinds in log.txt)" if more and number == len(worst) - 1 else ""
+        title = "error" if warning["level"] != "WARNING" else "warning"
+        yield _named(title, f"{count}{visible(warning['message'], 300)}{kinds}")
+
+
+def _next_lines(path: Path, run: dict[str, Any]) -> Iterator[str]:
+    yield _named("next", f"slimectl view {path}")
+    if run["state"] == "running":
+        yield _named("", f"slimectl inspect {path} --follow")
+    elif run["state"] == "stopped" and run["rounds"]:
+        yield _named("", f"slimectl run --resume {path}")
+    if run["samples_files"]:
+        yield _named("", f"slimectl inspect {path} --sort reward --explain")
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in its largest unit with two digits or more.
+
+    >>> duration(0.25), duration(95), duration(5000), duration(20_000), duration(300_000)
+    ('0.25 s', '95 s', '83 min', '5.6 h', '83 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 36_000 else f"{seconds / 3600:.0f} h"

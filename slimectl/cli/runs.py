@@ -1,0 +1,89 @@
+"""slimectl runs"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slimectl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from slimectl.viewer.library import RunSource
+
+COLUMNS = ("run", "state", "rounds", "reward", "evaluation", "loss", "changed")
+UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs, or one run")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run")] = False,
+) -> None:
+    """List runs with their state and last figures, the last changed first.
+
+    Example:
+
+        slimectl runs
+    """
+    from slimectl.cli.models import print_table
+    from slimectl.viewer.library import Library
+
+    if not folder.is_dir():
+        raise SettingsError(f"{folder}: no such folder; name the folder of your runs: slimectl runs DIR")
+    summaries = sorted(map(summary, Library([folder]).runs.values()), key=lambda run: -run["changed"])
+    if as_json:
+        for run in summaries:
+            print(json.dumps(run))
+        return
+    print_table([COLUMNS, *map(_row, summaries)])
+
+
+def summary(run: RunSource) -> dict[str, Any]:
+    """Return the state of a run, its rounds, and the last value of its reward, loss and evaluations."""
+    last: dict[str, float] = {}
+    rounds = 0
+    for line in run.all_metrics():
+        last |= line["metrics"]
+        rounds = max(rounds, int(line["metrics"].get("rollout/step", 0)))
+    metrics = run.path / "metrics.jsonl"
+    return {
+        "run": str(run.path),
+        "state": run.state,
+        "rounds": rounds,
+        "planned": run.settings.get("run.num_rollout"),
+        "reward": last.get("rollout/raw_reward"),
+        "loss": last.get("train/loss"),
+        "evaluations": {name: value for name, value in last.items() if name.endswith("_accuracy")},
+        "changed": (metrics if metrics.exists() else run.path).stat().st_mtime,
+    }
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    planned = run["planned"]
+    rounds = str(run["rounds"]) if planned is None else f"{run['rounds']}/{planned}"
+    evaluations = [
+        f"{name.split('/')[1].removesuffix('_accuracy')} {value:.3f}" for name, value in run["evaluations"].items()
+    ]
+    age = _age(time.time() - run["changed"])
+    return (
+        run["run"],
+        run["state"],
+        rounds,
+        _short(run["reward"]),
+        " ".join(evaluations) or "-",
+        _short(run["loss"]),
+        age,
+    )
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _age(seconds: float) -> str:
+    """Return how long ago something was, in its largest unit."""
+    size, unit = next(((size, unit) for size, unit in UNITS if seconds >= size), (1.0, "s"))
+    return f"{max(0, round(seconds / size))} {unit} ago"

@@ -1,0 +1,97 @@
+"""Signals that end a command: Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from slimectl import stdio
+from slimectl.errors import EXIT_INTERRUPTED, Terminated
+from slimectl.user_code import ENDING, handle_here
+
+if TYPE_CHECKING:
+    from slimectl.runtime.grace import GracePeriod
+
+
+def end_by_signals() -> None:
+    """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does; one that is ignored (nohup) stays so."""
+    for number in _heeded():
+        handle_here(number, _raise_terminated)
+
+
+def end_at_once() -> None:
+    """Ignore Ctrl-C while the interpreter cleans up, and let SIGTERM and SIGHUP end the process at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _heeded():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Return the signals that are not ignored; none outside of the main thread, which alone may handle them."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _raise_terminated(number: int, _: Any) -> None:
+    raise Terminated(number)
+
+
+class RoundInterrupt:
+    """Handler of a run's signals: the first ends the run after its round, the second at once.
+
+    After SIGTERM or SIGHUP the round gets `grace_s` seconds; then `grace` abandons it.
+    """
+
+    def __init__(self, grace: GracePeriod, grace_s: float) -> None:
+        self._grace, self._grace_s = grace, grace_s
+        self._first: int | None = None
+        self._timer: threading.Timer | None = None
+        self._over = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def asked(self) -> bool:
+        return self._first is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code after the first signal."""
+        return EXIT_INTERRUPTED if self._first in (None, signal.SIGINT) else 128 + int(self._first or 0)
+
+    def __enter__(self) -> RoundInterrupt:
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+        for number in (signal.SIGINT, *_heeded()):
+            handle_here(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> None:
+        if self._over:
+            self._over = False
+            self._grace.end()
+            return
+        if self._first is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+        self._first = number
+        if number == signal.SIGINT:
+            stdio.say("finishing this round, then saving; Ctrl-C again stops now")
+            return
+        name = signal.Signals(number).name
+        stdio.say(
+            f"{name}: the round has {self._grace_s:g} s to end (run.grace_s), then saving; a second one stops now"
+        )
+        self._timer = threading.Timer(self._grace_s, self._end_grace, (threading.get_ident(), number))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_grace(self, thread: int, number: int) -> None:
+        """Signal the main thread once more: only there an exception ends what is waited for."""
+        self._over = True
+        signal.pthread_kill(thread, number)

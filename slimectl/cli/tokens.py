@@ -1,0 +1,149 @@
+"""Tokens of a sample on a terminal: coloured by a number of each, or with the numbers in braces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from slimectl.cli.terminal import has_colours, paint, visible
+
+TAUGHT, READ, PROMPT = "taught", "read", "prompt"
+COLOURS = {TAUGHT: "30;42", READ: "33", PROMPT: "2"}
+BRACKETS = {TAUGHT: ("[[", "]]"), READ: ("((", "))"), PROMPT: ("", "")}
+PARTS = {"policy": TAUGHT, "environment": READ, "prompt": PROMPT}
+"""Part of the loss mask by the author of a token."""
+
+SHADES = {
+    "cold": ("", "48;5;224", "48;5;217", "48;5;210", "48;5;203"),
+    "high": ("", "48;5;230", "48;5;222", "48;5;215", "48;5;208"),
+    "low": ("", "48;5;189", "48;5;153", "48;5;111", "48;5;75"),
+}
+"""Backgrounds of 256 colours from weak to strong, under black letters."""
+VERSIONS = ("46", "43", "45", "42", "44", "41")
+"""Backgrounds of weight versions in turn."""
+MARKED = "4"
+NAMES = ("logprob", "advantage", "ratio", "trainer_minus_engine", "mask", "version", "reference", "teacher")
+"""Values of --color-by."""
+RANGES = {"logprob": (0, -5), "advantage": (-2, 2), "ratio": (0.74, 1.35), "trainer_minus_engine": (-0.1, 0.1),
+          "reference": (-3, 3), "teacher": (-3, 3)}  # fmt: skip
+"""Values of the weakest or lowest colour, and of the strongest; they equal the scales of viewer/token_colours.py."""
+
+
+def legend(name: str, *, coloured: bool | None = None) -> str:
+    """Return the line that explains a colouring."""
+    coloured = has_colours() if coloured is None else coloured
+    if name == "mask":
+        return " ".join(highlight(part, part, coloured) for part in (PROMPT, TAUGHT, READ))
+    if name == "version":
+        return "weight version: a colour each" if coloured else "weight version: in {} after the tokens it wrote"
+    if not coloured:
+        return f"{name}: in {{}} after its tokens" + (", ! if clipped" if name == "ratio" else "")
+    low, high = RANGES[name]
+    cold = low > high
+    shades = [("cold", level) for level in range(5)] if cold else [("low", level) for level in (4, 3, 2, 1)]
+    shades += [] if cold else [("high", level) for level in range(5)]
+    bar = "".join(_shade(" ", tone, level) for tone, level in shades)
+    return f"{name}: {low:g} {bar} {high:g}" + (", underlined if clipped" if name == "ratio" else "")
+
+
+def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = None) -> str:
+    """Return the tokens of a sample's view in the colours of a name; as plain text with its values without colours.
+
+    A sample that lacks the numbers is its text, with a note.
+    """
+    coloured = has_colours() if coloured is None else coloured
+    texts = view["texts"] or [f"{number} " for number in view["ids"]]
+    if name == "mask":
+        parts = [PARTS[author] for author in view["authors"]]
+        text = "".join(highlight(text, part, coloured) for part, text in _joined(texts, parts))
+    elif name == "version":
+        text = _versions(view, texts, coloured)
+    else:
+        colour = next((each for each in view["colours"] if each["name"] == name), None)
+        if colour is None:
+            return f"{visible(''.join(texts))}\n(no {name}: {LACKING.get(name, 'the record has none')})"
+        text = _heat(colour, texts, view["authors"]) if coloured else _plain(colour, texts)
+    remaining = view["total"] - view["start"] - len(texts)
+    return f"{text}… ({remaining} more tokens)" if remaining > 0 else text
+
+
+KEEPING = 'this sample was not trained on, or the run does not keep it by run.keep_samples = "train"'
+LACKING = {"advantage": KEEPING, "ratio": KEEPING, "trainer_minus_engine": KEEPING}
+
+
+def highlight(text: str, part: str, coloured: bool) -> str:
+    """Mark a text as taught, only read, or the prompt."""
+    if coloured:
+        return paint(visible(text), COLOURS[part])
+    before, after = BRACKETS[part]
+    return before + visible(text) + after
+
+
+def _heat(colour: Mapping[str, Any], texts: list[str], authors: list[str]) -> str:
+    """Colour tokens by strength; those of equal colour are one run."""
+    marks = [*colour["marks"], *[False] * len(texts)]
+    levels = [
+        (author == "prompt" or strength is None, round(4 * (strength or 0.0)), bool(mark))
+        for strength, author, mark in zip(colour["strengths"], authors, marks, strict=False)
+    ]
+    painted = []
+    for (quiet, level, mark), text in _joined(texts, levels):
+        tone = "cold" if colour["tone"] == "cold" else "low" if level < 0 else "high"
+        painted.append(paint(_shown(text), COLOURS[PROMPT]) if quiet else _shade(_shown(text), tone, abs(level), mark))
+    return "".join(painted)
+
+
+def _shade(text: str, tone: str, level: int, mark: bool = False) -> str:
+    background = SHADES[tone][level]
+    return paint(text, ";".join(filter(None, (background and f"38;5;16;{background}", MARKED if mark else ""))))
+
+
+def _plain(colour: Mapping[str, Any], texts: list[str]) -> str:
+    """Write each value behind the tokens that have it."""
+    marks = [*colour["marks"], *[False] * len(texts)]
+    values = [
+        "" if value is None else f"{{{value:.3g}{'!' if mark else ''}}}"
+        for value, mark in zip(colour["values"], marks, strict=False)
+    ]
+    return "".join(visible(text) + value for value, text in _joined(texts, values))
+
+
+def _versions(view: Mapping[str, Any], texts: list[str], coloured: bool) -> str:
+    """Mark what the policy wrote by the version of its weights; where a record does not say which, by all of them."""
+    known = [str(version) for version in view["record"].get("weight_versions") or ()]
+    whole = "-".join(dict.fromkeys((known[0], known[-1]))) if known else "unknown"
+    labels = [
+        (version or whole) if author == "policy" else None
+        for version, author in zip(view["versions"], view["authors"], strict=False)
+    ]
+    shown = []
+    for label, text in _joined(texts, labels):
+        if label is None:
+            shown.append(paint(visible(text), COLOURS[PROMPT]) if coloured else visible(text))
+        else:
+            number = int(last) if (last := label.rpartition("-")[2]).isdecimal() else 0
+            code = f"30;{VERSIONS[number % len(VERSIONS)]}"
+            shown.append(paint(_shown(text), code) if coloured else f"{visible(text)}{{{visible(label, 80)}}}")
+    names = ", ".join(dict.fromkeys(visible(label, 80) for label in labels if label is not None)) or whole
+    return "".join(shown) + (f" (version {names})" if coloured else "")
+
+
+def _shown(text: str) -> str:
+    """Return a text whose line ends can be coloured."""
+    return visible(text).replace("\n", "↵\n")
+
+
+def _joined(texts: list[str], keys: list[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield (key, text) of each run of consecutive tokens of one key."""
+    for key, run in groupby(zip(keys, texts, strict=False), key=lambda pair: pair[0]):
+        yield key, "".join(text for _, text in run)
+
+
+def decoder(folder: Path | None) -> Any:
+    """Return the decoder of the tokenizer in a folder; None without one, or without the library that loads it."""
+    from slimectl import builders
+    from slimectl.viewer.token_view import Decoders
+
+    return Decoders(builders.tokenizer).decoder(folder)

@@ -1,0 +1,76 @@
+"""slimectl view"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimectl import stdio
+from slimectl.errors import SettingsError, Terminated
+
+DEFAULT = Path("runs")
+
+
+def view(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN|SAMPLES]…", help="Runs' folders, samples files, or a folder of runs (runs)"),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 is any free one", min=0, max=65535)] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address without opening it")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page instead of serving")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html")] = False,
+) -> None:
+    """Show runs and samples in a browser: curves, rounds, groups, tokens, one prompt over time, comparisons.
+
+    The page is served on this machine alone, follows a run that goes on, and changes nothing. Ctrl-C ends it.
+
+    Example:
+
+        slimectl view runs/quickstart
+    """
+    from slimectl import builders
+    from slimectl.viewer.api import ViewApi
+    from slimectl.viewer.library import Library
+
+    if not paths and not DEFAULT.is_dir():
+        raise SettingsError(f"{DEFAULT}: no such folder; name a run's folder or a samples file: slimectl view RUN")
+    api = ViewApi(Library(paths or [DEFAULT]), builders.tokenizer)
+    if html is not None:
+        from slimectl.viewer.export import write_page
+
+        if html.exists() and not force:
+            raise SettingsError(f"{html}: exists; replace it with --force")
+        stdio.note(write_page(api, html))
+        return
+    _serve(api, port, open_browser=not no_browser)
+
+
+def _serve(api: object, port: int, *, open_browser: bool) -> None:
+    import asyncio
+    import webbrowser
+
+    from slimectl.builders.serving import listening as bind
+    from slimectl.viewer.server import serve
+
+    token = secrets.token_urlsafe(16)
+    listening = bind("127.0.0.1", port)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
+
+    def ready() -> None:
+        stdio.emit(address)
+        stdio.note("Ctrl-C ends it")
+        if open_browser and (sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ):
+            webbrowser.open(address)  # elsewhere it would start a browser in this terminal
+
+    number = asyncio.run(serve(api, token, listening, ready=ready))  # type: ignore[arg-type]
+    if number == signal.SIGHUP:
+        raise Terminated(signal.SIGHUP)

@@ -1,0 +1,113 @@
+"""Divides the answer of a chat model into reasoning, content and tool calls; the inverse of its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
+
+THINK, END_OF_THINK = "<think>", "</think>"
+"""Tags of reasoning, in all families that have them."""
+PYTHON_TAG = "<|python_tag|>"
+"""Token with which Llama may begin a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """The parts of an answer; `reasoning` is None where there was none."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes: whether it reasons between tags, and its notation of calls."""
+
+    reasons: bool = False
+    notation: CallNotation | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Tokens that an answer needs for parsing, also where special tokens are left out of its text."""
+        tags = (THINK, END_OF_THINK) if self.reasons else ()
+        calls = (self.notation.opening or PYTHON_TAG, self.notation.closing) if self.notation else ()
+        return tuple(mark for mark in (*tags, *calls) if mark)
+
+    def parse(self, text: str, tools: Tools = (), *, prompt: str = "", complete: bool = True) -> ParsedAnswer:
+        """Divide an answer; calls are looked for if there are `tools`, and a malformed one stays in the content.
+
+        `prompt` is the rendered chat, or its end: many templates open the reasoning themselves. Of an answer that is
+        not `complete` the result has what can no longer change, so that a longer one only adds to each part.
+        """
+        reasoning, content = self._reasoning(text, prompt, complete=complete)
+        if self.notation is None or not tools:
+            return ParsedAnswer(content if complete else content[: _stable(content, ())], reasoning)
+        if not self.notation.opening:
+            return _whole_call(content, reasoning, self.notation, tools, complete=complete)
+        content, calls = _blocks(content, self.notation, tools, complete=complete)
+        return ParsedAnswer(content, reasoning, tuple(calls))
+
+    def _reasoning(self, text: str, prompt: str, *, complete: bool) -> tuple[str | None, str]:
+        opened = prompt.rstrip().endswith(THINK)
+        if not self.reasons:
+            return None, text
+        start = text.lstrip()
+        if not opened and not start.startswith(THINK):
+            undecided = not complete and THINK.startswith(start)
+            return None, "" if undecided else text
+        body, end, content = start.removeprefix(THINK).partition(END_OF_THINK)
+        if not end and not complete:
+            return body[: _stable(body, (END_OF_THINK,))].lstrip("\n"), ""
+        return body.strip("\n"), content.lstrip("\n")
+
+
+def format_of(chat_template: str | None) -> AnswerFormat:
+    """Return the format of the model with this chat template.
+
+    >>> format_of("… <think> … <tool_call> …").notation.name
+    'hermes'
+    """
+    template = chat_template or ""
+    return AnswerFormat(END_OF_THINK in template, notation_of(template))
+
+
+def _whole_call(
+    content: str, reasoning: str | None, notation: CallNotation, tools: Tools, *, complete: bool
+) -> ParsedAnswer:
+    """Parse an answer that is a call as a whole, or none; nothing is decided before its end."""
+    if not complete:
+        return ParsedAnswer("", reasoning)
+    calls = notation.read(content.strip().removeprefix(PYTHON_TAG), tools)
+    return ParsedAnswer("" if calls else content, reasoning, tuple(calls))
+
+
+def _blocks(content: str, notation: CallNotation, tools: Tools, *, complete: bool) -> tuple[str, list[ToolCall]]:
+    """Take the blocks of calls out of an answer."""
+    calls: list[ToolCall] = []
+    outside, remaining = "", content
+    while True:
+        before, opening, inside = remaining.partition(notation.opening)
+        body, closing, after = inside.partition(notation.closing)
+        if not closing:
+            break
+        block_calls = notation.read(body, tools)
+        calls += block_calls
+        block = "" if block_calls else opening + body + closing  # what is no call is text
+        outside, remaining = (outside + before + block).rstrip() if block_calls else outside + before + block, after
+        if not outside:
+            remaining = remaining.lstrip()
+    if complete:
+        return (outside + remaining).rstrip() if calls else content, calls
+    outside += before[: _stable(before, () if opening else (notation.opening,))]
+    return outside[: _stable(outside, ())], calls
+
+
+def _stable(text: str, tags: tuple[str, ...]) -> int:
+    """Return the length of a text without blanks at its end and without the beginning of a tag there."""
+    end = len(text)
+    for tag in tags:
+        overlap = next((n for n in range(min(len(tag), end), 0, -1) if text.endswith(tag[:n])), 0)
+        end = min(end, len(text) - overlap)
+    return len(text[:end].rstrip())

@@ -1,0 +1,196 @@
+"""Recognizes prompt and answer in rows of the formats in which datasets are published."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.data.checks import a_chat
+from slimectl.errors import RecordError
+from slimectl.stdio import logger
+from slimectl.types import Chat
+
+INPUT_KEY, LABEL_KEY = "prompt", "label"
+ANSWERS = (
+    "reward_model.ground_truth", "ground_truth", "answer", "completion", "solution", "response", "output", "target",
+)  # fmt: skip
+"""Columns of answers where there is no label, by priority: what a verifier compares with."""
+IMITATED = (
+    "completion", "response", "output", "solution", "answer", "target", "ground_truth", "reward_model.ground_truth",
+)  # fmt: skip
+"""The same columns by the priority of a demonstration: the whole answer before its result."""
+QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+"""Columns of prompts that are strings, by priority."""
+GSM8K = "####"
+"""Mark between the steps of an answer and its number, as GSM8K has it."""
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "assistant": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""ShareGPT's speakers, and the roles of chat templates."""
+
+_announced: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Column names of a row; a dotted name is a path into objects: `reward_model.ground_truth`."""
+
+    input: str
+    label: str
+    metadata: str
+    tool: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Prompt and label of one row; `names` are the columns that its samples need not keep besides."""
+
+    text: Any
+    label: Any
+    names: tuple[str, ...]
+
+
+def has_column(row: Mapping[str, Any], key: str) -> bool:
+    """Whether a row has a column of this name, or an object at this dotted path."""
+    head, dot, rest = key.partition(".")
+    return key in row or (bool(dot) and isinstance(row.get(head), dict) and has_column(row[head], rest))
+
+
+def column(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or at a dotted path; None if there is none.
+
+    >>> column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth"), column({"a.b": 1}, "a.b")
+    ('4', 1)
+    """
+    if key in row or "." not in key:
+        return row.get(key)
+    head, _, rest = key.partition(".")
+    return column(row[head], rest) if isinstance(row.get(head), dict) else None
+
+
+def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
+    """Return prompt and label of a row: of the columns that `keys` name, or of a known format.
+
+    In a `demonstration` a chat stays whole; otherwise its last turn of the assistant is the label. Raises RecordError
+    if a column that the settings name is missing, or the format is none that is known.
+    """
+    label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
+    if has_column(row, keys.input):
+        text = column(row, keys.input)
+        if keys.input == INPUT_KEY and label_key == "completion":
+            return _completed(row, text, location, demonstration)
+        names = (keys.input, keys.label)
+        if label_key not in (None, keys.label):
+            _announce(location, f"the label is taken from {label_key}", "rollout.label_key")
+        return Columns(text, column(row, label_key) if label_key else None, names)
+    if keys.input != INPUT_KEY:
+        raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
+    for name in ("messages", "conversations", "conversation"):
+        if isinstance(row.get(name), list):
+            return _chat(row, name, label_key, location, demonstration)
+    question = next((name for name in QUESTIONS if isinstance(row.get(name), str) and row[name]), None)
+    if question is None:
+        raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
+    return _question(row, question, label_key, keys, location, demonstration)
+
+
+def missing_column(location: str, key: str, row: Mapping[str, Any], setting: str, flag: str) -> RecordError:
+    """Return the error for a row without a column, naming those that are there."""
+    names = ", ".join(_paths(row)) or "none"
+    return RecordError(f"{location}: no key {key!r}; its keys are {names}: name one by {flag} or {setting}")
+
+
+def _paths(row: Mapping[str, Any]) -> list[str]:
+    """Names of a row's columns; of an object those of its entries."""
+    return [
+        path
+        for name, value in row.items()
+        for path in ([f"{name}.{key}" for key in value] if isinstance(value, dict) and value else [str(name)])
+    ]
+
+
+def _label_key(row: Mapping[str, Any], keys: Keys, location: str, answers: Sequence[str]) -> str | None:
+    """Name of the column with the label: the settings', or the first of `answers` that the row has."""
+    if has_column(row, keys.label):
+        return keys.label
+    if keys.label != LABEL_KEY:
+        raise missing_column(location, keys.label, row, "rollout.label_key", "--label-key")
+    return next((name for name in answers if column(row, name) is not None), None)
+
+
+def _question(
+    row: Mapping[str, Any], name: str, label_key: str | None, keys: Keys, location: str, demonstration: bool
+) -> Columns:
+    text, names = row[name], [name]
+    if name == "instruction" and "input" in row:  # alpaca: the input, if any, is what the instruction is about
+        text, names = f"{text}\n\n{row['input']}" if row["input"] else text, [name, "input"]
+    if name == "text" and label_key is None and demonstration:
+        _announce(location, "all of text is imitated", "rollout.input_key")
+        return Columns("", text, (name,))
+    label, part = column(row, label_key) if label_key else None, ""
+    if label_key == "answer" and isinstance(label, str) and GSM8K in label and not demonstration:
+        label, part = label.rpartition(GSM8K)[2].strip(), f" after {GSM8K}"
+    source = " and ".join(names)
+    answer = f", the label from {label_key}{part}" if label_key else ", and there is no label"
+    _announce(location, f"the prompt is taken from {source}{answer}", "rollout.input_key and rollout.label_key")
+    return Columns(text, label, (*names, keys.label))
+
+
+def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:
+    chat = [_message(message, f"{location}: {name}") for message in row[name]]
+    if demonstration and chat and chat[-1]["role"] == "assistant":
+        _announce(location, f"the turns of the assistant in {name} are imitated", "rollout.input_key")
+        return Columns(chat, None, (name,))
+    prompt, answer = _without_answer(chat)
+    label, source = (answer, "its last turn") if label_key is None else (column(row, label_key), label_key)
+    words = f", the label from {source}" if label is not None else ", and there is no label"
+    _announce(location, f"the prompt is taken from {name}{words}", "rollout.input_key and rollout.label_key")
+    return Columns(prompt, label, (name, LABEL_KEY))
+
+
+def _completed(row: Mapping[str, Any], text: Any, location: str, demonstration: bool) -> Columns:
+    """Prompt and completion of one row, strings or chats."""
+    completion, names = row["completion"], (INPUT_KEY, "completion")
+    _announce(location, "the label is taken from completion", "rollout.label_key")
+    if not isinstance(completion, list):
+        return Columns(text, completion, names)
+    answer = [_message(message, f"{location}: completion") for message in completion]
+    if demonstration:
+        prompt = [{"role": "user", "content": text}] if isinstance(text, str) else list(text or [])
+        return Columns([*prompt, *answer], None, names)
+    return Columns(text, _without_answer(answer)[1], names)
+
+
+def _without_answer(chat: Chat) -> tuple[Chat, str | None]:
+    """Return the chat before the last turn of the assistant, and the text of that turn; the chat if it has none."""
+    for i in range(len(chat) - 1, -1, -1):
+        if chat[i]["role"] == "assistant":
+            content = chat[i].get("content")
+            return chat[:i], content if isinstance(content, str) else None
+    return chat, None
+
+
+def _message(message: Any, location: str) -> dict[str, Any]:
+    """Return a message as {role, content}; ShareGPT's has {from, value}. Raises RecordError."""
+    if isinstance(message, dict) and "from" in message and "value" in message:
+        role = ROLES.get(str(message["from"]).lower())
+        if role is None:
+            raise RecordError(f"{location}: unknown speaker {message['from']!r}; known are {', '.join(ROLES)}")
+        return {"role": role, "content": message["value"]}
+    try:
+        a_chat([message])
+    except ValueError as error:
+        raise RecordError(f"{location}: {error}") from None
+    return message  # type: ignore[no-any-return]
+
+
+def _announce(location: str, words: str, settings: str) -> None:
+    """Say once for each source what its columns are taken for."""
+    source = re.sub(r"(:\d+|\[\d+\])$", "", location)
+    if (source, words) not in _announced:
+        _announced.add((source, words))
+        logger.info(f"{source}: {words}; {settings} would name other columns")

@@ -1,0 +1,141 @@
+"""Filter expressions over records, such as `reward < 0.5 and metadata.level == "hard"`.
+
+The syntax is that of Python's comparisons, restricted to what cannot call anything: names and dotted names of a
+record's fields, constants, lists of constants, `and`, `or`, `not`, comparisons, `in` and `+ - * /`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from slimectl.errors import SettingsError
+
+MAX_LENGTH = 1000
+"""Longest accepted expression in characters; nesting is bounded by it."""
+
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class FilterExpression:
+    """A condition on a record.
+
+    >>> FilterExpression("reward >= 0.5 and 'cat' in response").matches({"reward": 1.0, "response": "a cat"})
+    True
+
+    A field that a record lacks is None; a comparison that its values do not allow is false. Raises SettingsError for
+    text that is no such expression.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        if len(text) > MAX_LENGTH:
+            raise SettingsError(f"filter: {len(text)} characters are too many; give at most {MAX_LENGTH}")
+        try:
+            self._tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise SettingsError(
+                f"filter: {text!r} cannot be read; write e.g. reward < 0.5 and 'x' in response"
+            ) from None
+        self._check(self._tree)
+        self.names = frozenset(name for node in ast.walk(self._tree) if (name := _field_name(node)) is not None)
+        """Dotted names of the fields that the expression reads."""
+
+    def matches(self, record: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Return whether the record meets the condition; `known` has values of names that count before the record's."""
+        return bool(self._evaluate(self._tree, lambda name: known[name] if name in known else field_of(record, name)))
+
+    def _check(self, node: ast.AST) -> None:
+        """Raise SettingsError for a part of the expression outside the syntax."""
+        match node:
+            case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
+                children: list[ast.AST] = list(parts)
+            case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+                children = [operand]
+            case ast.Compare(left=left, comparators=comparators):
+                children = [left, *comparators]
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+                children = [left, right]
+            case ast.Constant(value=str() | int() | float() | None) | ast.Name():
+                children = []
+            case ast.Attribute() if _field_name(node) is not None:
+                children = []
+            case _:
+                part = ast.unparse(node)[:60]
+                raise SettingsError(
+                    f"filter: {part!r} is not part of a filter; compare fields: reward < 0.5 and 'x' in response"
+                )
+        for child in children:
+            self._check(child)
+
+    def _evaluate(self, node: ast.AST, field: Callable[[str], Any]) -> Any:
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                results = (self._evaluate(value, field) for value in values)
+                return all(results) if isinstance(op, ast.And) else any(results)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not self._evaluate(operand, field)
+            case ast.UnaryOp(operand=operand):
+                return _apply(operator.neg, self._evaluate(operand, field))
+            case ast.BinOp(left=left, op=op, right=right):
+                return _apply(ARITHMETIC[type(op)], self._evaluate(left, field), self._evaluate(right, field))
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                values = [self._evaluate(part, field) for part in (left, *comparators)]
+                return all(_compare(op, *pair) for op, pair in zip(ops, pairwise(values), strict=True))
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [self._evaluate(part, field) for part in parts]
+            case ast.Constant(value=value):
+                return value
+            case _:
+                name = _field_name(node) or ""
+                value = field(name)
+                return CONSTANTS.get(name.lower()) if value is None else value
+
+
+def _field_name(node: ast.AST) -> str | None:
+    """Return the dotted name that a node stands for; None if it is no name."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            prefix = _field_name(value)
+            return None if prefix is None else f"{prefix}.{attr}"
+    return None
+
+
+def field_of(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value under a dotted name; None if the record has none."""
+    return reduce(lambda value, key: value.get(key) if isinstance(value, Mapping) else None, name.split("."), record)  # type: ignore[arg-type, return-value]
+
+
+def _apply(function: Callable[..., Any], *values: Any) -> Any:
+    numbers = all(isinstance(value, int | float) for value in values)
+    try:
+        return function(*values) if numbers else None
+    except (ZeroDivisionError, OverflowError):
+        return None
+
+
+def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
+    """Compare two values; texts are searched for in any value by its text."""
+    try:
+        if isinstance(op, ast.In | ast.NotIn):
+            contains = left in right if isinstance(right, list | dict | str) else False
+            return bool(contains) == isinstance(op, ast.In)
+        if isinstance(op, ast.Is | ast.IsNot):
+            return (left is right) == isinstance(op, ast.Is)
+        return bool(COMPARISONS[type(op)](left, right))
+    except TypeError:
+        return False

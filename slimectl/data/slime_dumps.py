@@ -1,0 +1,56 @@
+"""Reads slime's rollout dumps (--save-debug-rollout-data), which are pickles, in a process without rights."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimectl.data.records import sample_from_json
+from slimectl.errors import RecordError
+from slimectl.sandbox import torch_file
+from slimectl.sandbox.runner import Limits, run_program
+from slimectl.types import Sample
+
+MIB = 1 << 20
+MEMORY_PER_MIB = 32
+"""MiB of memory that the program may use for a MiB of the file: numbers of Python are larger than pickled ones."""
+
+OUTPUT_PER_BYTE = 8
+"""Bytes of JSON for a byte of the file."""
+
+
+def slime_samples(path: Path) -> Iterator[Sample]:
+    """Yield the samples of a dump; what is pickled in it is neither run nor imported.
+
+    A restricted unpickler reads it in the sandbox of programs that a model wrote: no network, no files, another user.
+    Images and routed experts are left out. Raises RecordError, and BackendError where the kernel grants no sandbox.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+    size_mib = len(content) // MIB + 1
+    seconds = 30.0 + 4.0 * size_mib
+    limits = Limits(
+        timeout_s=seconds, test_timeout_s=seconds, memory_mib=512 + MEMORY_PER_MIB * size_mib, processes=1, disk_mib=1,
+        max_output=MIB + OUTPUT_PER_BYTE * len(content),
+    )  # fmt: skip
+    program = f"{inspect.getsource(torch_file)}\nmain()\n"
+    [outcome] = run_program(
+        program,
+        [{"input": base64.b64encode(content).decode()}],
+        limits,
+        allow_unsandboxed_namespaces=True,
+        purpose=f"{path}",
+    )
+    if outcome.status != "ended":
+        reason = outcome.error or outcome.status
+        raise RecordError(f"{path}: not a rollout dump of slime's that can be read here: {reason}")
+    for number, line in enumerate(outcome.stdout.splitlines()):
+        try:
+            yield sample_from_json(json.loads(line), position=number)
+        except RecordError as error:
+            raise RecordError(f"{path}: sample {number}: {error}") from None

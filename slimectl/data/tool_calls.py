@@ -1,0 +1,260 @@
+"""Notations of tool calls in the answers of model families: each is read as the family's chat template writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from slimectl.types import JsonGrammar
+
+PYTHON = {"True": True, "False": False, "None": None}
+"""Values that Qwen3.5's template writes in Python's way."""
+
+DECODER = json.JSONDecoder()
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as a request declares them: {"type": "function", "function": {name, parameters}}, or the function alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model wrote; `arguments` is a JSON object as text, `call_id` the model's own name of the call."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallNotation:
+    """How a family writes calls: in blocks from `opening` to `closing`, each with one call or several.
+
+    `markers` stand in the chat template of the family and of no notation before it in NOTATIONS. `read` returns the
+    calls of the inside of a block, none if it is not well formed. Without `opening` the whole answer is a block.
+    Where a call is a JSON object of name and arguments, `arguments_key` is the key of these.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    opening: str
+    closing: str
+    read: Callable[[str, Tools], list[ToolCall]]
+    arguments_key: str = ""
+
+    def call_grammar(self, tools: Tools, name: str = "") -> JsonGrammar | None:
+        """Return the grammar of one call of a tool, of any without `name`; None where calls are not JSON objects."""
+        functions = [function for tool in tools if name in ("", (function := _function(tool)).get("name"))]
+        if not self.arguments_key or not functions:
+            return None
+        parameters = {
+            f"tool_{i}": function.get("parameters") or {"type": "object"} for i, function in enumerate(functions)
+        }
+        calls = [
+            {
+                "properties": {"name": {"const": function["name"]}, self.arguments_key: {"$ref": f"#/$defs/tool_{i}"}},
+                "required": ["name", self.arguments_key],
+            }
+            for i, function in enumerate(functions)
+        ]
+        schema = {
+            "anyOf": calls,
+            "$defs": {key: _rerooted(value, f"#/$defs/{key}") for key, value in parameters.items()},
+        }
+        frame = (f"{self.opening}\n", f"\n{self.closing}") if self.opening else ("", "")
+        return JsonGrammar(json.dumps(schema), *frame)
+
+
+def _rerooted(schema: Any, root: str) -> Any:
+    """Return a schema whose references to itself are references to `root`."""
+    if isinstance(schema, list):
+        return [_rerooted(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: root + value[1:] if key == "$ref" and str(value).startswith("#") else _rerooted(value, root)
+        for key, value in schema.items()
+    }
+
+
+def _json_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Read {"name": …, "arguments": {…}}; Llama says parameters."""
+    call = _json_object(text)
+    arguments = call.get("arguments", call.get("parameters", {})) if call else None
+    if call is None or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return []
+    return [ToolCall(call["name"], _dumped(arguments))]
+
+
+def _declared_json_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Read Llama's calls of declared tools, several divided by semicolons; any other object is an answer."""
+    calls: list[ToolCall] = []
+    names = {_function(tool).get("name") for tool in tools}
+    position, text = 0, text.rstrip("; \n")
+    while position < len(text):
+        try:
+            _, end = DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return []
+        call = _json_call(text[position:end], tools)
+        if not call or call[0].name not in names:
+            return []
+        calls += call
+        position = len(text) - len(text[end:].lstrip("; \n"))
+    return calls
+
+
+def _named_json_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Read GLM-4-0414's call: a line with the name of a declared tool, then an object."""
+    name, _, arguments = text.strip().partition("\n")
+    names = {_function(tool).get("name") for tool in tools}
+    values = _json_object(arguments) if name in names else None
+    return [] if values is None else [ToolCall(name, _dumped(values))]
+
+
+def _deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Read DeepSeek's calls: V3 and R1 write type, name and a fenced object, V3.1 name and object."""
+    calls = []
+    for head, body in _segments(text, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"):
+        name, fence, fenced = body.partition("```json")
+        values = _json_object(fenced.rpartition("```")[0] if fence else body)
+        if values is None:
+            return []
+        calls.append(ToolCall((name if fence else head).strip(), _dumped(values)))
+    return calls
+
+
+def _kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Read Kimi-K2's calls, whose id functions.NAME:INDEX has the name, and which its template shows again."""
+    calls = []
+    marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    for call_id, arguments in _segments(text, *marks):
+        name = re.sub(r":\d+$", "", call_id.strip().removeprefix("functions."))
+        values = _json_object(arguments)
+        if values is None or not name:
+            return []
+        calls.append(ToolCall(name, _dumped(values), call_id.strip()))
+    return calls
+
+
+def _glm_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Read a call of GLM-4.5 and later: the name, then pairs of <arg_key> and <arg_value>."""
+    name = text.split("<arg_key>", 1)[0].strip()
+    parts = _segments(text, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    pairs = [(key.strip(), value) for key, _, value in parts]
+    return [_call_of_texts(name, pairs, tools)] if re.fullmatch(r"[\w.-]+", name) else []
+
+
+def _function_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Read a call of Qwen3-Coder and Qwen3.5: <function=NAME> with <parameter=KEY> blocks, values on their lines."""
+    for name, body in _segments(text, "<function=", ">", "</function>"):
+        parts = _segments(body, "<parameter=", ">", "</parameter>")
+        pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in parts]
+        return [_call_of_texts(name.strip(), pairs, tools)]
+    return []
+
+
+def _minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Read MiniMax-M2's calls: <invoke name="NAME"> with <parameter name="KEY"> blocks."""
+    return [
+        _call_of_texts(name, _segments(body, '<parameter name="', '">', "</parameter>"), tools)
+        for name, body in _segments(text, '<invoke name="', '">', "</invoke>")
+    ]
+
+
+def _segments(text: str, *marks: str) -> Iterator[tuple[str, ...]]:
+    """Yield what stands between the marks, each time that all of them follow one another; in one pass."""
+    position = 0
+    while True:
+        ends: list[tuple[int, int]] = []
+        for mark in marks:
+            start = text.find(mark, position)
+            if start < 0:
+                return
+            position = start + len(mark)
+            ends.append((start, position))
+        yield tuple(text[after:before] for (_, after), (before, _) in pairwise(ends))
+
+
+NOTATIONS = (
+    CallNotation(
+        "minimax_m2", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _minimax_calls
+    ),
+    CallNotation(
+        "deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls
+    ),
+    CallNotation(
+        "kimi_k2", ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        _kimi_calls,
+    ),
+    CallNotation("glm45", ("<arg_key>", "<tool_call>"), "<tool_call>", "</tool_call>", _glm_call),
+    CallNotation("qwen3_coder", ("<function=", "<tool_call>"), "<tool_call>", "</tool_call>", _function_call),
+    CallNotation("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, "arguments"),
+    CallNotation("llama3", ("dictionary of argument name and its value",), "", "", _declared_json_calls, "parameters"),
+    CallNotation("glm4", ("<|observation|>", "metadata"), "", "", _named_json_call),
+)  # fmt: skip
+"""Notations of the families; the first whose markers a chat template has is that of its model."""
+
+
+def notation_of(chat_template: str) -> CallNotation | None:
+    """Return the notation of the model with this chat template; None if it is none of these."""
+    return next(
+        (notation for notation in NOTATIONS if all(marker in chat_template for marker in notation.markers)), None
+    )
+
+
+def _call_of_texts(name: str, pairs: Iterable[tuple[str, ...]], tools: Tools) -> ToolCall:
+    """Return a call whose arguments are texts: JSON, unless the tool declares a string."""
+    functions = (_function(tool) for tool in tools)
+    declared = next((function for function in functions if function.get("name") == name), {})
+    parameters = declared.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return ToolCall(name, _dumped({key: _value(text, schemas.get(key)) for key, text in pairs}))
+
+
+def _value(text: str, schema: Any) -> Any:
+    types = set(_types(schema))
+    if types == {"string"}:
+        return text
+    try:
+        value = PYTHON[text] if text in PYTHON else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    # A text like 5 of an argument that may be a string, but no number, is a string.
+    names = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
+    kind = names.get(type(value), "string")
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return value if fits else text
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Yield the types that a schema names, of its alternatives too."""
+    if not isinstance(schema, Mapping):
+        return
+    declared = schema.get("type", [])
+    yield from [declared] if isinstance(declared, str) else [kind for kind in declared if isinstance(kind, str)]
+    for key in ("anyOf", "oneOf"):
+        alternatives = schema.get(key)
+        for alternative in alternatives if isinstance(alternatives, list) else []:
+            yield from _types(alternative)
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _dumped(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False)

@@ -1,0 +1,263 @@
+"""Grammars over bytes that restrict which token may come next.
+
+A grammar is made of sets of bytes, sequences, alternatives, repetitions and rules. Its automaton keeps every way in
+which the text so far may go on, as a stack of nodes each; states and transitions are computed once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.engines.embedded.detokenizer import TokenBytes
+from slimectl.errors import SettingsError
+
+
+@dataclass(frozen=True, eq=False)
+class Bytes:
+    """One byte of a set."""
+
+    values: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequential:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`low` to `high` times a node that matches at least one byte; None is without bound."""
+
+    node: Node
+    low: int = 0
+    high: int | None = None
+
+
+@dataclass(eq=False)
+class Rule:
+    """A node that is defined later, so that grammars may be recursive."""
+
+    node: Node = field(default_factory=lambda: Sequential(()))
+
+
+Node = Bytes | Sequential | Choice | Repeat | Rule
+EMPTY: Sequential = Sequential(())
+
+Stack = tuple[Node, "Stack"] | None
+"""What has to follow, the next first; None is the end of the text."""
+
+State = frozenset[Stack]
+"""Stacks whose first node is a set of bytes, or the end."""
+
+DEAD = -1
+"""Number of the state in which the text is none of the grammar."""
+
+
+def literal(text: str) -> Node:
+    return Sequential(tuple(Bytes(frozenset((byte,))) for byte in text.encode()))
+
+
+class Automaton:
+    """States of a grammar by number, computed when they are first reached."""
+
+    def __init__(self, grammar: Node) -> None:
+        self._states: list[State] = []
+        self._numbers: dict[State, int] = {}
+        self._steps: list[dict[int, int]] = []
+        self.start = self._number(_expanded([(grammar, None)]))
+
+    def accepts(self, state: int) -> bool:
+        """Whether the text may end here."""
+        return state != DEAD and None in self._states[state]
+
+    def step(self, state: int, byte: int) -> int:
+        """Return the state after one more byte; DEAD if the grammar has no such text."""
+        following = self._steps[state].get(byte)
+        if following is None:
+            stacks = [
+                stack[1]
+                for stack in self._states[state]
+                if stack is not None and isinstance(stack[0], Bytes) and byte in stack[0].values
+            ]
+            following = self._steps[state][byte] = self._number(_expanded(stacks)) if stacks else DEAD
+        return following
+
+    def _number(self, state: State) -> int:
+        if state not in self._numbers:
+            self._numbers[state] = len(self._states)
+            self._states.append(state)
+            self._steps.append({})
+        return self._numbers[state]
+
+
+def _expanded(stacks: Iterable[Stack]) -> State:
+    """Replace first nodes by what they are made of, until all are sets of bytes."""
+    pending, seen, expanded = list(stacks), set[Stack](), set[Stack]()
+    while pending:
+        stack = pending.pop()
+        if stack in seen:  # also a rule that refers to itself
+            continue
+        seen.add(stack)
+        if stack is None:
+            expanded.add(stack)
+            continue
+        node, following = stack
+        if isinstance(node, Bytes):
+            expanded.add(stack)
+        elif isinstance(node, Rule):
+            pending.append((node.node, following))
+        elif isinstance(node, Choice):
+            pending += [(option, following) for option in node.options]
+        elif isinstance(node, Repeat):
+            pending += _repeated(node, following)
+        else:
+            for part in reversed(node.parts):
+                following = (part, following)
+            pending.append(following)
+    return frozenset(expanded)
+
+
+def _repeated(node: Repeat, following: Stack) -> list[Stack]:
+    stacks = [] if node.low else [following]
+    if node.high != 0:
+        remaining = Repeat(node.node, max(0, node.low - 1), None if node.high is None else node.high - 1)
+        stacks.append((node.node, (remaining, following)))
+    return stacks
+
+
+class TokenList:
+    """Tokens in alphabetical order of their bytes, with what each has in common with the one before it."""
+
+    def __init__(self, tokens: Iterable[tuple[bytes, int]]) -> None:
+        self._tokens = sorted(tokens)
+        texts = [text for text, _ in self._tokens]
+        self._shared = [0, *map(_shared, texts, texts[1:])]
+
+    def allowed(self, automaton: Automaton, state: int) -> list[int]:
+        """Return the tokens that may follow; those that share a beginning share its steps, or its end if it is one."""
+        tokens, shared, step = self._tokens, self._shared, automaton.step
+        allowed: list[int] = []
+        states, i = [state], 0
+        while i < len(tokens):
+            text, token = tokens[i]
+            del states[shared[i] + 1 :]
+            for byte in text[len(states) - 1 :]:
+                following = step(states[-1], byte)
+                if following == DEAD:
+                    break
+                states.append(following)
+            i += 1
+            if len(states) == len(text) + 1:
+                allowed.append(token)
+            else:
+                while i < len(tokens) and shared[i] >= len(states):
+                    i += 1
+        return allowed
+
+
+class Vocabulary:
+    """The tokens of a model as bytes, without special ones; `plain` are those that any JSON string may hold."""
+
+    def __init__(self, tokens: TokenBytes, *, size: int, device: torch.device) -> None:
+        self.bytes, self.size, self.device = tokens, size, device
+        self.texts = {token: tokens.of(token) for token in range(size) if not tokens.is_special(token)}
+        pairs = [(text, token) for token, text in self.texts.items() if text]
+        self.plain = [token for text, token in pairs if _is_plain(text)]
+        self.tokens = TokenList(pairs)
+        self.other_tokens = TokenList(pair for pair in pairs if not _is_plain(pair[0]))
+
+
+def _is_plain(text: bytes) -> bool:
+    """Whether a text is whole characters without quotes, backslashes and controls."""
+    if any(byte < 0x20 or byte in b'"\\' for byte in text):
+        return False
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def token_table(tokenizer: Any, *, size: int, device: torch.device) -> Vocabulary:
+    """Return the vocabulary of a tokenizer. Raises SettingsError if its tokens cannot write every JSON."""
+    vocabulary = Vocabulary(TokenBytes(tokenizer), size=size, device=device)
+    missing = {chr(byte) for byte in range(0x20, 0x7F)} - {text.decode("latin-1") for text in vocabulary.texts.values()}
+    if missing:
+        raise SettingsError(f"json_schema: the tokenizer has no token for {min(missing)!a} alone, so it has no grammar")
+    return vocabulary
+
+
+def _shared(first: bytes, second: bytes) -> int:
+    length = min(len(first), len(second))
+    return next((i for i in range(length) if first[i] != second[i]), length)
+
+
+MOST_MASKS = 256
+"""Masks that a grammar keeps; each has a byte for every token."""
+
+
+class TokenGrammar:
+    """A grammar over the tokens of a vocabulary; the last masks of its states are kept."""
+
+    def __init__(self, grammar: Node, vocabulary: Vocabulary) -> None:
+        self.automaton = Automaton(grammar)
+        self.vocabulary = vocabulary
+        self._masks: dict[int, Tensor] = {}
+
+    def mask_V(self, state: int) -> Tensor:
+        """Return which tokens may follow, end tokens aside [V]."""
+        if state not in self._masks:
+            while len(self._masks) >= MOST_MASKS:
+                del self._masks[next(iter(self._masks))]
+            mask_V = torch.zeros(self.vocabulary.size, dtype=torch.bool)
+            mask_V[torch.tensor(self._allowed(state), dtype=torch.long)] = True
+            self._masks[state] = mask_V.to(self.vocabulary.device)
+        return self._masks[state]
+
+    def _allowed(self, state: int) -> list[int]:
+        # Within a string, the only part of JSON where a letter leads back to its state, most tokens need no walk.
+        if self.automaton.step(state, ord("a")) == state:
+            return [*self.vocabulary.plain, *self.vocabulary.other_tokens.allowed(self.automaton, state)]
+        return self.vocabulary.tokens.allowed(self.automaton, state)
+
+
+class GrammarState:
+    """The place of one answer in a grammar."""
+
+    def __init__(self, grammar: TokenGrammar, end_tokens: Sequence[int]) -> None:
+        self._grammar = grammar
+        self._ends = list(end_tokens)
+        self._state = grammar.automaton.start
+
+    def advance(self, token: int) -> None:
+        """Go on by a token; an end token changes nothing."""
+        for byte in b"" if token in self._ends else self._grammar.vocabulary.bytes.of(token):
+            self._state = DEAD if self._state == DEAD else self._grammar.automaton.step(self._state, byte)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no token may follow but an end token."""
+        return self._state == DEAD or not bool(self._grammar.mask_V(self._state).any())
+
+    def mask_V(self) -> Tensor:
+        """Return which tokens may follow [V]; an end token where the text may end, or nothing else may follow."""
+        if self._state == DEAD:
+            mask_V = torch.zeros(
+                self._grammar.vocabulary.size, dtype=torch.bool, device=self._grammar.vocabulary.device
+            )
+        else:
+            mask_V = self._grammar.mask_V(self._state)
+        if self._grammar.automaton.accepts(self._state) or not bool(mask_V.any()):
+            mask_V = mask_V.clone()
+            mask_V[self._ends] = True
+        return mask_V

@@ -1,0 +1,228 @@
+"""Radix tree of computed keys and values: a prompt takes from it what an earlier one, or an answer, began with.
+
+L layers · K key-value heads · T tokens · D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_TOKENS = 16
+"""Fewer tokens in common are computed again, and fewer new ones are not stored: a small model is as fast."""
+
+MERGE_RATIO = 4
+"""A node grows by what follows it, unless it is that many times longer: long ones would be copied at every turn."""
+
+SHARED_BYTES = 1 << 20
+"""Keys and values of a layer that a decoding step must read less before sequences read one copy of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Tokens that follow those of the parent, with their keys and values [L, 2, K, T, D].
+
+    `end` is the position behind the last one. Nobody evicts a node that has `users` or children. A detached one has
+    left the tree, and is freed by its last user.
+    """
+
+    tokens: tuple[int, ...]
+    keys_values: Tensor
+    end: int
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    users: int = 0
+    detached: bool = False
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.tokens)
+
+    def path(self, start: int = 0) -> list[Node]:
+        """Return the nodes from position `start`, at which one begins, to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.end > start:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+class PrefixTree:
+    """Nodes by their tokens, of at most `capacity` bytes; the least recently used ones make room for new ones."""
+
+    def __init__(self, *, capacity: int, token_bytes: int, layers: int) -> None:
+        self.bytes = 0
+        self.capacity = capacity
+        self._token_bytes = token_bytes
+        self._layers = layers
+        self._roots: dict[int, Node] = {}
+        self._recent: dict[Node, None] = {}  # least recently used first, descendants before their ancestors
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def matched(self, tokens: tuple[int, ...]) -> int:
+        """Return how many tokens of this beginning the tree has; 0 if they are too few to be of use."""
+        _, length = self._walk(tokens)
+        return length if length >= MIN_TOKENS else 0
+
+    def match(self, tokens: tuple[int, ...]) -> Node | None:
+        """Return the node at which the longest stored beginning of `tokens` ends; None if that is too short."""
+        node, length = self._walk(tokens)
+        if node is None or length < MIN_TOKENS:
+            return None
+        node = self._split(node, length)
+        self._touch(node)
+        return node
+
+    def insert(self, tokens: tuple[int, ...], keys_values: Callable[[int], Tensor]) -> Node | None:
+        """Store the end of `tokens` that the tree lacks; None if that is too short, or there is no room for it.
+
+        `keys_values(position)` returns [L, 2, K, T, D] of the tokens from this position on, as a tensor of their own.
+        """
+        node, length = self._walk(tokens)
+        missing = len(tokens) - length
+        if node is not None and not missing:
+            node = self._split(node, length)
+        elif missing < MIN_TOKENS or not self._make_room(missing * self._token_bytes, keep=node):
+            return None
+        else:
+            node = None if node is None else self._split(node, length)
+            node = self._append(node, tokens[length:], keys_values(length))
+        self._touch(node)
+        return node
+
+    def shared(self, node: Node | None, sequences: int) -> Node | None:
+        """Return the end of the beginning that sequences should read in place, rather than copy it to their slots.
+
+        `sequences` are those that begin with the whole path of `node`; at a fork each branch is one more.
+        """
+        while node is not None:
+            readers = max(sequences, len(node.children))
+            if (readers - 1) * node.end * self._token_bytes >= SHARED_BYTES * self._layers:
+                return node
+            node = node.parent
+        return None
+
+    def use(self, node: Node | None) -> None:
+        """Keep a node, and with it its path, until `release`."""
+        if node is not None:
+            node.users += 1
+
+    def release(self, node: Node | None) -> None:
+        if node is not None:
+            node.users -= 1
+        while node is not None and node.detached and _is_free(node):
+            self._remove(node)
+            node = node.parent
+
+    def clear(self) -> None:
+        """Drop every node, because the weights have changed; those in use stay readable until they are released."""
+        self._roots = {}
+        for node in list(self._recent):
+            node.detached = True
+            if _is_free(node):
+                self._remove(node)
+
+    def _walk(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """Return how many tokens the tree has of this beginning, and the node in which they end."""
+        node, length, children = None, 0, self._roots
+        while length < len(tokens) and (child := children.get(tokens[length])) is not None:
+            common = _common(child.tokens, tokens[length : length + len(child.tokens)])
+            node, length, children = child, length + common, child.children
+            if common < len(child.tokens):
+                break
+        return node, length
+
+    def _split(self, node: Node, position: int) -> Node:
+        """Return the node that ends at this position of `node`; its users keep the part behind it, too."""
+        if position == node.end:
+            return node
+        at = position - node.start
+        # Copies: views of one storage would not be freed one by one.
+        parts = node.keys_values.tensor_split([at], dim=3)
+        head, tail = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        upper = Node(node.tokens[:at], head, position, node.parent, {node.tokens[at]: node})
+        self._siblings(node)[node.tokens[0]] = upper
+        node.tokens, node.keys_values, node.parent = node.tokens[at:], tail, upper
+        self._touch(node)
+        return upper
+
+    def _append(self, node: Node | None, tokens: tuple[int, ...], keys_values: Tensor) -> Node:
+        self.bytes += keys_values.nbytes
+        if node is not None and _is_free(node) and len(node.tokens) <= MERGE_RATIO * len(tokens):
+            node.keys_values = torch.cat((node.keys_values, keys_values), 3)
+            node.tokens += tokens
+            node.end += len(tokens)
+            return node
+        start = 0 if node is None else node.end
+        child = Node(tokens, keys_values, start + len(tokens), node)
+        self._siblings(child)[tokens[0]] = child
+        return child
+
+    def _make_room(self, size: int, *, keep: Node | None) -> bool:
+        """Evict the least recently used nodes until `size` bytes fit."""
+        if size > self.capacity:
+            return False
+        if self.bytes + size > self.capacity:
+            for node in list(self._recent):
+                if node is not keep and _is_free(node):
+                    self._remove(node)
+                if self.bytes + size <= self.capacity:
+                    return True
+        return self.bytes + size <= self.capacity
+
+    def _remove(self, node: Node) -> None:
+        siblings = self._siblings(node)
+        if siblings.get(node.tokens[0]) is node:
+            del siblings[node.tokens[0]]
+        del self._recent[node]
+        self.bytes -= node.keys_values.nbytes
+
+    def _siblings(self, node: Node) -> dict[int, Node]:
+        return self._roots if node.parent is None else node.parent.children
+
+    def _touch(self, node: Node) -> None:
+        for ancestor in reversed(node.path()):
+            self._recent.pop(ancestor, None)
+            self._recent[ancestor] = None
+
+
+class Span(NamedTuple):
+    """Keys and values that rows of a batch read in place: [L, 2, K, T, D] of the positions from `start` to `end`."""
+
+    keys_values: Tensor
+    rows: slice | Tensor
+    start: int
+    end: int
+
+
+def shared_spans(ends: Sequence[Node | None], *, device: torch.device) -> list[Span]:
+    """Return the spans of a batch; `ends` has the last node that each row reads in place."""
+    rows_of: dict[Node, list[int]] = {}
+    for row, end in enumerate(ends):
+        for node in [] if end is None else end.path():
+            rows_of.setdefault(node, []).append(row)
+    spans = []
+    for node, rows in rows_of.items():
+        adjacent = rows[-1] - rows[0] == len(rows) - 1
+        index = slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows, device=device)
+        spans.append(Span(node.keys_values, index, node.start, node.end))
+    return spans
+
+
+def _is_free(node: Node) -> bool:
+    return not node.users and not node.children
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Return the length of the common beginning."""
+    if first == second:
+        return len(first)
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))

@@ -1,0 +1,106 @@
+"""Log-probabilities of prompts and answers, as OpenAI's API shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from slimectl.engines.embedded.detokenizer import UNFINISHED, TokenBytes
+from slimectl.engines.embedded.scheduler import TopTokens
+from slimectl.engines.server.requests import RunningAnswer
+from slimectl.engines.server.state import Service
+
+TOGETHER = 4096
+"""Tokens, padding included, per pass; between two passes other requests get their next token."""
+
+
+class TokenLogProb(NamedTuple):
+    """A token's log-probability, None without a context; `top` are the likeliest in its place, if they were asked for.
+
+    A prompt's are at temperature 1, an answer's those with which it was sampled.
+    """
+
+    log_prob: float | None
+    token: int
+    top: TopTokens | None = None
+
+
+async def prompt_log_probs(
+    service: Service, prompts: Sequence[list[int]], begins: Sequence[int | None], *, top: int = 0
+) -> list[list[TokenLogProb]]:
+    """Score each prompt from its start position on, None for no scores. Raises what the engine raises."""
+    scores: list[list[TokenLogProb]] = [[] for _ in prompts]
+    engine = service.thread.engine
+    for members in _passes([i for i, start in enumerate(begins) if start is not None], prompts):
+        places = [begins[i] or 0 for i in members]
+        batch = await service.thread.call(partial(engine.scores, [prompts[i] for i in members], places, top=top))
+        for i, start, scored in zip(members, places, batch, strict=True):
+            tops: Sequence[TopTokens | None] = scored.top if top else [None] * len(scored.log_probs)
+            tokens = prompts[i][start:]
+            scores[i] = [TokenLogProb(None, token) for token in tokens[:1]]
+            scores[i] += map(TokenLogProb, scored.log_probs, tokens[1:], tops)
+    return scores
+
+
+def _passes(indices: list[int], prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Group the prompt indices that one pass of the model computes together, in order."""
+    passes: list[list[int]] = []
+    longest = 0
+    for i in indices:
+        longest = max(longest, len(prompts[i]))
+        if passes and (len(passes[-1]) + 1) * longest <= TOGETHER:
+            passes[-1].append(i)
+        else:
+            passes.append([i])
+            longest = len(prompts[i])
+    return passes
+
+
+def answer_log_probs(answer: RunningAnswer, start: int, end: int) -> list[TokenLogProb]:
+    """Return the log-probabilities of an answer's tokens from `start` to `end`."""
+    sequence = answer.sequence
+    tops: Sequence[TopTokens | None] = sequence.top[start:end] if sequence.top_count else [None] * (end - start)
+    return list(map(TokenLogProb, sequence.log_probs[start:end], sequence.tokens[start:end], tops))
+
+
+def completion_log_probs(scores: Sequence[TokenLogProb], vocabulary: TokenBytes, *, offset: int) -> dict[str, Any]:
+    """Return the `logprobs` of a completion's choice, whose tokens begin at character `offset` of its text.
+
+    `top_logprobs` has the token itself, too, so that it is never without it; the first token of a prompt has none.
+    """
+    texts = [vocabulary.text(score.token) for score in scores]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [score.log_prob for score in scores],
+        "top_logprobs": [None if score.log_prob is None else _by_text(score, vocabulary) for score in scores],
+        "text_offset": offsets,
+    }
+
+
+def _by_text(score: TokenLogProb, vocabulary: TokenBytes) -> dict[str, float | None]:
+    """Map texts to log-probabilities; a token whose text is broken or taken has its id for a name."""
+    named: dict[str, float | None] = {}
+    for token, log_prob in [(score.token, score.log_prob), *(score.top or [])]:
+        text = vocabulary.text(token)
+        if token != score.token or not named:
+            named[f"token_id:{token}" if UNFINISHED in text or text in named else text] = log_prob
+    return named
+
+
+def chat_log_probs(scores: Sequence[TokenLogProb], vocabulary: TokenBytes) -> dict[str, Any]:
+    """Return the `logprobs` of a chat's choice."""
+
+    def entry(token: int, log_prob: float | None) -> dict[str, Any]:
+        return {"token": vocabulary.text(token), "logprob": log_prob, "bytes": list(vocabulary.of(token))}
+
+    return {
+        "content": [
+            entry(score.token, score.log_prob) | {"top_logprobs": [entry(*pair) for pair in score.top or []]}
+            for score in scores
+        ]
+    }

@@ -1,0 +1,44 @@
+"""The tasks of an environment as a source of prompts: `env`, `env:eval`, and slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimectl.data.tables import Row, Sliced, Table
+from slimectl.environments.episode import Specification, shared_host
+from slimectl.errors import SettingsError
+from slimectl.types import Prompt
+
+EPOCH = {"train": 1000, "eval": 100}
+"""Tasks of `env` and `env:eval` where any number is one; a slice names others."""
+SEEDS = 1_000_000_000
+"""Seeds of a split."""
+
+
+class TaskTable:
+    """Tasks by number; an episode begins with its environment's own words, so that their prompts are empty."""
+
+    def __init__(self, name: str, split: str, size: int) -> None:
+        self._name, self._split, self._size = name, split, size
+
+    def scan(self, start: int = 0) -> Iterator[Row]:
+        return (self[i] for i in range(start, len(self)))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> Row:
+        return f"{self._name}[{i}]", Prompt("", metadata={"env": {"task": i, "split": self._split}})
+
+
+def task_table(specification: Specification, split: str, *, unbounded: bool) -> Table:
+    """Return the tasks of a split, `unbounded` for slices of it. Raises SlimectlError if it cannot be loaded."""
+    description, name = shared_host(specification).description(), specification.name
+    if description["tasks"] == "data":
+        raise SettingsError(f"{name}: has no tasks of its own; give a file of prompts as data, e.g. --data tasks.jsonl")
+    if description["tasks"] == "seeds":
+        table = TaskTable(name, split, SEEDS)
+        return table if unbounded else Sliced(name, table, 0, EPOCH[split])
+    if not description["counts"][split]:
+        raise SettingsError(f"{name}: has no tasks for {split}; give slices of env, as env@[0:100]")
+    return TaskTable(name, split, description["counts"][split])

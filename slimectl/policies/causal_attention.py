@@ -1,0 +1,99 @@
+"""Causal attention of queries that are the last of their keys: sequences, and branches behind a shared prefix.
+
+B sequences of a call · H query heads · K key-value heads · L queries · S keys · D head dimension (of values V)
+T tokens of a pack · P tokens of a context.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+CHUNK = 128
+"""Queries of one call on a CPU, where a mask does not spare the work that it hides: only what a chunk hides is lost."""
+
+DENSE_SCORES = 2**26
+"""Largest number of attention scores of a call in memory (128 MiB in bfloat16); above it, flash attention."""
+
+
+def causal_attention(query_BHLD: Tensor, key_BKSD: Tensor, value_BKSV: Tensor, scale: float | None) -> Tensor:
+    """Attention [B, H, L, V]: query l sees the first S - L + l + 1 keys."""
+    queries, keys = query_BHLD.shape[2], key_BKSD.shape[2]
+    if query_BHLD.device.type == "cpu" and queries < keys:
+        return _chunked(query_BHLD, key_BKSD, value_BKSV, scale)
+    if _prefers_dense(query_BHLD, key_BKSD):
+        mask_LS = query_BHLD.new_full((queries, keys), -torch.inf).triu_(1)
+        return _dense(query_BHLD, key_BKSD, value_BKSV, mask_LS, scale)
+    causal: dict[str, Any] = {"is_causal": True}
+    if queries < keys:
+        causal = {"attn_mask": causal_lower_right(queries, keys)}
+    gqa = query_BHLD.shape[1] != key_BKSD.shape[1]
+    return F.scaled_dot_product_attention(query_BHLD, key_BKSD, value_BKSV, scale=scale, enable_gqa=gqa, **causal)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention with an additive mask [B, 1, L, S]."""
+    return (_dense if _prefers_dense(query, key) else _flash)(query, key, value, mask, scale)
+
+
+def gather_contexts(states_TKD: Tensor, context_BP: Tensor) -> Tensor:
+    """The contexts of branches as [B, P, K, D].
+
+    By embedding, not by indexing: torch (2.13) adds up the gradients of one token in any order where indexing has
+    several threads (a CPU) or `index_select` has a GPU, and a run would not repeat to the last digit.
+    """
+    rows = F.embedding(context_BP, states_TKD.reshape(len(states_TKD), -1))
+    return rows.view(*context_BP.shape, *states_TKD.shape[1:])
+
+
+def _chunked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    attend = _dense if _prefers_dense(query, key) else _flash
+    queries, keys = query.shape[2], key.shape[2]
+    chunks = []
+    for start in range(0, queries, CHUNK):
+        stop = min(start + CHUNK, queries)
+        key_count = keys - queries + stop
+        mask_LS = _lower_right(stop - start, key_count, query)
+        chunks.append(attend(query[:, :, start:stop], key[:, :, :key_count], value[:, :, :key_count], mask_LS, scale))
+    return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention with its scores in memory; query heads of one key head are rows of one product."""
+    batch, heads, length, width = query.shape
+    groups = heads // key.shape[1]
+    scaled = query * (width**-0.5 if scale is None else scale)
+    scores = scaled.reshape(batch, key.shape[1], groups * length, width) @ key.transpose(2, 3)
+    scores.view(batch, key.shape[1], groups, length, -1).add_(mask if mask.ndim == 2 else mask[:, :, None])
+    return (torch.softmax(scores, dim=-1) @ value).reshape(batch, heads, length, -1)
+
+
+def _prefers_dense(query: Tensor, key: Tensor) -> bool:
+    """torch 2.13's bfloat16 flash attention on CPU takes three to nine times as long as two matrix products."""
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and scores <= DENSE_SCORES
+
+
+def _lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
+    """Additive mask [L, S] of at most CHUNK queries: a view of one matrix, which layers and lengths share."""
+    width = 1 << (keys - 1).bit_length()
+    hidden_from_first = width - (keys - queries)
+    mask = _mask_matrix(width, like.dtype, like.device)
+    return mask[:queries, hidden_from_first : hidden_from_first + keys]
+
+
+@functools.lru_cache(maxsize=4)
+def _mask_matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Matrix [CHUNK, width + CHUNK] that hides from row l the columns after width + l."""
+    with torch.inference_mode(False):
+        return torch.full((CHUNK, width + CHUNK), -torch.inf, dtype=dtype, device=device).triu_(width + 1)

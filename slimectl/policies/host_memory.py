@@ -1,0 +1,77 @@
+"""Moves a model's tensors to host memory while engines sample on the same GPUs, and back before it is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """Host copies of the storages of tensors on `devices`.
+
+    A storage is emptied in place: tensors, views and buffers of it stay the objects that modules, optimizers and
+    process groups hold, and have their values again after `wake`.
+    """
+
+    def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
+        self.devices = tuple(devices)
+        self._asleep: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._buffers: dict[int, torch.UntypedStorage] = {}
+        """Pinned buffers, which are costly to allocate, by the storage that they belong to."""
+
+    def sleep(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
+        """Move `tensors` to the host; `scratch` are zeros when they come back, and take no memory meanwhile."""
+        for keeps_values, group in ((True, tensors), (False, scratch)):
+            for tensor in group:
+                storage = tensor.untyped_storage()
+                if tensor.device.type in self.devices and storage.nbytes():
+                    size = storage.nbytes()
+                    self._asleep.append((storage, size, self._copied(storage) if keeps_values else None))
+                    storage.resize_(0)
+        _release()
+
+    def wake(self) -> None:
+        """Move everything back."""
+        while self._asleep:
+            _restore(*self._asleep.pop())
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have all but scratch on the device within the block, which only reads it, and where it was afterwards."""
+        asleep = self._asleep
+        self._asleep = [entry for entry in asleep if entry[2] is None]
+        moved = [entry for entry in asleep if entry[2] is not None]
+        for entry in moved:
+            _restore(*entry)
+        try:
+            yield
+        finally:
+            for storage, _, _ in moved:
+                storage.resize_(0)
+            self._asleep = asleep
+            if moved:
+                _release()
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._buffers or self._buffers[key].nbytes() != size:
+            buffer = torch.UntypedStorage(size)
+            self._buffers[key] = buffer.pin_memory() if torch.cuda.is_available() else buffer
+        return self._buffers[key].copy_(storage)
+
+
+def _restore(storage: torch.UntypedStorage, size: int, copy: torch.UntypedStorage | None) -> None:
+    storage.resize_(size)
+    if copy is None:
+        storage.fill_(0)  # type: ignore[attr-defined]
+    else:
+        storage.copy_(copy)
+
+
+def _release() -> None:
+    """Return freed memory to the GPU: engines are other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

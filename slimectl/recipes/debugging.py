@@ -1,0 +1,22 @@
+"""Rollout functions for debugging (rollout.function_path)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+from slimectl.stdio import logger
+
+PAUSE_S = 1.0
+
+
+def sleep_rollout(args: Any) -> NoReturn:
+    """Sample nothing: engines, trainer and reward stay up, with the first weights, until the run is interrupted.
+
+    slime's sleep rollout. What runs can be looked at meanwhile: requests to the servers, memory, weights.
+    """
+    urls = ", ".join(args.engine.url)
+    engines = f"engines ({urls})" if urls else "engines"
+    logger.warning(f"sampling nothing: {engines} and trainer stay up; Ctrl-C twice ends the run")
+    while True:
+        time.sleep(PAUSE_S)

@@ -1,0 +1,193 @@
+"""Equality of answers in normal form."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from slimectl.rewards.math.answers import parse_answer, region_of
+from slimectl.rewards.math.latex import tidy
+from slimectl.rewards.math.leaves import Answer
+from slimectl.rewards.math.regions import same_region
+from slimectl.rewards.math.values import constant_value, equal_values, proportional
+
+_LOCK = threading.RLock()
+"""Values are computed by one thread at a time: mpmath's functions change the precision that they share."""
+
+
+_COSTLY = (ArithmeticError, ValueError, TypeError, RecursionError)
+"""Raised for values without an order or beyond our limits."""
+
+
+def same_answer(label: str, answer: str) -> bool:
+    r"""Whether two texts are the same answer by their normal forms.
+
+    >>> same_answer("3/2", "1 1/2"), same_answer("12", "1 2"), same_answer(r"x \ge 2", r"[2, \infty)")
+    (True, False, True)
+    """
+    with _LOCK:
+        label, answer = tidy(label), tidy(answer)
+        if _spelling(label) == _spelling(answer) != "":
+            return True
+        try:
+            return _same(parse_answer(label), parse_answer(answer))
+        except _COSTLY:
+            return False
+
+
+def is_unread(label: str, answer: str) -> bool:
+    """Whether both texts are in notation that has no normal form here."""
+    with _LOCK:
+        try:
+            return all(parse_answer(tidy(text)).kind == "text" for text in (label, answer))
+        except _COSTLY:
+            return False
+
+
+def _same(first: Answer, second: Answer) -> bool:
+    if first.name and second.name and first.name != second.name:
+        return _same_equation(first, second) or _same_components(first, second)
+    if first.kind == second.kind:
+        return _SAME[first.kind](first, second) or _same_equation(first, second) or _same_alternatives(first, second)
+    kinds = {first.kind, second.kind}
+    if kinds == {"scalar", "ratio"}:
+        ratio, scalar = (first, second) if first.kind == "ratio" else (second, first)
+        parts = [part.tree for part in ratio.items if part.tree]
+        return (
+            len(parts) == 2 and not ratio.brackets and scalar.tree is not None and scalar.tree[0] == "div"
+            and equal_values(("div", *parts), scalar.tree)
+        )  # fmt: skip
+    if kinds == {"list", "tuple"} and _same_components(first, second):
+        return True
+    if "region" in kinds or kinds == {"list", "tuple"}:
+        regions = [region for answer in (first, second) if (region := region_of(answer)) is not None]
+        return len(regions) == 2 and same_region(*regions)
+    return _same_equation(first, second)
+
+
+def _same_scalars(first: Answer, second: Answer) -> bool:
+    infinities = [_infinity(answer) for answer in (first, second)]
+    if any(infinities):
+        return infinities[0] == infinities[1]
+    return first.tree is not None and second.tree is not None and equal_values(first.tree, second.tree)
+
+
+def _infinity(answer: Answer) -> str:
+    sign = "-" if answer.tree and answer.tree[0] == "neg" else "+"
+    tree = answer.tree[1] if answer.tree and sign == "-" else answer.tree
+    return sign if tree == ("const", "infinity") else ""
+
+
+def _same_alternatives(first: Answer, second: Answer) -> bool:
+    """Whether one side of an approximation (\\sqrt2 ≈ 1.414) is the other answer."""
+    if bool(first.alternatives) == bool(second.alternatives):
+        return False
+    stated, single = (first, second) if first.alternatives else (second, first)
+    return any(_same_scalars(value, single) for value in stated.alternatives)
+
+
+def _same_equation(first: Answer, second: Answer) -> bool:
+    """Whether two equations are multiples of each other: y = 2x + 1 and 4x - 2y + 2 = 0."""
+    if not len(first.sides) == len(second.sides) == 2 or first.operators or second.operators:
+        return False
+    return proportional(("sub", *first.sides), ("sub", *second.sides))
+
+
+def _same_relations(first: Answer, second: Answer) -> bool:
+    if first.operators != second.operators:
+        return False
+    if len(first.sides) > 2:
+        return all(map(equal_values, first.sides, second.sides))
+    return proportional(("sub", *first.sides), ("sub", *second.sides), positive=first.operators != (r"\ne",))
+
+
+def _same_lists(first: Answer, second: Answer) -> bool:
+    return (first.brackets == "∪") == (second.brackets == "∪") and _unordered(first.items, second.items)
+
+
+def _unordered(first: Sequence[Answer], second: Sequence[Answer]) -> bool:
+    if len(first) != len(second):
+        return False
+    unmatched = list(second)
+    for item in first:
+        match = next((candidate for candidate in unmatched if _same(item, candidate)), None)
+        if match is None:
+            return False
+        unmatched.remove(match)
+    return True
+
+
+def _ordered(first: Answer, second: Answer) -> bool:
+    same_shape = first.brackets == second.brackets and len(first.items) == len(second.items)
+    return same_shape and all(map(_same, first.items, second.items))
+
+
+def _same_components(first: Answer, second: Answer) -> bool:
+    """Whether x = 1, y = 2 is the other answer: (1, 2), or (x, y) = (1, 2)."""
+    listed, point = (first, second) if first.kind == "list" else (second, first)
+    if listed.kind != "list" or point.kind != "tuple" or point.brackets != "()" or listed.brackets:
+        return False
+    names = [item.name for item in listed.items]
+    if not all(names) or len(set(names)) < len(names) or len(names) != len(point.items):
+        return False
+    if not point.name:
+        return names == sorted(names) and all(map(_same, listed.items, point.items))
+    order = point.name.strip("()").split(",")
+    if sorted(order) != sorted(names):
+        return False
+    values = dict(zip(names, listed.items, strict=True))
+    return all(_same(values[name], item) for name, item in zip(order, point.items, strict=True))
+
+
+def _same_regions(first: Answer, second: Answer) -> bool:
+    return first.region is not None and second.region is not None and same_region(first.region, second.region)
+
+
+def _same_ratios(first: Answer, second: Answer) -> bool:
+    """Whether two ratios are proportional; 3:30 and 1:10 may be times of a day, and are not."""
+    if (first.brackets and second.brackets) or len(first.items) != len(second.items):
+        return first.text.replace(" ", "") == second.text.replace(" ", "")
+    pairs = [(a.tree, b.tree) for a, b in zip(first.items, second.items, strict=True)]
+    (a, b), *further = pairs
+    return all(equal_values(("mul", a, d), ("mul", b, c)) for c, d in further if a and b and c and d)
+
+
+def _same_text(first: Answer, second: Answer) -> bool:
+    return _spelling(first.text) == _spelling(second.text) != ""
+
+
+def _same_words(first: Answer, second: Answer) -> bool:
+    return _spelling(first.text).casefold() == _spelling(second.text).casefold()
+
+
+def _spelling(text: str) -> str:
+    """The text without blanks, but for those between two numbers: 1 2 is not 12."""
+    text = re.sub(r"\{(\w)\}", r" \1", text.strip())
+    return re.sub(r"(?<=[\w.])\s+(?=[\d.])", "_", text).replace(" ", "").replace("\n", "")
+
+
+_SAME: dict[str, Callable[[Answer, Answer], bool]] = {
+    "scalar": _same_scalars,
+    "words": _same_words,
+    "text": _same_text,
+    "list": _same_lists,
+    "tuple": _ordered,
+    "region": _same_regions,
+    "matrix": _ordered,
+    "numeral": _same_text,
+    "ratio": _same_ratios,
+    "equation": lambda first, second: False,
+    "relation": _same_relations,
+}
+
+
+def canonical_key(text: str) -> str | Fraction | None:
+    """A value that equal answers of the commonest kind share: the fraction that it is; None for any other."""
+    with _LOCK:
+        parsed = parse_answer(tidy(text))
+        value = (
+            constant_value(parsed.tree) if parsed.kind == "scalar" and parsed.tree and not parsed.alternatives else None
+        )
+    return value if isinstance(value, Fraction) else None

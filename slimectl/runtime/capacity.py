@@ -1,0 +1,180 @@
+"""Capacity: memory and disk of a run by the planner's formulas, against those of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slimectl import builders
+from slimectl.architectures import cards
+from slimectl.architectures.config import read_config, with_defaults
+from slimectl.errors import CheckpointError, SettingsError, SlimectlError, StorageError
+from slimectl.planner import flops
+from slimectl.planner import memory as training_memory
+from slimectl.planner.parameters import count
+from slimectl.planner.plan import Model, model_of
+from slimectl.planner.search import USABLE
+from slimectl.planner.workload import Run, parameters, sized
+from slimectl.settings import Settings
+from slimectl.settings.needs import Need
+
+PROMPT_TOKENS = 512
+"""Tokens of a prompt where no setting bounds them."""
+MASTER_BYTES, ADAM_BYTES = 4, 8
+"""Bytes that a checkpoint has for a parameter, and for one that is trained."""
+
+
+def configuration(settings: Settings) -> dict[str, Any] | None:
+    """Return the configuration of the language model; None for a model that has to be converted first, or without one.
+
+    Raises CheckpointError or SettingsError.
+    """
+    path, card = settings.model.path, settings.model.card
+    if path is not None:
+        return None if builders.is_gguf(path) else cards.language_model(read_config(builders.model_folder(path)))
+    return None if card is None else cards.language_model(with_defaults(cards.load(card)["config"]))
+
+
+def shape_of(settings: Settings) -> str:
+    """Describe a model: family, layers, parameters."""
+    config = configuration(settings) or {}
+    described = f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers"
+    with suppress(CheckpointError):  # a family that the planner does not know
+        described += f", {parameters(count(model_of(config).parts))} parameters"
+    return described
+
+
+def memory(settings: Settings, *, with_engine: bool = True) -> str:
+    """Compare the memory of a rank and of an engine beside it with that of this machine; empty if it is unknown.
+
+    Raises SettingsError if they do not fit.
+    """
+    model = _planned_model(settings)
+    if model is None or settings.train.backend not in ("fsdp", "megatron"):
+        return ""
+    cluster, run = settings.cluster, _planned_run(settings)
+    figures = training_memory.figures(
+        model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
+    )
+    ranks = 1 if run.device == "cuda" else cluster.actor_num_gpus_per_node  # on a CPU they share the machine's memory
+    needed = training_memory.peak(figures) * ranks
+    text = f"training {sized(needed)}"
+    if with_engine and not settings.uses_servers:
+        engine = _engine_bytes(settings, model, run)
+        needed, text = needed + engine, f"{text}, engine {sized(engine)}"
+    available = available_memory(run.device)
+    if available is None or cluster.ray_address is not None:
+        return f"{text}; how much its machines have is not known here"
+    text = f"{text}, of {sized(available)} {'a GPU' if run.device == 'cuda' else 'free'}"
+    if needed > (USABLE if run.device == "cuda" else 1) * available:
+        raise SettingsError(
+            f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}; lower it, set "
+            f'train.recompute_granularity = "full", or give more ranks (cluster.actor_num_gpus_per_node)'
+        )
+    return text
+
+
+def disk(settings: Settings) -> str:
+    """Compare the checkpoints that a run keeps with the space that is free. Raises StorageError if they do not fit."""
+    free = free_space(Path(settings.run.dir))
+    model = _planned_model(settings)
+    if model is None:
+        return f"{sized(free)} free in {settings.run.dir}"
+    trained = sum(part.count for part in model.adapters or model.parts)
+    size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
+    kept = _checkpoints(settings)
+    # The one that is written stands beside those that are kept.
+    needed = size * (kept + 1)
+    text = f"{kept} checkpoint{'s' if kept > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
+    if needed > free:
+        raise StorageError(f"run.dir: {settings.run.dir}: {text}; free space, or lower run.keep_checkpoints")
+    return f"{text} in {settings.run.dir}"
+
+
+def free_space(folder: Path) -> int:
+    """Return the bytes that are free where a folder is, or will be."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _checkpoints(settings: Settings) -> int:
+    """Return the number of checkpoints that stand there at the end of the run."""
+    run = settings.run
+    if run.save_interval is None or run.num_rollout is None:
+        return run.keep_checkpoints or 1
+    return min(run.keep_checkpoints or run.num_rollout, -(-run.num_rollout // run.save_interval))
+
+
+def _planned_model(settings: Settings) -> Model | None:
+    """Return the models of the run as the planner counts them; None where they are unknown or of an unknown family."""
+    algorithm, train = settings.algorithm, settings.train
+    critic, teacher = algorithm.critic_options, algorithm.teacher_options
+    try:
+        config = configuration(settings)
+        if config is None:
+            return None
+        load = teacher.load if teacher is not None else None
+        return model_of(
+            config,
+            lora_rank=train.lora_rank,
+            lora_targets=train.lora_targets,
+            critic=critic is not None and not critic.shared,
+            reference=Need.REFERENCE in algorithm.needs,
+            adapts_experts=train.backend == "megatron",
+            teacher=cards.language_model(read_config(builders.model_folder(load))) if load else None,
+        )
+    except SlimectlError:  # the check of the model says it
+        return None
+
+
+def _planned_run(settings: Settings) -> Run:
+    """Return the planner's description of a training step, whose packs are no longer than the step itself."""
+    train, rollout, cluster = settings.train, settings.rollout, settings.cluster
+    offloads = settings.megatron.optimizer_cpu_offload and train.backend == "megatron"
+    sequence = rollout.max_context_len or (rollout.max_prompt_len or PROMPT_TOKENS) + rollout.max_response_len
+    return Run(
+        world=cluster.ranks,
+        layout=builders.layout(settings),
+        policy="megatron" if train.backend == "megatron" else "fsdp",
+        dtype=train.dtype,
+        recompute=settings.recompute_granularity or "none",
+        recompute_modules=tuple(settings.recompute_modules),
+        state_dtype=train.optimizer_state_dtype,
+        offload=train.offload or ("optimizer" if offloads else None),
+        seq_len=sequence,
+        max_tokens_per_gpu=min(train.max_tokens_per_gpu, sequence * settings.rollouts_per_step),
+        response_share=min(1.0, rollout.max_response_len / sequence),
+        device="cuda" if builders.device(train.device) == "cuda" else "cpu",
+        distributed_optimizer=settings.megatron.use_distributed_optimizer,
+    )
+
+
+def _engine_bytes(settings: Settings, model: Model, run: Run) -> float:
+    """Return the weights and the caches of the engine in this process, with all its requests under way."""
+    width = 4 if settings.engine.dtype == "float32" else 2
+    cache = flops.cache_per_token(model.architecture, dtype_bytes=width, tensor=1).value
+    requests = min(settings.engine.max_running_requests, settings.rollouts_per_round)
+    prefixes = min(settings.engine.prefix_cache_gib * 2**30, cache * settings.rollouts_per_round * run.seq_len)
+    return width * count(model.parts) + cache * requests * run.seq_len + prefixes
+
+
+def available_memory(device: str) -> float | None:
+    """Return the bytes of a GPU, or those that this machine and its control group have free; None if unknown."""
+    if device == "cuda":
+        import torch
+
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    if not sys.platform.startswith("linux"):
+        return None
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = [int(lines["MemAvailable"].split()[0]) * 1024]
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free.append(limit - int((group / "memory.current").read_text()))
+    return float(min(free))

@@ -1,0 +1,163 @@
+"""Before the first round of a run: its inputs are checked, the model is made, and warmed up on labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slimectl import builders
+from slimectl.data.io import is_pipe
+from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
+from slimectl.data.run_dir import RunDir, write_folder, write_text
+from slimectl.errors import SettingsError
+from slimectl.hooks.user_hooks import UserHooks
+from slimectl.protocols import Policy
+from slimectl.runtime.recorder import RunRecorder
+from slimectl.runtime.rollout_worker import RolloutService
+from slimectl.settings import Settings
+from slimectl.settings.algorithm import Sft
+from slimectl.settings.needs import Need
+from slimectl.stages.rollout import demonstrations
+from slimectl.stages.train import train
+from slimectl.stdio import logger
+from slimectl.types import Prompt
+
+WARMUP_CHECK = 128
+"""Number of prompts on which the warm-up measures accuracy."""
+
+
+def check_runnable(settings: Settings) -> None:
+    """Check the settings that only a whole run needs. Raises SettingsError before anything is loaded."""
+    check_model(settings)
+    if not settings.rollout.data and settings.rollout.data_source_path is None:
+        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+    if settings.algorithm.trains_on != "rollouts":
+        kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
+        raise SettingsError(
+            f"algorithm.name: {settings.algorithm.name} needs no rollouts; use `slimectl train` on {kind}"
+        )
+    if Need.GROUPS in settings.algorithm.needs and settings.rollout.n_samples_per_prompt == 1:
+        raise SettingsError(
+            f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares answers to a "
+            f"prompt with one another; sample at least 2"
+        )
+    if settings.train.lr_decay_style != "constant" and not (settings.train.lr_decay_iters or settings.run.num_rollout):
+        raise SettingsError(
+            f"train.lr_decay_style: {settings.train.lr_decay_style} needs an end; give run.num_rollout or "
+            f"train.lr_decay_iters"
+        )
+
+
+def check_model(settings: Settings) -> None:
+    """Raise SettingsError if no model is given."""
+    if settings.model.path is None and settings.model.card is None:
+        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+
+
+def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: bool = True) -> None:
+    """Check model and backends and read one prompt of every source, before the run's folder is created.
+
+    The engine is needed only by a run that `samples`.
+    """
+    if settings.model.path is not None:
+        builders.source_of(settings.model.path)
+    builders.check_executor(settings)
+    builders.check_policy(settings)
+    if samples:
+        builders.check_engine(settings)
+    builders.check_trackers(settings)
+    builders.check_pipes(settings)
+    for source in sources:
+        if source and not any(map(is_pipe, source)):
+            next(builders.prompts(settings, source, shuffle=False))
+
+
+def prepare_model(settings: Settings, folder: RunDir) -> Path:
+    """Return the model directory: the given one, a conversion of it (GGUF, or torch_dist for an engine that does not
+    read that), or one created from a card."""
+    path, card, target = settings.model.path, settings.model.card, folder.path / "model"
+    if path is not None and not builders.is_gguf(path):
+        source = builders.model_folder(path, verify=settings.model.verify)
+        if builders.engine_reads(settings, source):
+            return source
+    if not (target / MANIFEST).exists():
+        if path is not None:
+            logger.info(f"converting {path}")
+            builders.convert(path, target)
+        else:
+            new_model = partial(builders.create_model, str(card), seed=settings.run.seed)
+            write_folder(target, new_model, names=CHECKPOINT_FILES)
+    return target
+
+
+@dataclass
+class SftWarmup:
+    """Supervised steps on labels, until the model answers well enough to learn from rewards ([sft_warmup])."""
+
+    settings: Settings
+    folder: RunDir
+    recorder: RunRecorder
+    hooks: UserHooks
+    executor: Any
+    interrupted: Callable[[], bool]
+
+    def run(self, model: Path, side: RolloutService | None) -> Path:
+        """Return the model after the SFT warm-up on labels, if [sft_warmup] is set."""
+        warmup, target = self.settings.sft_warmup, self.folder.path / "warmup"
+        if side is None or (target / MANIFEST).exists() or not warmup.data:
+            return target if (target / MANIFEST).exists() else model
+        tokenizer = builders.tokenizer(model)
+        rollout = self.settings.rollout.model_copy(update={"temperature": 1.0})  # labels are no samples of the policy
+        imitating = self.settings.model_copy(update={"rollout": rollout})
+        policy = builders.policy(imitating, model, total_steps=None, lr=warmup.lr, executor=self.executor)
+        sync = side.sync(policy)
+        batches = self.settings.train.model_copy(
+            update={"global_batch_size": warmup.batch_size, "num_steps_per_rollout": None}
+        )
+        sft = self.settings.model_copy(update={"algorithm": Sft(), "train": batches})
+        prompts = builders.prompts(self.settings, list(warmup.data), epochs=None, demonstrations=True)
+        too_long: list[Prompt] = []
+        context = builders.context_length(self.settings, model)
+        samples = demonstrations(
+            prompts, tokenizer, self.settings.rollout, context=context, left_out=too_long.append
+        )  # fmt: skip
+        logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the answers are right")
+        steps = (report for report in train(samples, policy, sft, hooks=self.hooks) if report.is_step)
+        for report in islice(steps, warmup.max_steps):
+            if self.interrupted():
+                logger.warning(
+                    f"interrupted in the warm-up; begin it again with: slimectl run --resume {self.folder.path}"
+                )
+                raise KeyboardInterrupt
+            train_metrics = {name: value for name, value in report.metrics.items() if name.startswith("train/")}
+            metrics = {f"warmup/{name.removeprefix('train/')}": value for name, value in train_metrics.items()}
+            if too_long:
+                metrics["warmup/prompts_too_long"] = float(len(too_long))
+                too_long.clear()
+            if report.step % warmup.check_interval == 0:
+                sync.push()
+                # On the first training prompts of the run: the held-out ones stay unseen.
+                sources = list(self.settings.rollout.data or warmup.data)
+                metrics["warmup/accuracy"] = side.sampler.accuracy(sources, WARMUP_CHECK)
+                logger.info(f"warm-up step {report.step}: accuracy {metrics['warmup/accuracy']:.2f}")
+            self.recorder.record_warmup(report.step, metrics)
+            if metrics.get("warmup/accuracy", 0.0) >= warmup.target_accuracy:
+                break
+        self._save(policy, target)
+        sync.close()
+        policy.close()
+        return target
+
+    def _save(self, policy: Policy, target: Path) -> None:
+        sizes = self.folder.sizes()
+
+        def fill(staged: Path) -> None:
+            policy.save(staged)
+            write_text(staged / "state.json", json.dumps({"sizes": sizes}) + "\n")
+
+        write_folder(target, fill, names=CHECKPOINT_FILES)

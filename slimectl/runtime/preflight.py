@@ -1,0 +1,211 @@
+"""Preflight: checks model, data, reward, hooks, packages, memory and disk of a command, and makes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+
+from slimectl import builders
+from slimectl.data.io import is_pipe
+from slimectl.data.prompts import ordered_rows
+from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
+from slimectl.hooks import HOOKS, check_hooks, hooks
+from slimectl.runtime.capacity import disk, memory, shape_of
+from slimectl.runtime.machine import CheckResult
+from slimectl.settings import Settings
+from slimectl.settings.needs import Need
+from slimectl.stages.evaluate import resolve_dataset_settings
+from slimectl.types import Prompt
+
+ROWS = 8
+"""Rows of every prompt source that are read."""
+SHOWN = 48
+"""Characters of a prompt or label in a line."""
+
+Check = Callable[[Settings], str]
+"""A check that returns a description, empty if there is nothing to check. It raises SlimectlError if it fails."""
+
+
+def preflight(settings: Settings, names: Sequence[str], *, samples: str | None = None) -> Iterator[CheckResult]:
+    """Run the checks of these names: keys of CHECKS, and DATASETS for rows and reward of every dataset of [eval].
+
+    `samples` is the input file of a command that has one. Nothing is written, and no weight is read.
+    """
+    if samples is not None:
+        yield from _results("samples", lambda _: _first_sample(samples), settings)
+    for name in names:
+        if name != DATASETS:
+            yield from _results(name, CHECKS[name], settings)
+            continue
+        for dataset in settings.eval.data:
+            for what, check in DATASET_CHECKS.items():
+                yield from _results(f"{what} of {dataset}", partial(check, dataset=dataset), settings)
+
+
+def of_values(settings: Settings) -> Iterator[CheckResult]:
+    """Run the checks of what the settings name, for settings that may lack a model, data or a reward."""
+    score = settings.score
+    named = {
+        "model": settings.model.path or settings.model.card,
+        "reward": score.rm_type or score.rm or score.custom_rm_path,
+        "data": settings.rollout.data,
+    }
+    yield from preflight(settings, ["hooks", *(name for name, value in named.items() if value), DATASETS])
+
+
+def _results(name: str, check: Check, settings: Settings) -> Iterator[CheckResult]:
+    """Yield the result of a check, or a result for every line of its error."""
+    try:
+        detail = check(settings)
+    except ModuleNotFoundError as error:
+        missing = missing_library(error, wanted_by=name)
+        if missing is None:
+            raise
+        yield CheckResult(name, False, str(missing), missing.exit_code)
+        return
+    except SlimectlError as error:
+        for line in str(error).splitlines():
+            yield CheckResult(name, False, line, error.exit_code)
+        return
+    yield CheckResult(name, True if detail else None, detail or "none")
+
+
+def _model(settings: Settings) -> str:
+    path, card = settings.model.path, settings.model.card
+    if path is None and card is None:
+        raise SettingsError("model.path: no model is given; add --model DIR, or model.card to build a new one")
+    if path is not None and builders.is_gguf(path):
+        return f"{builders.source_of(path)}, to be converted"
+    return f"{path or f'new, of the card {card}'}: {shape_of(settings)}"
+
+
+def _data(settings: Settings) -> str:
+    if settings.rollout.data_source_path is not None:
+        return f"rollout.data_source_path = {settings.rollout.data_source_path}"
+    if not settings.rollout.data:
+        raise SettingsError("rollout.data: no prompts are given; add --data FILE")
+    builders.check_pipes(settings)
+    lines = [_first_row(settings, source) for source in (*settings.rollout.data, *settings.sft_warmup.data)]
+    return "; ".join(lines)
+
+
+def _first_row(settings: Settings, source: str) -> str:
+    """Read the first rows of a source; describe the first."""
+    if is_pipe(source):
+        return f"{source}: a pipe, which is not read"
+    rows = _first_prompts(settings, source)
+    label = "no label" if rows[0].label is None else f"label {_shown(rows[0].label)}"
+    return f"{source}: {_shown(rows[0].text or rows[0].source_location)}, {label}"
+
+
+def _first_prompts(settings: Settings, source: str) -> list[Prompt]:
+    rows = list(islice(builders.prompts(settings, [source], shuffle=False), ROWS))
+    if not rows:
+        raise SettingsError(f"{source}: no rows; give a prompt source that has some")
+    return rows
+
+
+def _first_sample(path: str) -> str:
+    """Read the first row of a samples file, or of demonstrations and preferences; describe its keys."""
+    if path == "-" or is_pipe(path):
+        return "stdin or a pipe, which is not read"
+    for _, row in islice(ordered_rows([path]), 1):
+        return f"{path}: {', '.join(row) if isinstance(row, dict) else _shown(row)}"
+    raise RecordError(f"{path}: no rows; look at what the stage before said")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def _reward(settings: Settings) -> str:
+    """Build the grader; without one in the settings, the first prompts must name theirs."""
+    score = settings.score
+    builders.reward(settings)
+    if score.custom_rm_path:
+        return score.custom_rm_path
+    if score.rm_type or score.rm:
+        return score.rm_type or " + ".join(f"{part.get('weight', 1):g} x {part['type']}" for part in score.rm)
+    if Need.REWARDS not in settings.algorithm.needs:
+        return ""
+    if settings.has_agent or settings.rollout.function_path:
+        return "by the agent or the rollout function, or none"
+    for source in settings.rollout.data:
+        for prompt in [] if is_pipe(source) else _first_prompts(settings, source):
+            if not prompt.metadata.get("rm_type"):
+                raise SettingsError(
+                    f"score.rm_type: no reward is named, neither in the settings nor in the rows of {source}; give "
+                    f"--rm-type, score.rm or score.custom_rm_path"
+                )
+    return "by metadata.rm_type of the prompts"
+
+
+def _hooks(settings: Settings) -> str:
+    check_hooks(settings)
+    for name in settings.eval.data:
+        check_hooks(resolve_dataset_settings(settings, name), "rollout.", "score.")
+    builders.agent(settings)
+    rollout = settings.rollout
+    program = [f"rollout.{key} = {name}" for key in ("agent", "env") if (name := getattr(rollout, key))]
+    return ", ".join([*program, *(setting for setting in HOOKS if hooks(settings, setting))])
+
+
+def _trainer(settings: Settings) -> str:
+    builders.check_policy(settings)
+    ranks = settings.cluster.ranks
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {builders.device(settings.train.device)}"
+    return f"{settings.train.backend}, {settings.algorithm.name}, {where}"
+
+
+def _engine(settings: Settings) -> str:
+    builders.check_engine(settings)
+    urls = len(settings.engine.url)
+    if urls:
+        return f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not asked yet"
+    return f"{settings.engine.backend}, {settings.num_engines} to start"
+
+
+def _executor(settings: Settings) -> str:
+    builders.check_executor(settings)
+    return settings.cluster.executor
+
+
+def _trackers(settings: Settings) -> str:
+    builders.check_trackers(settings)
+    return ", ".join(settings.track.with_)
+
+
+def _dataset_rows(settings: Settings, *, dataset: str) -> str:
+    return _first_row(resolve_dataset_settings(settings, dataset), settings.eval.sources[dataset])
+
+
+def _dataset_reward(settings: Settings, *, dataset: str) -> str:
+    return _reward(resolve_dataset_settings(settings, dataset))
+
+
+CHECKS: Mapping[str, Check] = {
+    "model": _model,
+    "data": _data,
+    "reward": _reward,
+    "hooks": _hooks,
+    "trainer": _trainer,
+    "engine": _engine,
+    "executor": _executor,
+    "trackers": _trackers,
+    "memory": memory,
+    "training memory": partial(memory, with_engine=False),
+    "disk": disk,
+}
+"""All checks by name."""
+
+DATASETS = "datasets"
+OF_RUN = (
+    "model", "data", "reward", DATASETS, "hooks", "trainer", "engine", "executor", "trackers", "memory", "disk",
+)  # fmt: skip
+"""Checks of `slimectl run`."""
+
+DATASET_CHECKS: Mapping[str, Callable[..., str]] = {"data": _dataset_rows, "reward": _dataset_reward}
+"""Checks of a dataset of [eval]."""

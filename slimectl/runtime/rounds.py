@@ -1,0 +1,263 @@
+"""Sources of a run's rounds: its own policy, which samples them, or a file of samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from slimectl import builders
+from slimectl.data.hashing import content_hash
+from slimectl.data.io import is_pipe
+from slimectl.errors import RecordError, SettingsError
+from slimectl.protocols import Executor
+from slimectl.runtime.initial_model import check_model, check_runnable, check_sources
+from slimectl.runtime.rollout_worker import RolloutService
+from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
+from slimectl.stages.evaluate import resolve_dataset_settings
+from slimectl.stages.held_out import held_out_metrics
+from slimectl.stages.recorded_rounds import Numbered, recorded_rounds, sample_batches
+from slimectl.stages.score import attach_log_probs
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+
+MakeRounds = Callable[[], Iterator[RolloutBatch]]
+
+
+@dataclass
+class SampledRounds:
+    """Rounds of `slimectl run`: the policy answers prompts, and a reward grades the answers."""
+
+    settings: Settings
+    command: ClassVar[str] = "run"
+    samples: ClassVar[bool] = True
+    """Whether the engines get the policy's weights for every round."""
+    held_out: ClassVar[frozenset[str]] = frozenset()
+    """Datasets of [eval] on which the loss is measured, and nothing is sampled."""
+
+    def check(self) -> None:
+        """Check the settings. Raises SettingsError before anything is loaded."""
+        check_runnable(self.settings)
+
+    def check_inputs(self) -> None:
+        """Check model, backends, and the first prompt of every source, before the run's folder is created."""
+        sources = [[source] for source in self.settings.eval.sources.values()]
+        check_sources(self.settings, [self.settings.rollout.data, self.settings.sft_warmup.data, *sources])
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Entries of the run's manifest by which a resume knows what kind of run it is."""
+        return {"command": self.command}
+
+    def inputs(self) -> dict[str, str]:
+        """Return the hash of each file that a resume must find unchanged."""
+        return {}
+
+    def count(self) -> int | None:
+        """Return the number of rounds, if it is known."""
+        return self.settings.run.num_rollout
+
+    def service(self, model: Path, *, executor: Executor, folder: Path) -> RolloutService | None:
+        """Start the engines that sample rounds and evaluations."""
+        return RolloutService(self.settings, model, executor=executor, folder=folder)
+
+    def models(self, model: Path, *, executor: Executor) -> builders.TrainableModels:
+        """Build the models of the run from the initial one."""
+        return builders.sampling_models(self.settings, model, executor=executor)
+
+    def held_out_metrics(self, models: builders.TrainableModels) -> Metrics:
+        """Return no metrics: every dataset is sampled and graded."""
+        return {}
+
+    def stream(
+        self,
+        side: RolloutService | None,
+        models: builders.TrainableModels,
+        state: SamplerState,
+        executor: Executor,
+    ) -> tuple[MakeRounds, Executor]:
+        """Return a function that yields the rounds after `state`, and the executor that runs it."""
+        assert side is not None
+        return partial(side.sampler.rounds, state), executor
+
+    def reward_check(self, run: Path, rounds: int) -> str:
+        """Return the commands that show why rewards are as they are, on samples of the run."""
+        file, samples, first = run / "run.toml", "samples.jsonl", ""
+        if self.settings.run.keep_samples:
+            samples = str(run / f"step_{rounds:06d}" / samples)
+        else:
+            first = f"slimectl rollout -c {file} --model {run / 'latest'} -o {samples}, then "
+        return reward_check(samples, first=first, options=f" -c {file}")
+
+
+@dataclass
+class RecordedRounds:
+    """Rounds of `slimectl train`: the samples of a file, run.num_epoch times or until run.num_rollout rounds.
+
+    `report` gets the errors of bad lines where `on_error` is "skip", `on_line` the places of the others.
+    """
+
+    settings: Settings
+    path: str
+    on_error: Literal["stop", "skip"] = "stop"
+    report: Callable[[RecordError], None] = lambda error: None
+    on_line: Callable[[str], None] = lambda location: None
+    command: ClassVar[str] = "train"
+    samples: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """Check the settings. Raises SettingsError before anything is loaded."""
+        settings = self.settings
+        check_model(settings)
+        if is_pipe(self.path):
+            raise SettingsError(
+                f"{self.path}: is a pipe, and a training with a folder reads its samples again when it is resumed; "
+                f"write them to a file first, or drop --name"
+            )
+        for name, value in {
+            "sft_warmup.data": settings.sft_warmup.data,
+            "run.async_level": settings.run.async_level,
+        }.items():
+            if value:
+                raise SettingsError(f"{name}: has no effect on training from a file of samples; drop it")
+        graded = sorted(settings.eval.data.keys() - self.held_out)
+        if graded and settings.algorithm.trained_output == "values":
+            raise SettingsError(
+                f"eval.data.{graded[0]}: a model that {settings.algorithm.name} trains gives values, and no answers to "
+                f"grade; drop its verifier, and the loss on its preferences is measured"
+            )
+
+    def check_inputs(self) -> None:
+        """Check model, backends, and that each file has rows, before the run's folder is created."""
+        sources = self.settings.eval.sources
+        graded = [[source] for name, source in sources.items() if name not in self.held_out]
+        check_sources(self.settings, graded, samples=bool(graded))
+        for path in (self.path, *(sources[name] for name in self.held_out)):
+            builders.check_rows(path)
+
+    @cached_property
+    def held_out(self) -> frozenset[str]:
+        """Datasets of [eval] that no verifier grades; of demonstrations and preferences the loss is measured."""
+        if self.settings.algorithm.trains_on == "rollouts":
+            return frozenset()
+        return frozenset(name for name in self.settings.eval.data if not self._is_graded(name))
+
+    def _is_graded(self, name: str) -> bool:
+        """Return whether the settings of a dataset, or its first prompt, name a verifier."""
+        own = resolve_dataset_settings(self.settings, name)
+        source = own.eval.sources[name]
+        if own.score.custom_rm_path or own.score.rm_type or own.score.rm:
+            return True
+        if is_pipe(source):  # refused later, with its name, and not read before
+            return False
+        with suppress(RecordError):  # preferences need no prompt
+            first = next(builders.prompts(own, [source], shuffle=False), None)
+            return first is not None and "rm_type" in first.metadata
+        return False
+
+    def held_out_metrics(self, models: builders.TrainableModels) -> Metrics:
+        """Return the losses on the datasets that are held out."""
+        metrics: Metrics = {}
+        for name in sorted(self.held_out):
+            own, too_long = resolve_dataset_settings(self.settings, name), deque[Prompt]()
+            rollout = own.rollout.model_copy(update={"shuffle": False})
+            data = RecordedRounds(own.model_copy(update={"rollout": rollout}), own.eval.sources[name])
+            samples = data._with_log_probs((s for _, s in data._read(models.folder, too_long, epochs=1)), models)
+            metrics |= held_out_metrics(name, samples, Models(models.policy, models.critic), own)
+            if too_long:
+                metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
+        return metrics
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Entries of the run's manifest, among them those that the settings lack."""
+        return {"command": self.command, "on_error": self.on_error}
+
+    def inputs(self) -> dict[str, str]:
+        """Return the hash of the samples: a resume goes on at their position in the file."""
+        file = Path(self.path)
+        return {self.path: content_hash(file)} if file.exists() else {}
+
+    @property
+    def _epochs(self) -> int | None:
+        return None if self.settings.run.num_rollout else self.settings.run.num_epoch or 1
+
+    def count(self) -> int | None:
+        """Return the number of rounds; rows that are too long, and not trained on, are among them."""
+        if self._epochs is None:
+            return self.settings.run.num_rollout
+        plain = builders.has_plain_rows(self.settings, self.path)
+        rollouts = builders.count_rows(self.path) if plain else self._count_rollouts(None)
+        return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
+
+    def _count_rollouts(self, model: Path | None) -> int:
+        """Return the number of rollouts, or of pairs, in the file; without a model, in a file of samples."""
+        silent = RecordedRounds(self.settings, self.path, self.on_error)  # training reports bad lines
+        samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
+        return sum(1 for _ in sample_batches(samples, self.settings, 1))
+
+    def _read(
+        self, model: Path | None, left_out: deque[Prompt], *, epochs: int | None, start: int = 0
+    ) -> Iterator[Numbered]:
+        tokenizer = None if model is None else builders.tokenizer(model)
+        context = None if model is None else builders.context_length(self.settings, model)
+        return builders.training_samples(
+            self.settings, self.path, tokenizer, on_error=self.on_error, report=self.report, on_line=self.on_line,
+            context=context, left_out=left_out.append, epochs=epochs, start=start,
+        )  # fmt: skip
+
+    def service(self, model: Path, *, executor: Executor, folder: Path) -> RolloutService | None:
+        """Start the engines that sample evaluations, if there are any."""
+        if self.held_out == self.settings.eval.data.keys():
+            return None
+        return RolloutService(self.settings, model, executor=executor, folder=folder)
+
+    def models(self, model: Path, *, executor: Executor) -> builders.TrainableModels:
+        """Build the models of the training from the initial one; the file is read before if a schedule ends with it."""
+        train, rollouts = self.settings.train, None
+        if train.lr_decay_style != "constant" and not train.lr_decay_iters and self._epochs is not None:
+            rollouts = self._count_rollouts(model)
+        return builders.trainable_models(self.settings, model, executor=executor, rollouts=rollouts)
+
+    def stream(
+        self,
+        side: RolloutService | None,
+        models: builders.TrainableModels,
+        state: SamplerState,
+        executor: Executor,
+    ) -> tuple[MakeRounds, Executor]:
+        """Return a function that yields the rounds after `state`, and the executor that runs it, in this process."""
+        return partial(self._rounds, models, state), builders.graders()
+
+    def _rounds(self, models: builders.TrainableModels, state: SamplerState) -> Iterator[RolloutBatch]:
+        """Yield the rounds after `state`, with the log-probabilities of the models that are asked for them."""
+        too_long: deque[Prompt] = deque()
+        samples = self._read(models.folder, too_long, epochs=self._epochs, start=state.position)
+        rounds = recorded_rounds(samples, self.settings, left_out=too_long, before=state.rounds)
+        last = self.settings.run.num_rollout
+        for batch in islice(rounds, None if last is None else max(0, last - state.rounds)):
+            batch.samples = list(self._with_log_probs(batch.samples, models))
+            yield batch
+
+    def _with_log_probs(self, samples: Iterable[Sample], models: builders.TrainableModels) -> Iterator[Sample]:
+        """Yield the samples with the log-probabilities of the models that are asked for them."""
+        for name, model in models.asked.items():
+            samples = attach_log_probs(samples, model, name, temperature=self.settings.policy_temperature)
+        return iter(samples)
+
+    def reward_check(self, run: Path, rounds: int) -> str:
+        """Return the commands that show why the samples have their rewards."""
+        return reward_check(self.path)
+
+
+def reward_check(samples: str, *, first: str = "", options: str = "") -> str:
+    """Return the commands that show why samples got their rewards."""
+    return (
+        f"look at rewards with: {first}slimectl score {samples}{options} --explain (why each), --check (is it fit to "
+        f"train on)"
+    )

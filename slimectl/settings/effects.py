@@ -1,0 +1,277 @@
+"""Settings that act only beside others: where they would do nothing they are refused, or dropped.
+
+A value that was set where it does nothing is refused, so that nobody believes in it. It is dropped without a word where
+a later layer turned off what it belongs to: `--backend fsdp` over the file of a Megatron run drops its [megatron].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slimectl.settings.base import Section
+from slimectl.settings.needs import Need
+from slimectl.settings.root import Settings
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """Keys of a section that act only if `acts` is true; all keys of it without `keys`."""
+
+    section: str
+    keys: tuple[str, ...]
+    switches: tuple[str, ...]
+    """Settings that decide it: a later layer that sets one of them drops the keys."""
+    acts: Callable[[Settings], bool]
+    reason: str
+    """Ends the line "KEY has no effect …", with the remedy; {SECTION.KEY} stands for a value."""
+
+
+def _starts_servers(settings: Settings) -> bool:
+    return settings.uses_servers and not settings.engine.url
+
+
+def _watches_servers(settings: Settings) -> bool:
+    return _starts_servers(settings) and settings.engine.use_fault_tolerance
+
+
+def _embedded(settings: Settings) -> bool:
+    return settings.engine.backend not in ("sglang", "vllm") and not settings.engine.url
+
+
+def _own_functions(settings: Settings, *names: str) -> bool:
+    """Whether a function of the user's, which can read any setting, is in effect."""
+    return any(getattr(settings.train, f"custom_{name}_function_path") for name in names)
+
+
+def _algorithm(settings: Settings) -> Any:
+    return settings.algorithm
+
+
+def _names_tracker(settings: Settings, *without: str) -> bool:
+    return any(name not in without for name in settings.track.with_)
+
+
+def _grades_in_batches(settings: Settings) -> bool:
+    functions = [dataset.custom_rm_path for dataset in settings.eval.datasets.values()]
+    return bool(settings.score.custom_rm_path or settings.score.allow_paths_in_records or any(functions))
+
+
+AGENT_KEYS = ("agent_timeout_s", "agent_max_turns", "agent_retries", "agent_concurrency", "agent_model")
+
+
+ENV_KEYS = ("env_args", "env_python", "env_timeout_s", "env_max_turns", "env_turn_tokens", "env_retries",
+            "env_concurrency")  # fmt: skip
+
+
+def _has_agent(settings: Settings) -> bool:
+    rollout = settings.rollout
+    agents = [dataset.custom_generate_function_path for dataset in settings.eval.datasets.values()]
+    return bool(rollout.custom_generate_function_path or rollout.allow_paths_in_records or any(agents))
+
+
+_SERVERS = ("engine.backend", "engine.url", "engine.num_engines", "cluster.rollout_num_gpus")
+_NEEDS_SERVERS = "without servers: one embedded engine lives in this process; set engine.num_engines or engine.backend"
+_NEEDS_STARTED = (
+    "without servers that are started here; set engine.num_engines or engine.backend, and drop engine.url"
+)  # fmt: skip
+_FILES = ("stdout", "jsonl", "tensorboard")
+"""Trackers that know nothing of a run but its metrics."""
+
+DEPENDENCIES = (
+    Dependency("megatron", (), ("train.backend",), lambda s: s.train.backend == "megatron",
+               'on train.backend = "{train.backend}"; set train.backend = "megatron"'),
+    Dependency("megatron", ("recompute_modules",), ("megatron.recompute_granularity",),
+               lambda s: s.megatron.recompute_granularity == "selective",
+               'without megatron.recompute_granularity = "selective"; set that'),
+    Dependency("megatron", ("recompute_granularity",), ("train.gradient_checkpointing", "train.recompute_granularity"),
+               lambda s: not s.train.gradient_checkpointing and s.train.recompute_granularity is None,
+               "with train.gradient_checkpointing or train.recompute_granularity, which decide it; drop those"),
+    Dependency("train", ("recompute_granularity",), ("train.gradient_checkpointing",),
+               lambda s: not s.train.gradient_checkpointing,
+               "with train.gradient_checkpointing, which computes whole layers again; set that to false"),
+    Dependency("train", ("recompute_modules",), ("train.recompute_granularity",),
+               lambda s: s.train.recompute_granularity == "selective",
+               'without train.recompute_granularity = "selective"; set that'),
+    Dependency("sglang", ("args", "prefill_num_servers", "server_groups"), ("engine.backend", "engine.url"),
+               lambda s: s.engine.backend == "sglang" and not s.engine.url,
+               'unless SGLang servers are started here; set engine.backend = "sglang", and drop engine.url'),
+    Dependency("vllm", ("args",), ("engine.backend", "engine.url"),
+               lambda s: s.engine.backend == "vllm" and not s.engine.url,
+               'unless vLLM servers are started here; set engine.backend = "vllm", and drop engine.url'),
+    Dependency("engine", ("max_running_requests",), ("engine.backend", "engine.url"), _embedded,
+               "on servers of another program, which have an option of their own (sglang.args.max_running_requests, "
+               "vllm.args.max_num_seqs); set that"),
+    Dependency("engine", ("prefix_cache_gib",), ("engine.backend", "engine.url"), _embedded,
+               "on servers of another program, which have an option of their own "
+               "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching); set that"),
+    Dependency("engine", ("session_affinity", "server_concurrency", "connect_timeout_s"), _SERVERS,
+               lambda s: s.uses_servers, _NEEDS_SERVERS),
+    Dependency("engine", ("request_timeout_s",), _SERVERS,
+               lambda s: s.uses_servers or bool(getattr(s.algorithm, "opd_teacher_url", [])), _NEEDS_SERVERS),
+    Dependency("engine", ("router", "start_timeout_s", "use_fault_tolerance"), _SERVERS,
+               _starts_servers, _NEEDS_STARTED),
+    Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
+               (*_SERVERS, "engine.use_fault_tolerance"), _watches_servers,
+               "without servers that are watched here; set engine.num_engines or engine.backend, drop engine.url, and "
+               "keep engine.use_fault_tolerance"),
+    Dependency("cluster", ("colocate",), _SERVERS, lambda s: s.uses_servers,
+               "with one embedded engine, which shares the trainer's process; set engine.num_engines or "
+               "engine.backend"),
+    Dependency("cluster", ("offload_train",), ("cluster.colocate",), lambda s: s.cluster.colocate,
+               "without cluster.colocate; set that"),
+    Dependency("engine", ("load",), ("engine.backend",), lambda s: s.engine.backend in ("sglang", "vllm"),
+               "with an embedded engine, which has the policy's weights in engine.dtype; set engine.backend"),
+    Dependency("cluster", ("ray_address",), ("cluster.executor",), lambda s: s.cluster.executor == "ray",
+               'with cluster.executor = "{cluster.executor}"; set cluster.executor = "ray"'),
+    Dependency("sync", ("pause_mode", "timeout_s", "check_weight_update_equal"), _SERVERS,
+               lambda s: s.uses_servers, _NEEDS_SERVERS),
+    Dependency("sync", ("update_weight_buffer_size",), ("sync.transport", *_SERVERS),
+               lambda s: s.uses_servers and s.sync.transport in ("auto", "tensor", "distributed"),
+               "without the transports tensor and distributed to servers; set sync.transport"),
+    Dependency("sync", ("update_weight_disk_dir",), ("sync.transport", "sync.check_weight_update_equal"),
+               lambda s: s.sync.transport in ("disk", "delta") or s.sync.check_weight_update_equal,
+               'with sync.transport = "{sync.transport}", which writes no files; set disk or delta'),
+    Dependency("sync", ("custom_post_write_path", "update_weight_disk_keep_files"), ("sync.transport",),
+               lambda s: s.sync.transport in ("disk", "delta"),
+               'with sync.transport = "{sync.transport}", which writes no files; set disk or delta'),
+    Dependency("sync", ("update_weight_delta_encoding", "update_weight_delta_checksum"), ("sync.transport",),
+               lambda s: s.sync.transport == "delta",
+               'with sync.transport = "{sync.transport}"; set sync.transport = "delta"'),
+    Dependency("sync", ("update_weights_interval",), ("cluster.colocate",), lambda s: not s.cluster.colocate,
+               "with cluster.colocate, which pushes after every round; set that to false"),
+    Dependency("rollout", ("tool_timeout_s",), ("rollout.custom_generate_function_path",), _has_agent,
+               "without an agent; set rollout.custom_generate_function_path"),
+    Dependency("rollout", AGENT_KEYS, ("rollout.agent",), lambda s: bool(s.rollout.agent),
+               "without a program that is the agent; set rollout.agent"),
+    Dependency("rollout", ENV_KEYS, ("rollout.env",), lambda s: bool(s.rollout.env),
+               "without an environment; set rollout.env"),
+    Dependency("rollout", ("mask_offpolicy_in_partial_rollout",), ("rollout.partial_rollout",),
+               lambda s: s.rollout.partial_rollout, "without rollout.partial_rollout = true; set that"),
+    Dependency("score", ("batch_size",), ("score.custom_rm_path", "score.rm_type", "score.rm"), _grades_in_batches,
+               "without a function of `samples`; set score.custom_rm_path"),
+    Dependency("score", ("timeout_s", "wall_timeout_s"), ("score.workers",), lambda s: s.score.workers != 0,
+               "with score.workers = 0, which grades in this process; set that to 1 or more"),
+    Dependency("train", ("min_lr", "lr_decay_iters"), ("train.lr_decay_style",),
+               lambda s: s.train.lr_decay_style != "constant",
+               'with train.lr_decay_style = "constant"; set that to linear or cosine'),
+    Dependency("train", ("lora_alpha", "lora_load", "lora_targets"), ("train.lora_rank",),
+               lambda s: s.train.lora_rank is not None, "without train.lora_rank; give the rank"),
+    Dependency("train", ("freeze_params_name_list", "only_train_params_name_list"), ("train.lora_rank",),
+               lambda s: s.train.lora_rank is None,
+               "with train.lora_rank: adapters alone are trained; set that to none"),
+    Dependency("train", ("micro_batch_size",), ("train.use_dynamic_batch_size",),
+               lambda s: not s.train.use_dynamic_batch_size,
+               "with train.use_dynamic_batch_size; set that to false"),
+    Dependency("sft_warmup", ("target_accuracy", "check_interval", "max_steps", "batch_size", "lr"),
+               ("sft_warmup.data",), lambda s: bool(s.sft_warmup.data),
+               "without prompts to warm up on; set sft_warmup.data"),
+    Dependency("eval", ("interval",), ("eval.data",), lambda s: bool(s.eval.data),
+               "without datasets; set eval.data.NAME = PATH"),
+    Dependency("run", ("on_logprob_mismatch",), ("run.max_logprob_mismatch",),
+               lambda s: s.run.max_logprob_mismatch is not None,
+               "without run.max_logprob_mismatch; set that"),
+    Dependency("track", ("naming",), ("track.with", "track.prometheus_port"),
+               lambda s: _names_tracker(s, "stdout") or s.track.prometheus_port is not None,
+               "on the terminal, which has words of its own; add another tracker to track.with"),
+    Dependency("track", ("always_use_train_step",), ("track.with",), lambda s: _names_tracker(s, "stdout"),
+               "on the terminal, which has words of its own; add another tracker to track.with"),
+    Dependency("track", ("project", "group", "dir", "random_suffix"), ("track.with",),
+               lambda s: _names_tracker(s, *_FILES),
+               "without a tracker that shows it; add wandb, swanlab, mlflow or trackio to track.with"),
+    Dependency("track", ("run_id",), ("track.with",), lambda s: _names_tracker(s, *_FILES, "trackio"),
+               "without a tracker that knows runs by an id; add wandb, swanlab or mlflow to track.with"),
+    Dependency("track", ("entity", "mode"), ("track.with",), lambda s: _names_tracker(s, *_FILES, "mlflow", "trackio"),
+               "without wandb or swanlab; add one of them to track.with"),
+    Dependency("track", ("host", "api_key"), ("track.with",),
+               lambda s: _names_tracker(s, *_FILES, "mlflow", "trackio", "swanlab"),
+               "without wandb; add it to track.with"),
+    Dependency("track", ("prometheus_host",), ("track.prometheus_port",),
+               lambda s: s.track.prometheus_port is not None,
+               "without an endpoint; set track.prometheus_port"),
+    Dependency("algorithm", ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_veto"),
+               ("algorithm.use_tis", "train.custom_tis_function_path", "train.custom_loss_function_path"),
+               lambda s: _algorithm(s).use_tis or _own_functions(s, "tis", "loss"),
+               "without algorithm.use_tis = true; set that"),
+    Dependency("algorithm", ("tis_batch_normalize",), ("algorithm.use_tis",), lambda s: _algorithm(s).use_tis,
+               "without algorithm.use_tis = true; set that"),
+    Dependency("algorithm", ("rs_level", "rs_clip", "rs_clip_low"),
+               ("algorithm.use_rs", "train.custom_loss_function_path"),
+               lambda s: _algorithm(s).use_rs or _own_functions(s, "loss"),
+               "without algorithm.use_rs = true; set that"),
+    Dependency("algorithm", ("opsm_delta",), ("algorithm.use_opsm", "train.custom_loss_function_path"),
+               lambda s: _algorithm(s).use_opsm or _own_functions(s, "loss"),
+               "without algorithm.use_opsm = true; set that"),
+    Dependency("algorithm", ("kl_loss_type", "use_unbiased_kl", "ref_load", "ref_update_interval"),
+               ("algorithm.kl_coef", "algorithm.kl_loss_coef", "train.custom_loss_function_path"),
+               lambda s: Need.REFERENCE in s.algorithm.needs or _own_functions(s, "loss"),
+               "without a divergence from the reference; set algorithm.kl_coef or algorithm.kl_loss_coef"),
+    Dependency("algorithm", ("report_entropy",), ("algorithm.entropy_coef",),
+               lambda s: not _algorithm(s).entropy_coef,
+               "with algorithm.entropy_coef, which measures it; set that to 0"),
+    Dependency("algorithm", ("opd_teacher_load", "opd_teacher_url"), ("algorithm.opd_kl_coef",),
+               lambda s: bool(_algorithm(s).opd_kl_coef), "with algorithm.opd_kl_coef = 0; set opd_kl_coef"),
+    Dependency("algorithm", ("opd_teacher_api",), ("algorithm.opd_teacher_url",),
+               lambda s: bool(_algorithm(s).opd_teacher_url), "without algorithm.opd_teacher_url; set that"),
+    Dependency("algorithm", ("critic_load", "critic_lr", "num_critic_only_steps"), ("algorithm.critic",),
+               lambda s: _algorithm(s).critic == "separate",
+               "with algorithm.critic = shared; set that to separate"),
+    Dependency("algorithm", ("value_coef",), ("algorithm.critic",), lambda s: _algorithm(s).critic == "shared",
+               "with algorithm.critic = separate; set that to shared"),
+)  # fmt: skip
+"""Every key that acts only beside another; tests/settings/test_effects.py looks for more."""
+
+AMBIENT = ("cluster", "engine", "sglang", "vllm", "track")
+"""Sections whose values from the environment describe a machine or an account, for runs of any kind."""
+
+
+def ineffective(settings: Settings) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield each setting with a value and no effect, the settings that decide it, and the line that says so."""
+    for dependency in DEPENDENCIES:
+        section = getattr(settings, dependency.section)
+        keys = [key for key in dependency.keys or type(section).model_fields if _is_set(section, key)]
+        if keys and not dependency.acts(settings):
+            for key in keys:
+                name = f"{dependency.section}.{key}"
+                yield (
+                    name,
+                    dependency.switches,
+                    f"{name} has no effect {_filled(dependency.reason, settings)}, or drop it",
+                )
+    for name in settings.track.kwargs:
+        if name not in settings.track.with_:
+            line = f"track.kwargs.{name} has no effect without that tracker; add {name} to track.with, or drop it"
+            yield f"track.kwargs.{name}", ("track.with",), line
+
+
+def _is_set(section: Section, key: str) -> bool:
+    """Whether a section has a key with another value than its default."""
+    field = type(section).model_fields.get(key)
+    return field is not None and getattr(section, key) != field.get_default(call_default_factory=True)
+
+
+def _filled(reason: str, settings: Settings) -> str:
+    """Return the reason with the values of the settings that it names."""
+    for name in ("train.backend", "cluster.executor", "sync.transport"):
+        section, _, key = name.partition(".")
+        reason = reason.replace(f"{{{name}}}", str(getattr(getattr(settings, section), key)))
+    return reason
+
+
+def superseded(settings: Settings, origins: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return the settings without effect that are to be dropped, each with the reason.
+
+    A later layer set what decides them, or they come from the environment and describe this machine. `origins` names
+    the layer that set each key, `ranks` has its position.
+    """
+    drops = {}
+    for name, switches, _ in ineffective(settings):
+        key = ".".join(name.split(".")[:2])
+        later = [switch for switch in switches if ranks.get(switch, -1) > ranks.get(key, -1)]
+        if later:
+            switch = max(later, key=lambda each: ranks[each])
+            drops[name] = f"{origins[switch]} sets {switch}"
+        elif origins.get(key) == "environment" and key.partition(".")[0] in AMBIENT:
+            drops[name] = f"nothing needs the environment's {key}"
+    return drops

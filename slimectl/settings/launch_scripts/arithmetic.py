@@ -1,0 +1,163 @@
+"""The shell's arithmetic on 64-bit integers."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+TOKEN = re.compile(
+    r"\s*(?:(0[xX][0-9a-fA-F]+|\d+#\w+|\d+)|([A-Za-z_]\w*)|"
+    r"(\*\*|<<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|[-+*/%<>=!~&|^?:(),]))"
+)
+PRECEDENCE = {
+    "||": 1, "&&": 2, "|": 3, "^": 4, "&": 5, "==": 6, "!=": 6, "<": 7, ">": 7, "<=": 7, ">=": 7, "<<": 8, ">>": 8,
+    "+": 9, "-": 9, "*": 10, "/": 10, "%": 10, "**": 12,
+}  # fmt: skip
+UNARY = 11
+MAX_TOKENS = 2_000
+
+
+def _quotient(first: int, second: int) -> int:
+    """Divide as C does: towards zero."""
+    magnitude = abs(first) // abs(second)
+    return magnitude if (first < 0) == (second < 0) else -magnitude
+
+
+def _power(base: int, exponent: int) -> int:
+    if exponent < 0:
+        raise ValueError("has a negative exponent")
+    return pow(base, exponent, 1 << 64)
+
+
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": _quotient, "**": _power,
+    "%": lambda first, second: first - second * _quotient(first, second),
+    "<<": lambda first, second: first << (second & 63), ">>": lambda first, second: first >> (second & 63),
+    "&": operator.and_, "|": operator.or_, "^": operator.xor,
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge,
+    "&&": lambda first, second: int(bool(first) and bool(second)),
+    "||": lambda first, second: int(bool(first) or bool(second)),
+}  # fmt: skip
+
+
+def _wrapped(value: int) -> int:
+    """The value in 64 bits with a sign."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class Evaluation:
+    """Evaluates one expression; variables are read and written by the functions given.
+
+    Raises ValueError, with the end of a sentence about the expression, for what it does not understand.
+    """
+
+    def __init__(self, text: str, read: Callable[[str], int], write: Callable[[str, int], None]) -> None:
+        self._read, self._write = read, write
+        self._tokens: list[str] = []
+        position, text = 0, text.strip()
+        while position < len(text):
+            match = TOKEN.match(text, position)
+            if match is None or len(self._tokens) > MAX_TOKENS:
+                raise ValueError(f"is not understood at {text[position : position + 10]!r}")
+            self._tokens.append(match[0].strip())
+            position = match.end()
+        self._next = 0
+
+    def result(self) -> int:
+        """The value of the last of the expressions that commas divide."""
+        if not self._tokens:
+            return 0
+        try:
+            value = self._expression()
+            while self._take(","):
+                value = self._expression()
+        except (ZeroDivisionError, RecursionError) as error:
+            raise ValueError("divides by zero" if isinstance(error, ZeroDivisionError) else "is too deep") from None
+        if self._next < len(self._tokens):
+            raise ValueError(f"is not understood at {self._tokens[self._next]!r}")
+        return value
+
+    @property
+    def _token(self) -> str:
+        return self._tokens[self._next] if self._next < len(self._tokens) else ""
+
+    def _take(self, *tokens: str) -> str | None:
+        if self._token in tokens:
+            self._next += 1
+            return self._tokens[self._next - 1]
+        return None
+
+    def _expression(self) -> int:
+        value = self._binary(1)
+        if self._take("?"):
+            positive = self._expression()
+            if not self._take(":"):
+                raise ValueError("has ? without :")
+            negative = self._expression()
+            return positive if value else negative
+        return value
+
+    def _binary(self, lowest: int) -> int:
+        first = self._operand()
+        while (precedence := PRECEDENCE.get(self._token, 0)) >= lowest:
+            symbol = self._tokens[self._next]
+            self._next += 1
+            second = self._binary(precedence if symbol == "**" else precedence + 1)
+            first = _wrapped(OPERATORS[symbol](first, second))
+        return first
+
+    def _operand(self) -> int:
+        if symbol := self._take("-", "+", "!", "~"):
+            value = self._binary(UNARY)
+            return {"-": _wrapped(-value), "+": value, "!": int(not value), "~": ~value}[symbol]
+        if symbol := self._take("++", "--"):
+            return self._assigned(self._name(), 1 if symbol == "++" else -1)
+        if self._take("("):
+            value = self._expression()
+            if not self._take(")"):
+                raise ValueError("has ( without )")
+            return value
+        token = self._token
+        self._next += 1
+        if token[:1].isdigit():
+            return _number(token)
+        if not re.match(r"[A-Za-z_]", token):
+            raise ValueError(f"is not understood at {token!r}" if token else "ends too early")
+        return self._variable(token)
+
+    def _name(self) -> str:
+        token = self._token
+        self._next += 1
+        if not re.match(r"[A-Za-z_]", token):
+            raise ValueError(f"needs a variable in place of {token!r}")
+        return token
+
+    def _variable(self, name: str) -> int:
+        """The value of a variable, or of an assignment to it."""
+        if symbol := self._take("++", "--"):
+            value = self._read(name)
+            self._assigned(name, 1 if symbol == "++" else -1)
+            return value
+        symbol = self._take("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
+        if symbol is None:
+            return self._read(name)
+        second = self._expression()
+        value = second if symbol == "=" else _wrapped(OPERATORS[symbol[:-1]](self._read(name), second))
+        self._write(name, value)
+        return value
+
+    def _assigned(self, name: str, change: int) -> int:
+        value = _wrapped(self._read(name) + change)
+        self._write(name, value)
+        return value
+
+
+def _number(token: str) -> int:
+    """Read a decimal, octal or hexadecimal number, or BASE#DIGITS."""
+    base, hash_sign, digits = token.partition("#")
+    if hash_sign:
+        return _wrapped(int(digits, int(base)))
+    if token.lower().startswith("0x"):
+        return _wrapped(int(token, 16))
+    return _wrapped(int(token, 8 if len(token) > 1 and token.startswith("0") else 10))

@@ -1,0 +1,314 @@
+"""Turns the flags of another stack into settings, by that stack's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from slimectl.redaction import is_secret_name, remember
+from slimectl.settings.effects import ineffective
+from slimectl.settings.keys import DEFAULT_ALGORITHM, changed, keys_of
+from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.layers import Layer, nested, parse_value
+from slimectl.settings.loading import ALTERNATIVES, examine
+from slimectl.settings.root import Settings
+
+MAX_DROPS = 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """Flags of one meaning: their names there, the key here, and how the value changes.
+
+    Without a key, `text` says why there is none, and what to do instead.
+    """
+
+    names: str
+    key: str = ""
+    text: str = ""
+    convert: Callable[[Flag], Any] | None = None
+    """Makes the value, or several values by key. Raises ValueError with the end of a sentence about the flag."""
+    secret: bool = False
+    """Whether the value is a secret, which no line shows."""
+    default: Any = None
+    """The default there, where it is another than here: it is set if the flag is not given."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A stack whose launch files are read: its table, and what follows from several flags together."""
+
+    name: str
+    title: str
+    groups: Mapping[str, tuple[Row, ...]]
+    settle: Callable[[Conversion], None]
+    unlisted: Callable[[Conversion, Flag], None]
+    """Handles a flag that has no row."""
+    form: str = "options"
+    """How flags are written: options (`--lr 1e-6`) or hydra (`trainer.nnodes=1`)."""
+    common: tuple[str, ...] = ()
+    """Groups whose flags say nothing of which command trains, as conversions take them too."""
+
+    def knows(self, name: str) -> bool:
+        """Whether a flag speaks for this stack."""
+        row = self.rows.get(name)
+        return row is not None and not any(row in self.groups[group] for group in self.common)
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """The row of every name, dashes as underscores."""
+        return {canonical(name): row for rows in self.groups.values() for row in rows for name in row.names.split()}
+
+
+def canonical(name: str) -> str:
+    return name.replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Omission:
+    """A flag that became no setting, and why."""
+
+    flag: str
+    place: str
+    reason: str
+    by_hand: bool = False
+    """Whether the setting is there, but its value must come from the user."""
+
+
+@dataclass
+class Conversion:
+    """Settings as they arise from flags: values by dotted key, and the flags that each came from."""
+
+    dialect: Dialect
+    flags: dict[str, Flag] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    omissions: list[Omission] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
+    """Flags whose values are the defaults here."""
+    problems: list[str] = field(default_factory=list)
+    """Contradictions between the settings that only the user can settle."""
+    settings: Settings = field(default_factory=Settings)
+    settled: set[str] = field(default_factory=set)
+    """Keys that take no default of the other stack."""
+    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the flags that set each key in the end."""
+    _claims: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The names of all flags that have set a key, in order."""
+
+    def text(self, name: str, default: str = "") -> str:
+        """The first value of a flag; the default if it is not given or not known."""
+        flag = self.flags.get(name)
+        return flag.values[0].text if flag and flag.values and not flag.problem else default
+
+    def switch(self, name: str) -> bool:
+        """Whether a switch is on."""
+        flag = self.flags.get(name)
+        return flag is not None and not flag.condition and is_on(flag)
+
+    def number(self, name: str, default: int) -> int:
+        try:
+            return int(float(self.text(name, str(default))))
+        except (ValueError, OverflowError):
+            return default
+
+    def is_unknown(self, *names: str) -> bool:
+        """Whether one of the flags is given with a value that the file alone does not tell."""
+        return any(flag.problem for name in names if (flag := self.flags.get(name)) is not None)
+
+    def real(self, name: str, default: float) -> float:
+        try:
+            return float(self.text(name, str(default)))
+        except ValueError:
+            return default
+
+    def converted(self, name: str) -> Any:
+        """The value of a flag by its row; None if it is not given, not known or has no counterpart."""
+        flag, row = self.flags.get(name), self.dialect.rows[name]
+        if flag is None or flag.problem:
+            return None
+        try:
+            return row.convert(flag) if row.convert else plain(flag)
+        except ValueError:
+            return None
+
+    def put(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key, and say which flags it came from."""
+        self.values[key] = value
+        present = [name for name in sources if name in self.flags or name not in self.dialect.rows]
+        self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
+        self._names[key] = sources
+        self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
+
+    def omit_superseded(self) -> None:
+        """List the flags whose key another flag has set in the end."""
+        effective = {name for key in self.values for name in self._names.get(key, ())}
+        for key, names in self._claims.items():
+            for name in names:
+                is_flag = name in self.flags and name not in ("launcher", "configuration")
+                if key in self.values and is_flag and name not in effective:
+                    self.omit(self.flags[name], f"{self.sources[key]} decides {key}")
+
+    def _source(self, name: str) -> str:
+        flag = self.flags.get(name)
+        if flag is not None:
+            return f"{flag} ({flag.place})"
+        return f"the default of {self.dialect.title} for {name}" if name in self.dialect.rows else name
+
+    def take_back(self, key: str, reason: str) -> None:
+        """Drop a key again; its flags are listed with the reason."""
+        if key in self.values:
+            del self.values[key]
+            self.omissions.append(Omission(self.sources.pop(key), "", reason))
+
+    def omit(self, flag: Flag, reason: str, *, by_hand: bool = False) -> None:
+        self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand))
+
+
+def is_on(flag: Flag) -> bool:
+    """The value of a switch, which may be written out."""
+    return not flag.values or flag.values[0].text.lower() not in ("false", "0", "no", "off", "none", "null")
+
+
+def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = None) -> Conversion:
+    """Convert the flags of a training command; `launcher` is the program that it starts."""
+    conversion = Conversion(dialect)
+    for flag in flags:
+        name = canonical(flag.name)
+        earlier = conversion.flags.get(name)
+        if earlier is not None and name not in REPEATABLE:
+            conversion.omit(earlier, f"is given again in {flag.place}, which counts")
+        elif earlier is not None:
+            flag = Flag(flag.name, flag.spelling, (*earlier.values, *flag.values), flag.place, flag.condition)
+        conversion.flags.pop(name, None)
+        conversion.flags[name] = flag
+    names = list(conversion.flags)
+    if launcher is not None:
+        conversion.flags["launcher"] = launcher
+    for name in names:
+        flag = conversion.flags[name]
+        row = dialect.rows.get(name)
+        if is_secret_name(flag.name) or (row is not None and row.secret):
+            for value in flag.values:
+                remember(value.text)
+        if row is None:
+            dialect.unlisted(conversion, flag)
+        else:
+            _take(conversion, flag, row)
+    dialect.settle(conversion)
+    conversion.omit_superseded()
+    _take_defaults(conversion)
+    _check(conversion)
+    return conversion
+
+
+REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
+"""Flags that add to what the same flag said before."""
+
+
+def _take(conversion: Conversion, flag: Flag, row: Row) -> None:
+    if not row.key:
+        conversion.omit(flag, row.text)
+        return
+    unknown = next((value.problem for value in flag.values if value.unknown), "")
+    problem = flag.condition or ("" if getattr(row.convert, "needs_no_value", False) else unknown)
+    values = tuple(value for value in flag.values if value.text or not value.unset)
+    if not problem and flag.values and not values:
+        problem = flag.problem
+    if problem:
+        conversion.omit(flag, f"{problem}; set {row.key} by hand", by_hand=True)
+        return
+    known_flag = Flag(flag.name, flag.spelling, values, flag.place)
+    try:
+        value = row.convert(known_flag) if row.convert else plain(known_flag)
+    except ValueError as error:
+        conversion.omit(flag, str(error))
+        return
+    for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
+        conversion.put(key, item, canonical(flag.name))
+
+
+class Many(dict[str, Any]):
+    """Values of several keys that one flag stands for."""
+
+
+def plain(flag: Flag) -> Any:
+    """The value as it stands: true for a switch, a list for several."""
+    if not flag.values:
+        return True
+    texts = [None if text.lower() in ("none", "null") else text for text in flag.texts]
+    return texts[0] if len(texts) == 1 else texts
+
+
+def typed(flag: Flag) -> Any:
+    """The value with its type read from its text, for tables of another program's arguments."""
+    values = [parse_value(text.lower() if text in ("True", "False") else text) for text in flag.texts]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _take_defaults(conversion: Conversion) -> None:
+    """Set what the other stack does without a flag, where slimectl would do something else."""
+    for name, row in conversion.dialect.rows.items():
+        is_first = name == canonical(row.names.split()[0])
+        is_given = any(canonical(item) in conversion.flags for item in row.names.split())
+        if row.default is None or not is_first or is_given or row.key in conversion.values:
+            continue
+        section, _, key = row.key.partition(".")
+        if section == "algorithm" and key not in _algorithm_keys(conversion):
+            continue
+        if section == "eval" and not any(item.startswith("eval.data.") for item in conversion.values):
+            continue
+        alternatives = ALTERNATIVES.get(section, ()) if key in ALTERNATIVES.get(section, ()) else ()
+        if row.key in conversion.settled or any(f"{section}.{item}" in conversion.values for item in alternatives):
+            continue
+        conversion.put(row.key, row.default, f"the default of {conversion.dialect.title} for {row.names.split()[0]}")
+
+
+def _algorithm_keys(conversion: Conversion) -> list[str]:
+    return keys_of("algorithm", str(conversion.values.get("algorithm.name", DEFAULT_ALGORITHM)))
+
+
+def _check(conversion: Conversion) -> None:
+    """Validate the settings; list the flags whose values are refused, have no effect, or are the defaults."""
+    name, names = conversion.values.get("algorithm.name", DEFAULT_ALGORITHM), _algorithm_keys(conversion)
+    for key in list(conversion.values):
+        if key.startswith("algorithm.") and key.partition(".")[2] not in names:
+            conversion.take_back(key, f"has no effect with algorithm.name = {name}")
+    for _ in range(MAX_DROPS):
+        resolution, errors = examine([Layer("launch", nested(conversion.values))])
+        conversion.settings = resolution.settings
+        refused = [(line, key) for line in errors for key in conversion.values if _is_about(line, key)]
+        idle = {name: line for name, _, line in ineffective(resolution.settings)}
+        if idle:
+            for name, line in idle.items():
+                reason = line.removeprefix(f"{name} ").removesuffix(", or drop it")
+                _drop(conversion, name, f"{name} {reason}")
+        elif refused:
+            line, key = refused[0]
+            conversion.take_back(key, line.replace(" (launch)", ""))
+        else:
+            conversion.problems = errors
+            break
+    different = set(changed(conversion.settings))
+    for key in list(conversion.values):
+        if ".".join(key.split(".")[:2]) not in different:
+            del conversion.values[key]
+            source = conversion.sources.pop(key)
+            if not source.startswith("the default of "):
+                conversion.defaults.append(source)
+
+
+def _is_about(line: str, key: str) -> bool:
+    """Whether an error is that of one value: `train.lr: input should be …, not 'x' (launch)`."""
+    return line.startswith(f"{'.'.join(key.split('.')[:2])}: ") and "(launch)" in line
+
+
+def _drop(conversion: Conversion, name: str, reason: str) -> None:
+    for key in list(conversion.values):
+        if key == name or key.startswith(f"{name}."):
+            if conversion.sources[key].startswith("the default of "):
+                del conversion.values[key], conversion.sources[key]
+            else:
+                conversion.take_back(key, reason)

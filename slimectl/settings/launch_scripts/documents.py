@@ -1,0 +1,255 @@
+"""Reads configurations as flags: YAML with the line of every key, and Python by its syntax tree alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.flags import Flag, texts_of
+from slimectl.settings.launch_scripts.shell_values import Field, checked
+from slimectl.settings.launch_scripts.shell_words import Place, read_text
+
+MAX_KEYS = 5_000
+MAX_DEPTH = 30
+MAX_BRACKETS = 100
+MAX_STEPS = 20_000
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def yaml_flags(path: Path, name: str) -> list[Flag]:
+    """Every value of a YAML file as a flag with a dotted name. Raises SettingsError with the line of an error."""
+    import yaml
+
+    text = read_text(path, name)
+    _refuse_nesting(text, name)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise SettingsError(f"{name}:{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())[:80]}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise SettingsError(f"{name}: has no keys with values; give a configuration")
+    flags = []
+    for flag in _leaves(node, "", name, 0):
+        flags.append(flag)
+        if len(flags) > MAX_KEYS:
+            raise SettingsError(f"{flag.place}: more than {MAX_KEYS} values; give a configuration")
+    return _resolved(flags)
+
+
+def _refuse_nesting(text: str, name: str) -> None:
+    """Raise SettingsError for brackets that nest so deeply that the parser of YAML would take minutes."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in "[{") - (character in "]}")
+        if depth > MAX_BRACKETS:
+            line = text.count("\n", 0, position) + 1
+            raise SettingsError(f"{name}:{line}: more than {MAX_BRACKETS} brackets inside one another; write it flat")
+
+
+def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
+    import yaml
+
+    if depth > MAX_DEPTH:
+        raise SettingsError(f"{file}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep; write it flat")
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            raise SettingsError(f"{file}:{key.start_mark.line + 1}: this key is not read; write NAME: VALUE")
+        place = Place(file, key.start_mark.line + 1)
+        name = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, f"{name}.", file, depth + 1)
+        elif isinstance(value, yaml.SequenceNode) and not all(
+            isinstance(item, yaml.ScalarNode) for item in value.value
+        ):
+            yield Flag(name, f"{name}:", (Field("…", place, "it is a list of tables"),), place)
+        else:
+            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            values = [Field(text, place) for item in nodes for text in _scalar(item)]
+            yield Flag(name, f"{name}:", tuple(values), place, "" if values else NULL)
+
+
+NULL = "it is null"
+
+
+def _scalar(node: Any) -> list[str]:
+    """The text of a scalar; none for null."""
+    tag = node.tag.rpartition(":")[2]
+    if tag == "null":
+        return []
+    if tag == "bool":
+        return ["true" if node.value.lower() in ("true", "yes", "on") else "false"]
+    return [node.value]
+
+
+def _resolved(flags: list[Flag]) -> list[Flag]:
+    """Replace `${key}` by the value of that key; other resolvers are unknown, and nulls are left out."""
+    by_name = {flag.name: flag for flag in flags}
+    resolved: dict[str, Field] = {}
+
+    def value(field: Field, depth: int = 0) -> Field:
+        full = field.text
+        for name in REFERENCE.findall(full)[:MAX_DEPTH]:
+            target = by_name.get(name)
+            if target is None or len(target.values) != 1 or depth > MAX_DEPTH:
+                return Field(full, field.place, f"{full} refers to what is not in this file")
+            if name not in resolved:
+                resolved[name] = value(target.values[0], depth + 1)
+            if resolved[name].unknown:
+                return resolved[name]
+            full = checked(full.replace(f"${{{name}}}", resolved[name].text), field.place)
+        if "${" in full:
+            return Field(full, field.place, f"{full} is resolved when that program runs")
+        return Field(full, field.place, field.unknown)
+
+    present = [flag for flag in flags if flag.condition != NULL]
+    return [Flag(flag.name, flag.spelling, tuple(value(item) for item in flag.values), flag.place) for flag in present]
+
+
+CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$")
+
+
+def python_flags(path: Path, name: str) -> list[Flag]:
+    """The keyword arguments of the configurations in a Python file as flags; the file is parsed and never run."""
+    text = read_text(path, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of an escape or a number that Python only frowns at
+            tree = ast.parse(text, filename=name)
+    except SyntaxError as error:
+        raise SettingsError(f"{name}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (RecursionError, MemoryError, ValueError):
+        raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
+    flags: list[Flag] = []
+    try:
+        source = _PythonFile(tree, name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and CONFIGURATIONS.match(_called(node)):
+                flags += source.flags_of(node)
+    except RecursionError:
+        raise SettingsError(f"{name}: is nested too deeply for a configuration") from None
+    if len(flags) > MAX_KEYS:
+        raise SettingsError(f"{name}: more than {MAX_KEYS} values; give a configuration")
+    return flags
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+class _PythonFile:
+    """Names of a module that are set once, to values that can be read without running it."""
+
+    def __init__(self, tree: ast.Module, name: str) -> None:
+        self._name = name
+        self._steps = 0
+        self._values: dict[str, ast.expr | None] = {}
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
+                targets = [node.target]
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    self._values[target.id] = None if target.id in self._values else value
+
+    def flags_of(self, call: ast.Call) -> Iterator[Flag]:
+        """The arguments of a configuration; those of nested ones come by themselves."""
+        kind = _called(call)
+        prefix = "lora_" if kind == "LoraConfig" else "trainer." if kind.endswith("Trainer") else ""
+        place = Place(self._name, call.lineno)
+        if kind in ("GRPOConfig", "RLOOConfig", "PPOConfig", "SFTConfig", "DPOConfig", "RewardConfig"):
+            yield Flag("configuration", "class", (Field(kind, place),), place)
+        for keyword in call.keywords:
+            line = Place(self._name, keyword.value.lineno)
+            if keyword.arg is None:
+                yield Flag("**", f"{kind} **", (Field("", line, "it is a table that the program makes"),), line)
+                continue
+            name = keyword.arg.removeprefix("lora_") if prefix == "lora_" else keyword.arg
+            node = self._dataset(keyword.value)
+            if isinstance(node, ast.Constant) and node.value is None:
+                continue
+            if isinstance(node, ast.Call) and CONFIGURATIONS.match(_called(node)):
+                continue
+            yield Flag(f"{prefix}{name}", f"{keyword.arg} =", tuple(self._fields(node, line)), line)
+
+    def _dataset(self, node: ast.expr) -> ast.expr:
+        """The path that `load_dataset(PATH)` reads, through names that are set once."""
+        for _ in range(MAX_DEPTH):
+            if isinstance(node, ast.Name) and self._values.get(node.id) is not None:
+                node = self._values[node.id] or node
+            elif isinstance(node, ast.Subscript):
+                node = node.value
+            elif isinstance(node, ast.Call) and _called(node) in ("map", "shuffle", "select", "filter"):
+                node = node.func.value if isinstance(node.func, ast.Attribute) else node
+            elif isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args:
+                return node.args[0]
+            else:
+                return node
+        return node
+
+    def _fields(self, node: ast.expr, place: Place) -> Iterator[Field]:
+        try:
+            yield from (Field(text, place) for text in texts_of(self._evaluated(node, 0)))
+        except (ValueError, TypeError, ArithmeticError):
+            shown = " ".join(ast.unparse(node).split())[:60]
+            yield Field(shown, place, f"{shown} is known when the program runs")
+
+    def _evaluated(self, node: ast.expr, depth: int) -> Any:
+        """The value of constants, names, lists, tables, f-strings and sums of them. Raises ValueError for others."""
+        self._steps += 1
+        if depth > MAX_DEPTH or self._steps > MAX_STEPS:
+            raise ValueError
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name(id=name):
+                value = self._values.get(name)
+                if value is None:
+                    return _function_name(name)
+                return self._evaluated(value, depth + 1)
+            case ast.List(elts=members) | ast.Tuple(elts=members):
+                return [self._evaluated(member, depth + 1) for member in members]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._evaluated(operand, depth + 1)
+            case ast.BinOp(left=first, op=operator, right=right):
+                return _calculated(self._evaluated(first, depth + 1), operator, self._evaluated(right, depth + 1))
+            case ast.JoinedStr(values=parts):
+                return "".join(str(self._evaluated(part, depth + 1)) for part in parts)
+            case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
+                return self._evaluated(value, depth + 1)
+        raise ValueError
+
+
+def _function_name(name: str) -> str:
+    """A name that nothing sets is a function or an argument. Raises ValueError."""
+    raise ValueError(name)
+
+
+def _calculated(first: Any, operator: ast.operator, second: Any) -> Any:
+    """The sum, difference, product or quotient of two numbers, or two texts joined. Raises ValueError for others."""
+    if isinstance(first, str) and isinstance(second, str) and isinstance(operator, ast.Add):
+        return first + second
+    if not isinstance(first, int | float) or not isinstance(second, int | float) or max(abs(first), abs(second)) > 1e18:
+        raise ValueError
+    match operator:
+        case ast.Add():
+            return first + second
+        case ast.Sub():
+            return first - second
+        case ast.Mult():
+            return first * second
+        case ast.Div():
+            return first / second
+        case ast.FloorDiv():
+            return first // second
+    raise ValueError

@@ -1,0 +1,111 @@
+"""Flags of a training command: options (`--lr 1e-6`) and assignments of Hydra (`trainer.nnodes=1`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slimectl.settings.launch_scripts.shell_values import Field
+from slimectl.settings.launch_scripts.shell_words import Place
+
+OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?\Z", re.DOTALL)
+ASSIGNMENT = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag with its values, as it was written, and the line that it stands in."""
+
+    name: str
+    spelling: str
+    values: tuple[Field, ...]
+    place: Place
+    condition: str = ""
+    """Why it is unknown whether the flag is given."""
+
+    @property
+    def problem(self) -> str:
+        """Why the flag cannot be taken as it stands; empty if it can."""
+        return self.condition or next((value.problem for value in self.values if value.problem), "")
+
+    @property
+    def texts(self) -> list[str]:
+        return [value.text for value in self.values]
+
+    @property
+    def text(self) -> str:
+        """The only value. Raises ValueError, with the end of a sentence, unless there is one."""
+        if len(self.values) != 1:
+            raise ValueError(f"has {len(self.values)} values in place of one")
+        return self.values[0].text
+
+    def __str__(self) -> str:
+        shown = " ".join([self.spelling, *map(_quoted, self.texts)])
+        line = " ".join(shown.split())
+        return line if len(line) <= 100 else f"{line[:97]}…"
+
+
+def _quoted(text: str) -> str:
+    """The text in quotes that it does not contain, if it needs any."""
+    if re.fullmatch(r"[\w@%+=:,./{}\[\]$-]+", text):
+        return text
+    quote = next((quote for quote in "'\"" if quote not in text), "")
+    return f"{quote}{text}{quote}"
+
+
+def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
+    """Divide the words behind a training script into options with their values, and words before all options."""
+    heads: list[tuple[Field, str, list[Field]]] = []
+    loose: list[Field] = []
+    for field in fields:
+        match = OPTION.match(field.text)
+        if match is None:
+            (heads[-1][2] if heads else loose).append(field)
+            continue
+        name, value = match.groups()
+        heads.append((field, name, [] if value is None else [replace(field, text=value)]))
+    flags = [
+        Flag(name, head.text.partition("=")[0], tuple(values), head.place, "" if "=" in head.text else head.unknown)
+        for head, name, values in heads
+    ]
+    return flags, loose
+
+
+def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
+    """Divide the words behind a script of Hydra into assignments and other words."""
+    flags, loose = [], []
+    for field in fields:
+        match = ASSIGNMENT.match(field.text)
+        if match is None:
+            loose.append(field)
+            continue
+        _, name, text = match.groups()
+        flags.append(Flag(name, f"{name} =", hydra_values(text, field), field.place))
+    return flags, loose
+
+
+def hydra_values(text: str, field: Field) -> tuple[Field, ...]:
+    """The values of an assignment: those of a list one by one, none for null."""
+    import yaml
+
+    if field.problem or "${" in text:
+        reason = field.unknown or ("" if field.unset else f"{text} is resolved by Hydra when it runs")
+        return (Field(text, field.place, reason, field.unset),)
+    try:
+        value = yaml.safe_load(text.replace("\t", " ")) if text[:1] in "[{'\"" else text
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = text
+    return tuple(Field(item, field.place) for item in texts_of(value))
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts of a value of YAML, as a flag would have them."""
+    if isinstance(value, list):
+        for member in value:
+            yield from texts_of(member)
+    elif isinstance(value, bool):
+        yield "true" if value else "false"
+    elif value is not None:
+        yield str(value)

@@ -1,0 +1,116 @@
+"""Megatron's own flags in launch scripts: parallel sizes, arguments of training, and the shape of the model."""
+
+from __future__ import annotations
+
+from slimectl.settings.launch_scripts.conversion import Row, typed
+from slimectl.settings.launch_scripts.values import Always, on, texts
+
+CONFIG = "the model's shape is that of its config.json"
+ATTENTION = "attention is slimectl's own, in float32 where it matters"
+FREE = "these kernels are chosen by the trainer; their results are the same"
+OVERLAP = "gradients are shared once a step, after all of its micro-batches"
+EXACT = "always so here"
+
+
+def _argument(name: str, text: str = "") -> Row:
+    return Row(name, f"megatron.args.{name.split()[0].replace('-', '_')}", text, typed)
+
+
+ARGUMENTS = (
+    *(
+        Row(f"{size}-model-parallel-size", f"megatron.{size.replace('-', '_')}_model_parallel_size")
+        for size in ("tensor", "pipeline", "virtual-pipeline", "expert")
+    ),
+    Row("context-parallel-size", "megatron.context_parallel_size"),
+    Row("expert-tensor-parallel-size", "megatron.expert_tensor_parallel_size"),
+    Row("num-layers-per-virtual-pipeline-stage", text="set megatron.virtual_pipeline_model_parallel_size"),
+    Row("sequence-parallel", text="always on where megatron.tensor_model_parallel_size is above 1"),
+    Row("use-distributed-optimizer", "megatron.use_distributed_optimizer", convert=on),
+    Row("optimizer-cpu-offload", "megatron.optimizer_cpu_offload", convert=on),
+    Row("recompute-granularity", "megatron.recompute_granularity"),
+    Row("recompute-modules", "megatron.recompute_modules", convert=texts),
+    Row("recompute-activations", "megatron.recompute_granularity", convert=Always("selective")),
+    _argument("recompute-method"),
+    _argument("recompute-num-layers"),
+    _argument("distribute-saved-activations"),
+    Row("decoder-first-pipeline-num-layers", "megatron.args.num_layers_in_first_pipeline_stage", convert=typed),
+    Row("decoder-last-pipeline-num-layers", "megatron.args.num_layers_in_last_pipeline_stage", convert=typed),
+    _argument("account-for-embedding-in-pipeline-split"),
+    _argument("account-for-loss-in-pipeline-split"),
+    _argument("pipeline-model-parallel-layout"),
+    Row(
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "megatron.args.microbatch_group_size_per_vp_stage",
+        convert=typed,
+    ),
+    Row("overlap-p2p-communication-warmup-flush", "megatron.args.overlap_p2p_comm_warmup_flush", convert=typed),
+    Row("ddp-bucket-size", "megatron.args.bucket_size", convert=typed),
+    _argument("hidden-dropout"),
+    Row("attention-dropout", text="attention has no dropout"),
+    Row("moe-aux-loss-coeff", "megatron.args.moe_aux_loss_coeff", convert=typed),
+    Row("moe-z-loss-coeff", "megatron.args.moe_z_loss_coeff", convert=typed),
+    *map(
+        _argument,
+        (
+            "moe-router-load-balancing-type", "moe-router-bias-update-rate", "moe-router-dtype", "moe-input-jitter-eps",
+            "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity", "moe-token-drop-policy",
+            "moe-shared-expert-overlap", "moe-permute-fusion", "moe-router-fusion", "fp32-residual-connection",
+            "deterministic-mode", "optimizer-offload-fraction", "overlap-cpu-optimizer-d2h-h2d",
+            "use-torch-optimizer-for-cpu-offload", "exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype",
+            "main-params-dtype", "num-distributed-optimizer-instances",
+            "defer-embedding-wgrad-compute", "wgrad-deferral-limit", "check-for-large-grads",
+            "moe-router-force-load-balancing", "apply-wd-to-qk-layernorm", "config-logger-dir", "softmax-scale",
+        ),
+    ),
+    Row("use-precision-aware-optimizer", "train.optimizer_state_dtype", "moments in bfloat16", Always("bfloat16")),
+    Row("overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step align-param-gather "
+        "delay-wgrad-compute overlap-moe-expert-parallel-comm", text=OVERLAP),
+    Row("accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-check-for-nan-in-loss-and-grad "
+        "grad-reduce-in-bf16", text="gradients and softmax are in float32 always"),
+    Row("attention-backend use-flash-attn use-flash-attention-v2 transformer-impl apply-query-key-layer-scaling",
+        text=ATTENTION),
+    Row("moe-token-dispatcher-type moe-enable-deepep moe-deepep-num-sms moe-grouped-gemm moe-use-legacy-grouped-gemm "
+        "no-gradient-accumulation-fusion no-masked-softmax-fusion no-rope-fusion no-bias-dropout-fusion "
+        "no-bias-swiglu-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-cpu-initialization "
+        "enable-experimental tp-comm-overlap manual-gc manual-gc-interval no-persist-layer-norm "
+        "distributed-optimizer-overlap", text=FREE),
+    Row("fp8-format fp8-recipe fp8 fp8-param-gather fp4-format", text="low precision of training is not done here"),
+    Row("use-mcore-models use-megatron-fsdp use-dist-ckpt ckpt-format dist-ckpt-format auto-detect-ckpt-format "
+        "ckpt-fully-parallel-save dist-ckpt-strictness no-ckpt-fully-parallel-save ckpt-convert-format",
+        text="checkpoints have the layout of megatron.save_format"),
+    Row("train-iters exit-interval log-interval log-throughput log-timers-to-tensorboard timing-log-level "
+        "tensorboard-log-interval train-samples eval-iters lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters "
+        "save-retain-interval", text="a run has rounds (run.num_rollout), and reports every step"),
+    Row("data-cache-path num-workers no-create-attention-mask-in-dataloader variable-seq-lengths split",
+        text="prompts are read by rollout.data; packs have any lengths"),
+    Row("tokenizer-type tokenizer-model", text="the tokenizer is that of model.path"),
+)  # fmt: skip
+SHAPE = (
+    Row(
+        "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels "
+        "max-position-embeddings seq-length vocab-size norm-epsilon normalization layernorm-epsilon "
+        "position-embedding-type use-rotary-position-embeddings rotary-base rotary-percent "
+        "rotary-seq-len-interpolation-factor "
+        "rotary-scaling-factor use-rope-scaling rope-scaling-factor no-rope-freq swiglu squared-relu "
+        "openai-gelu init-method-std "
+        "untie-embeddings-and-output-weights disable-bias-linear add-qkv-bias add-bias-linear qk-layernorm "
+        "apply-layernorm-1p attention-output-gate use-gated-attention window-size window-attn-skip-freq softmax-type "
+        "glu-linear-offset activation-func-clamp-value",
+        text=CONFIG,
+    ),
+    Row(
+        "num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk moe-router-score-function "
+        "moe-router-pre-softmax moe-router-enable-expert-bias moe-router-num-groups moe-router-group-topk "
+        "moe-router-topk-scaling-factor moe-shared-expert-intermediate-size moe-shared-expert-gate "
+        "moe-router-topk-limited-devices moe-apply-probs-on-input",
+        text=CONFIG,
+    ),
+    Row(
+        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale "
+        "mscale-all-dim rope-type beta-fast beta-slow original-max-position-embeddings qk-clip "
+        "linear-attention-freq linear-num-value-heads linear-num-key-heads linear-key-head-dim linear-value-head-dim "
+        "linear-conv-kernel-dim experimental-attention-variant",
+        text=CONFIG,
+    ),
+    Row("spec", text="layers follow from the model's config.json; megatron.custom_model_provider_path makes others"),
+)

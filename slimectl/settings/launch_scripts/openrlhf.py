@@ -1,0 +1,279 @@
+"""OpenRLHF's flags and the settings that they become."""
+
+from __future__ import annotations
+
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
+from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.values import (
+    Always,
+    choice,
+    comma_separated,
+    integer,
+    number,
+    on,
+    positive,
+    secret,
+    texts,
+)
+
+DEEPSPEED = "training is sharded by train.backend, not by DeepSpeed"
+PLACES = "reference and critic share the trainer's GPUs"
+KERNELS = "kernels are chosen by the trainer; packs have no padding"
+REWARD = "its parameters are OpenRLHF's; write a function of `sample` for score.custom_rm_path (docs/verifiers.md)"
+OVERLONG = 'write score.rm as a sum with {type = "overlong", weight = …} (docs/verifiers.md)'
+
+CLUSTER = (
+    Row("actor_num_nodes", "cluster.actor_num_nodes"),
+    Row("actor_num_gpus_per_node", "cluster.actor_num_gpus_per_node", default=8),
+    Row(
+        "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node critic_num_nodes "
+        "critic_num_gpus_per_node colocate_actor_ref colocate_critic_reward ref_reward_offload actor_init_on_gpu",
+        text=PLACES,
+    ),
+    Row("colocate_all_models", "cluster.colocate", convert=on),
+    Row("vllm_num_engines", "cluster.rollout_num_gpus", "times vllm_tensor_parallel_size", positive),
+    Row("vllm_tensor_parallel_size", "cluster.rollout_num_gpus_per_engine"),
+    Row("vllm_gpu_memory_utilization", "vllm.args.gpu_memory_utilization", convert=typed),
+    Row("enforce_eager", "vllm.args.enforce_eager", convert=typed),
+    Row("enable_prefix_caching", "vllm.args.enable_prefix_caching", convert=typed),
+    Row("vllm_sync_backend", "sync.transport", "nccl is distributed", choice(nccl="auto", gloo="auto")),
+    Row(
+        "vllm_sync_with_ray vllm_enable_sleep deepspeed_enable_sleep vllm_generate_batch_size rollout_tasks_per_gpu",
+        text="engines and trainer free their memory in turn with cluster.colocate",
+    ),
+    Row("async_train", "run.async_level", convert=Always(1)),
+    Row("async_queue_size", "run.async_level", "with async_train", integer),
+    Row("partial_rollout", "rollout.partial_rollout", convert=on),
+)
+MODEL = (
+    Row("pretrain", "model.path"),
+    Row("reward_pretrain", "score.rm_options.path", "also score.rm_type = reward_model"),
+    Row("critic_pretrain", "algorithm.critic_load"),
+    Row("remote_rm_url", "score.rm_url", "also score.rm_type = remote_rm; a file of Python is a function to adapt"),
+    Row("reward_model_path value_head_prefix save_value_network", text="a critic and a reward model have a value head"),
+    Row("agent_func_path", text="write it as rollout.custom_generate_function_path (docs/agents.md)"),
+    Row("bf16", "train.dtype", convert=Always("bfloat16")),
+    Row("param_dtype", "train.dtype", convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
+    Row("lora_rank", "train.lora_rank", "0 is none", positive),
+    Row("lora_alpha", "train.lora_alpha"),
+    Row("target_modules", "train.lora_targets", convert=texts),
+    Row("lora_dropout load_in_4bit", text="adapters have no dropout, and weights are not quantized"),
+    Row("gradient_checkpointing", "train.gradient_checkpointing", convert=on),
+    Row("adam_offload", "train.offload", convert=Always("optimizer")),
+    Row(
+        "zero_stage zpg overlap_comm grad_accum_dtype deepcompile local_rank ds_tensor_parallel_size "
+        "gradient_checkpointing_use_reentrant disable_ds_ckpt use_ds_universal_ckpt deepspeed",
+        text=DEEPSPEED,
+    ),
+    Row(
+        "packing_samples flash_attn attn_implementation use_liger_kernel disable_fast_tokenizer perf use_ms "
+        "experts_implementation",
+        text=KERNELS,
+    ),
+    Row(
+        "ring_attn_size ring_head_stride",
+        text='tokens of a sequence are shared by train.backend = "megatron" and megatron.context_parallel_size',
+    ),
+    Row("enable_ema ema_beta", text="weights are not averaged over steps"),
+)
+DATA = (
+    Row("prompt_data", "rollout.data", convert=comma_separated),
+    Row("prompt_data_probs", "rollout.data_weights", convert=comma_separated),
+    Row("input_key", "rollout.input_key", default="input"),
+    Row("label_key", "rollout.label_key"),
+    Row("apply_chat_template", "rollout.apply_chat_template", convert=on),
+    Row("input_template", text="put the template into the prompts, or set rollout.apply_chat_template"),
+    Row("prompt_split eval_split max_samples", text="take a part of a file by path@[a:b] in rollout.data"),
+    Row("eval_dataset", "eval.data.eval"),
+    Row("eval_temperature", "eval.temperature", default=0.6),
+    Row("eval_n_samples_per_prompt", "eval.n_samples_per_prompt", default=4),
+    Row("prompt_max_len", "rollout.max_prompt_len", default=1024),
+    Row("generate_max_len", "rollout.max_response_len", default=1024),
+    Row("max_len", "rollout.max_context_len"),
+    Row("temperature", "rollout.temperature"),
+    Row("top_p", "rollout.top_p"),
+    Row("n_samples_per_prompt", "rollout.n_samples_per_prompt", default=1),
+    Row("rollout_batch_size", "run.rollout_batch_size", default=1024),
+    Row("train_batch_size", "train.global_batch_size", default=128),
+    Row("micro_train_batch_size", "train.micro_batch_size"),
+    Row("micro_rollout_batch_size", text="passes are filled up to train.max_tokens_per_gpu"),
+    Row("use_dynamic_batch", "train.use_dynamic_batch_size", convert=on),
+    Row("train_max_tokens_per_gpu", "train.max_tokens_per_gpu"),
+    Row("rollout_max_tokens_per_gpu", text="train.max_tokens_per_gpu is the limit of every pass"),
+    Row(
+        "dynamic_filtering",
+        "rollout.dynamic_sampling_filter_path",
+        "rewards that differ",
+        Always("slimectl.stages.filters:nonzero_std"),
+    ),
+    Row("dynamic_filtering_reward_range", text="the filter looks for rewards that differ; write one of yours"),
+    Row("overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef", text=OVERLONG),
+)
+ALGORITHM = (
+    Row(
+        "advantage_estimator",
+        "algorithm.name",
+        "gae is ppo, group_norm grpo",
+        choice(
+            gae="ppo",
+            reinforce="reinforce_plus_plus",
+            reinforce_baseline="reinforce_plus_plus_baseline",
+            rloo="rloo",
+            group_norm="grpo",
+            dr_grpo="dr_grpo",
+        ),
+    ),
+    Row("policy_loss_type", "algorithm.name", "gspo", choice(ppo="grpo", gspo="gspo")),
+    Row("eps_clip", "algorithm.eps_clip", default=0.2),
+    Row("eps_clip_low_high", "algorithm.eps_clip", "two numbers, the second is algorithm.eps_clip_high"),
+    Row("dual_clip", "algorithm.eps_clip_c"),
+    Row("value_clip", "algorithm.value_clip", default=0.5),
+    Row("lambd", "algorithm.lambd", default=1.0),
+    Row("gamma", "algorithm.gamma"),
+    Row("init_kl_coef", "algorithm.kl_coef", "with use_kl_loss algorithm.kl_loss_coef", number, default=0.01),
+    Row("use_kl_loss", text="the coefficient is then algorithm.kl_loss_coef"),
+    Row("kl_estimator", "algorithm.kl_loss_type", convert=choice(k1="k1", k2="k2", k3="k3")),
+    Row("kl_target kl_horizon", text="the coefficient is constant"),
+    Row("entropy_loss_coef", "algorithm.entropy_coef"),
+    Row("aux_loss_coef", text="with train.backend = megatron it is megatron.args.moe_aux_loss_coeff"),
+    Row("no_advantage_std_norm", "algorithm.grpo_std_normalization", "the opposite", lambda flag: not on(flag)),
+    Row("normalize_reward", text="advantages are normalised, rewards are not"),
+    Row("reward_clip_range", text="rewards are taken as they are; score.custom_reward_post_process_path clips"),
+    Row("enable_vllm_is_correction", "algorithm.use_tis", convert=on),
+    Row("vllm_is_truncated_threshold", "algorithm.tis_clip"),
+    Row("freezing_actor_steps", "algorithm.num_critic_only_steps", "negative is none", positive),
+    Row("ptx_coef pretrain_data", text="there is no pre-training loss beside the policy's"),
+    Row("beta", "algorithm.beta"),
+)
+TRAINING = (
+    Row("actor_learning_rate learning_rate", "train.lr"),
+    Row("critic_learning_rate", "algorithm.critic_lr", default=9e-6),
+    Row(
+        "lr_scheduler",
+        "train.lr_decay_style",
+        "cosine_with_min_lr is cosine, to a tenth of the rate",
+        choice(
+            cosine_with_min_lr="cosine",
+            cosine="cosine",
+            linear="linear",
+            constant="constant",
+            constant_with_warmup="constant",
+        ),
+        default="cosine",
+    ),
+    Row("lr_warmup_ratio", text="set train.lr_warmup_iters, in steps"),
+    Row("max_norm", "train.clip_grad"),
+    Row("l2", "train.weight_decay"),
+    Row("adam_betas", "train.adam_beta1", "two numbers, the second is train.adam_beta2"),
+    Row("seed", "run.seed", default=42),
+    Row("full_determinism", text="on a CPU the same seed gives the same run; on GPUs kernels may differ"),
+    Row("num_episodes", "run.num_epoch", default=1),
+    Row("max_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+)
+RUNNING = (
+    Row("save_path", "run.dir", "its last part is run.name"),
+    Row(
+        "ckpt_path save_hf_ckpt max_ckpt_mem load_checkpoint",
+        text="checkpoints are in the run's folder, and a run goes on by `slimectl run --resume runs/NAME`",
+    ),
+    Row("max_ckpt_num", "run.keep_checkpoints"),
+    Row("save_steps", "run.save_interval", "negative is none", positive),
+    Row("eval_steps", "eval.interval", "negative is none", positive),
+    Row("logging_steps", text="every step is reported"),
+    Row(
+        "use_wandb", "track.with", "a key itself is not copied: track.api_key", Always(["stdout", "wandb"]), secret=True
+    ),
+    Row("wandb_org", "track.entity"),
+    Row("wandb_group", "track.group"),
+    Row("wandb_project", "track.project"),
+    Row("wandb_run_name", "run.name"),
+    Row("use_tensorboard", "track.kwargs.tensorboard.log_dir", "also track.with = tensorboard"),
+)
+GROUPS = {
+    "Cluster": CLUSTER, "Model": MODEL, "Data": DATA, "Algorithm": ALGORITHM, "Training": TRAINING,
+    "Running": RUNNING,
+}  # fmt: skip
+SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model"}
+"""Programs of OpenRLHF that train by other algorithms."""
+
+
+def unlisted(conversion: Conversion, flag: Flag) -> None:
+    """List a flag without a row."""
+    conversion.omit(flag, "is no flag that this table knows; look for the setting by `slimectl settings explain`")
+
+
+def settle(conversion: Conversion) -> None:
+    """Join what OpenRLHF decides by several flags together."""
+    values, text = conversion.values, conversion.text
+    _settle_algorithm(conversion)
+    engines = conversion.number("vllm_num_engines", 0)
+    if engines > 0:
+        conversion.put("engine.backend", "vllm", "vllm_num_engines")
+        conversion.put("engine.dtype", "bfloat16", "the default of OpenRLHF for its engine")
+        size = conversion.number("vllm_tensor_parallel_size", 1)
+        conversion.put("cluster.rollout_num_gpus", engines * size, "vllm_num_engines", "vllm_tensor_parallel_size")
+    if conversion.number("actor_num_nodes", 1) > 1:
+        conversion.put("cluster.executor", "ray", "actor_num_nodes")
+    if not conversion.switch("async_train"):
+        conversion.take_back("run.async_level", "has no effect there without --async_train")
+    _settle_reward(conversion)
+    if text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
+        source = "lr_scheduler" if "lr_scheduler" in conversion.flags else "the default of OpenRLHF for --lr_scheduler"
+        rate = conversion.real("actor_learning_rate", conversion.real("learning_rate", 1e-6))
+        conversion.put("train.min_lr", 0.1 * rate, source)
+    for flag, keys in (("adam_betas", ("train.adam_beta1", "train.adam_beta2")),
+                       ("eps_clip_low_high", ("algorithm.eps_clip", "algorithm.eps_clip_high"))):  # fmt: skip
+        pair = conversion.flags.get(flag)
+        if pair is not None and len(pair.values) == 2 and not pair.problem:
+            for key, value in zip(keys, pair.texts, strict=True):
+                conversion.put(key, value, flag)
+    if "adam_betas" not in conversion.flags:
+        conversion.put("train.adam_beta2", 0.95, "the default of OpenRLHF for --adam_betas")
+    if "use_wandb" in conversion.flags:
+        conversion.put("track.api_key", secret("WANDB_API_KEY")(conversion.flags["use_wandb"]), "use_wandb")
+        if text("use_wandb").lower() in ("true", "1", ""):
+            conversion.values.pop("track.api_key")
+    if "use_tensorboard" in conversion.flags:
+        conversion.put(
+            "track.with", [*values.get("track.with", ["stdout"]), "tensorboard"], "use_wandb", "use_tensorboard"
+        )
+    if isinstance(values.get("run.dir"), str):
+        folder, _, name = str(values["run.dir"]).rstrip("/").rpartition("/")
+        conversion.put("run.dir", folder or ".", "save_path")
+        if "run.name" not in values:
+            conversion.put("run.name", name, "save_path")
+
+
+def _settle_algorithm(conversion: Conversion) -> None:
+    values, text = conversion.values, conversion.text
+    script = text("launcher").rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    estimator = conversion.converted("advantage_estimator")
+    if script in SCRIPTS:
+        conversion.put("algorithm.name", SCRIPTS[script], "launcher")
+    elif text("policy_loss_type") == "gspo":
+        conversion.put("algorithm.name", "gspo", "policy_loss_type", "advantage_estimator")
+    elif "advantage_estimator" not in conversion.flags:
+        conversion.put("algorithm.name", "ppo", "the default of OpenRLHF for --advantage_estimator")
+    elif estimator is not None:
+        conversion.put("algorithm.name", estimator, "advantage_estimator")
+    if conversion.switch("use_kl_loss"):
+        values.pop("algorithm.kl_coef", None)
+        conversion.put("algorithm.kl_loss_coef", text("init_kl_coef", "0.01"), "use_kl_loss", "init_kl_coef")
+        conversion.settled.add("algorithm.kl_coef")
+        conversion.omissions = [item for item in conversion.omissions if item.flag != "--use_kl_loss"]
+
+
+def _settle_reward(conversion: Conversion) -> None:
+    """A reward comes from a model, a server, or a function in a file."""
+    address = conversion.flags.get("remote_rm_url")
+    if address is not None and "score.rm_url" in conversion.values:
+        if conversion.text("remote_rm_url").endswith(".py"):
+            conversion.take_back("score.rm_url", REWARD)
+        else:
+            conversion.put("score.rm_type", "remote_rm", "remote_rm_url")
+            conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")
+    elif "score.rm_options.path" in conversion.values:
+        conversion.put("score.rm_type", "reward_model", "reward_pretrain")
+
+
+OPENRLHF = Dialect("openrlhf", "OpenRLHF", GROUPS, settle, unlisted)

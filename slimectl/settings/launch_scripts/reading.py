@@ -1,0 +1,176 @@
+"""Recognizes the kind of a file, finds its training command, and converts that to settings."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, canonical, convert
+from slimectl.settings.launch_scripts.dialects import DIALECTS
+from slimectl.settings.launch_scripts.documents import python_flags, yaml_flags
+from slimectl.settings.launch_scripts.flags import Flag, assignments, options
+from slimectl.settings.launch_scripts.shell import Script
+from slimectl.settings.launch_scripts.shell_commands import Command
+from slimectl.settings.launch_scripts.shell_values import Field
+from slimectl.settings.launch_scripts.shell_variables import Note
+
+PROGRAM = re.compile(r"[\w./~${}-]*\.py")
+MODULE = re.compile(r"\w+(\.\w+)+")
+OF_LAUNCHERS = ("num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus")
+"""Flags of `accelerate launch` and `torchrun` that say how many processes train."""
+FEWEST_FLAGS = 3
+"""Known flags from which a command, or a document, counts as one of training."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A training command in one dialect, with its flags and the program that it starts."""
+
+    dialect: Dialect
+    flags: tuple[Flag, ...]
+    num_known: int
+    launcher: Flag | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A file as settings, with what was not followed in it."""
+
+    conversion: Conversion
+    notes: list[Note]
+
+
+def read(
+    path: Path, *, stack: str | None = None, root: Path | None = None, line: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Reading:  # fmt: skip
+    """Read a launch script, a YAML file or a Python file; execute nothing.
+
+    `stack` names the dialect, `root` the folder whose files may be read, `line` the training command among several.
+    Raises SettingsError with file and line.
+    """
+    if stack is not None and stack not in DIALECTS:
+        raise SettingsError(f"--from {stack}: give {', '.join(DIALECTS)}")
+    dialects = [DIALECTS[stack]] if stack else list(DIALECTS.values())
+    if not path.exists():
+        raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
+    folder = root or path.parent
+    if path.suffix in (".yaml", ".yml", ".json"):
+        launch, notes = _document(path, yaml_flags(path, str(path)), dialects, stack), list[Note]()
+    elif path.suffix == ".py":
+        launch, notes = _document(path, python_flags(path, str(path)), dialects, stack), []
+    else:
+        script = Script(path, folder, environ)
+        script.follow()
+        launch, notes = _training_command(path, script.commands, dialects, stack, line), script.notes
+        launch = _with_configuration(launch, path, folder, notes)
+    return Reading(convert(launch.dialect, launch.flags, launch.launcher), list(dict.fromkeys(notes)))
+
+
+def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
+    """The number of flags that a dialect's table has, its model's shape aside."""
+    return sum(dialect.knows(canonical(flag.name)) for flag in flags)
+
+
+def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack: str | None) -> Launch:
+    """The dialect of a document: the one that knows most of its keys."""
+    launches = [Launch(dialect, tuple(flags), _known(dialect, flags)) for dialect in dialects]
+    best = max(launches, key=lambda launch: launch.num_known)
+    if best.num_known < (1 if stack else FEWEST_FLAGS):
+        raise SettingsError(f"{path}: has no keys of {' or '.join(item.title for item in dialects)}; name it by --from")
+    return best
+
+
+def _training_command(
+    path: Path, commands: Sequence[Command], dialects: Sequence[Dialect], stack: str | None, line: int | None
+) -> Launch:
+    """The one command of a script that trains. Raises SettingsError if there is none, or more than one."""
+    launches: dict[str, Launch] = {}
+    for command in commands:
+        if line is not None and command.place.line != line:
+            continue
+        candidates = [launch for dialect in dialects if (launch := _launch(command, dialect)) is not None]
+        if not candidates:
+            continue
+        best = max(candidates, key=lambda launch: launch.num_known)
+        if best.num_known >= (1 if stack or line else FEWEST_FLAGS):
+            launches.setdefault(f"{best.launcher} {' '.join(map(str, best.flags))}", best)
+    if not launches:
+        names = " or ".join(dialect.title for dialect in dialects)
+        raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training")
+    highest = max(launch.num_known for launch in launches.values())
+    main = [launch for launch in launches.values() if launch.num_known * 2 >= highest]
+    if len(main) > 1:
+        lines = ", ".join(str(launch.launcher.place.line) for launch in main if launch.launcher)
+        raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}); pick one by --line N")
+    return main[0]
+
+
+def _launch(command: Command, dialect: Dialect) -> Launch | None:
+    """A command as a dialect reads it: the words behind its program are flags."""
+    position = _program(command.fields, dialect)
+    if position is None:
+        return None
+    arguments = command.fields[position + 1 :]
+    flags, loose = options(arguments) if dialect.form == "options" else assignments(arguments)
+    before, _ = options(command.fields[:position])
+    flags = [flag for flag in before if canonical(flag.name) in OF_LAUNCHERS and _known(dialect, [flag])] + flags
+    if command.condition:
+        flags = [Flag(flag.name, flag.spelling, flag.values, flag.place, command.condition) for flag in flags]
+    program = command.fields[position]
+    head = Field(program.text, command.place)
+    launcher = Flag("launcher", "", (head, *loose), command.place)
+    return Launch(dialect, tuple(flags), _known(dialect, flags), launcher)
+
+
+def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
+    """The position of the word that names the training program, if the command is one of Python."""
+    for position, field in enumerate(fields):
+        before = fields[position - 1].text if position else ""
+        if "convert" in field.text and PROGRAM.fullmatch(field.text):
+            return None
+        if PROGRAM.fullmatch(field.text) or (before == "-m" and MODULE.fullmatch(field.text)):
+            module = field.text.removesuffix(".py").replace("/", ".")
+            if module in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+                continue
+            return position
+        if dialect.name == "trl" and before.rpartition("/")[2] == "trl" and field.text.isidentifier():
+            return position
+        if dialect.name == field.text.rpartition("/")[2] == "verl":
+            return position
+    return None
+
+
+def _with_configuration(launch: Launch, path: Path, root: Path, notes: list[Note]) -> Launch:
+    """Add the flags of a YAML file that the command names, before those of the command itself."""
+    config_flags = options(launch.launcher.values[1:])[0] if launch.launcher and launch.dialect.form == "hydra" else ()
+    named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
+    folder, name, config = (_known_text(named.get(item)) for item in ("config_path", "config_name", "config"))
+    if name:
+        file, place = f"{folder or '.'}/{name.removesuffix('.yaml')}.yaml", named["config_name"].place
+    elif config and config.endswith((".yaml", ".yml")):
+        file, place = config, named["config"].place
+    else:
+        return launch
+    paths = [path.parent / file, Path(file), *(parent / file for parent in path.resolve().parents)]
+    document = next((item for item in paths if item.is_file() and item.resolve().is_relative_to(root.resolve())), None)
+    own_flags = [flag for flag in launch.flags if canonical(flag.name) not in ("config", "config_path", "config_name")]
+    base: list[Flag] = []
+    if document is None:
+        line = (
+            f"{file}: is not read, as no such file lies in {root}; give that file itself, or allow a folder by --root"
+        )
+        notes.append(Note(place, line))
+    else:
+        relative = os.path.relpath(document, path.parent)
+        base = yaml_flags(document, str(document) if relative.startswith("..") else str(path.parent / relative))
+    return Launch(launch.dialect, (*base, *own_flags), launch.num_known, launch.launcher)
+
+
+def _known_text(flag: Flag | None) -> str:
+    """The first value of a flag, if it is known."""
+    return flag.values[0].text if flag is not None and flag.values and not flag.problem else ""

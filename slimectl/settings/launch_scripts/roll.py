@@ -1,0 +1,257 @@
+"""ROLL's keys, as its YAML files have them, and the settings that they become."""
+
+from __future__ import annotations
+
+import re
+
+from slimectl.settings.launch_scripts.conversion import Conversion, Dialect, Row, typed
+from slimectl.settings.launch_scripts.flags import Flag
+from slimectl.settings.launch_scripts.values import (
+    choice,
+    integer,
+    named_datasets,
+    off,
+    on,
+    positive,
+    texts,
+    trackers,
+)
+from slimectl.settings.launch_scripts.verl import SIZES, prefixed
+
+TRAIN, INFER = "actor_train.", "actor_infer."
+LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
+REPORTS = "records are in the run's folder, and every step is reported"
+REWARDS = "set score.rm_type to a verifier (docs/verifiers.md): math, code, ifeval, judge, …"
+KERNELS = "kernels are chosen by the trainer; packs have no padding"
+LOSS = "the loss is one of docs/algorithms.md; train.custom_loss_function_path is one of yours"
+
+RUNNING = (
+    Row("exp_name", "run.name"),
+    Row("seed", "run.seed", default=42),
+    Row("output_dir", "run.dir"),
+    Row("max_steps", "run.num_rollout", convert=positive),
+    Row("save_steps", "run.save_interval", convert=positive),
+    Row("eval_steps", "eval.interval", convert=positive),
+    Row("max_ckpt_to_keep", "run.keep_checkpoints", convert=positive),
+    Row("track_with", "track.with", convert=trackers),
+    Row("num_gpus_per_node", "cluster.num_gpus_per_node"),
+    Row(
+        "logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
+        "profiler_timeline checkpoint_config.type checkpoint_config.output_dir resume_from_checkpoint rpc_timeout "
+        "hydra.run.dir hydra.output_subdir max_running_requests generate_opt_level",
+        text=REPORTS,
+    ),
+)
+ROLLOUT = (
+    Row("rollout_batch_size", "run.rollout_batch_size"),
+    Row("prompt_length", "rollout.max_prompt_len"),
+    Row("response_length", "rollout.max_response_len"),
+    Row("sequence_length", "rollout.max_context_len"),
+    Row("num_return_sequences_in_group", "rollout.n_samples_per_prompt", default=1),
+    Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
+    Row("async_generation_ratio", "run.async_level", "0 is none", convert=positive),
+    Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
+    Row("pretrain actor_train.model_args.model_name_or_path", "model.path"),
+    Row("reward_pretrain", text="a critic begins from algorithm.critic_load"),
+    Row(f"{INFER}generating_args.max_new_tokens", "rollout.max_response_len"),
+    Row(f"{INFER}generating_args.top_p", "rollout.top_p"),
+    Row(f"{INFER}generating_args.top_k", "rollout.top_k"),
+    Row(f"{INFER}generating_args.temperature", "rollout.temperature"),
+    Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
+    Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample", text="answers are sampled"),
+    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice(
+        vllm="vllm", sglang="sglang", hf_infer="embedded")),
+    Row(f"{INFER}num_gpus_per_worker", "cluster.rollout_num_gpus_per_engine"),
+    Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices",
+        lambda flag: len(devices(flag))),
+    Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
+        convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
+    Row(prefixed(INFER, "infer_batch_size model_args.disable_gradient_checkpointing model_args.attn_implementation "
+                 "data_args.template name"), text="engines batch by themselves"),
+    Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
+    Row("validation.generating_args.top_p", "eval.top_p"),
+    Row("validation.generating_args.top_k", "eval.top_k"),
+    Row("validation.generating_args.temperature", "eval.temperature"),
+    Row("validation.generating_args.num_return_sequences", "eval.n_samples_per_prompt"),
+    Row("validation.generating_args.max_new_tokens", "eval.max_response_len"),
+    Row("validation.data_args.template validation.generating_args.num_beams",
+        text="the chat template is the model's; answers are sampled"),
+)  # fmt: skip
+ALGORITHM = (
+    Row(
+        "adv_estimator",
+        "algorithm.name",
+        "gae is ppo, reinforce reinforce_plus_plus",
+        choice(gae="ppo", grpo="grpo", reinforce="reinforce_plus_plus", rloo="rloo", gspo="gspo"),
+    ),
+    Row("pg_variant", "algorithm.name", convert=choice(vanilla="grpo", ppo="grpo", gspo="gspo", cispo="cispo")),
+    Row("gamma", "algorithm.gamma"),
+    Row("lambd", "algorithm.lambd"),
+    Row("pg_clip pg_clip_low", "algorithm.eps_clip", default=0.2),
+    Row("pg_clip_high", "algorithm.eps_clip_high"),
+    Row("value_clip", "algorithm.value_clip"),
+    Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 3", lambda flag: 3.0 if on(flag) else None),
+    Row(
+        "loss_agg_mode",
+        "algorithm.calculate_per_token_loss",
+        "token-mean is true, seq-mean-token-mean false",
+        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False),
+    ),
+    Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
+    Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
+    Row("kl_loss_coef", "algorithm.kl_loss_coef"),
+    Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
+    Row("init_kl_coef", "algorithm.kl_coef"),
+    Row("entropy_loss_coef", "algorithm.entropy_coef"),
+    Row(
+        "reward_clip advantage_clip reward_norm reward_shift reward_scale whiten_rewards norm_mean_type norm_std_type "
+        "kl_penalty target_kl kl_horizon difficulty_mask difficulty_low_threshold difficulty_high_threshold "
+        "error_max_len_clip max_len_mask difficulty_loss_weight length_loss_weight query_filter_config.type "
+        "query_filter_config.filter_args.threshold_up query_filter_config.filter_args.threshold_down "
+        "use_pg_clip_range train_infer_correction",
+        text=LOSS,
+    ),
+    Row("ppo_epochs", text="a sample is trained on once; train.num_steps_per_rollout divides a round"),
+    Row("critic_warmup", "algorithm.num_critic_only_steps"),
+)
+TRAINING = (
+    Row(f"{TRAIN}training_args.learning_rate", "train.lr"),
+    Row(f"{TRAIN}training_args.weight_decay", "train.weight_decay"),
+    Row(f"{TRAIN}training_args.warmup_steps", "train.lr_warmup_iters"),
+    Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style", convert=choice(
+        constant="constant", linear="linear", cosine="cosine", constant_with_warmup="constant")),
+    Row(f"{TRAIN}training_args.max_grad_norm", "train.clip_grad"),
+    Row(f"{TRAIN}training_args.adam_beta1", "train.adam_beta1"),
+    Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
+    Row(f"{TRAIN}training_args.per_device_train_batch_size", "train.global_batch_size",
+        "times accumulation and data-parallel ranks, as samples of a step"),
+    Row(f"{TRAIN}training_args.gradient_accumulation_steps", "train.global_batch_size", "as above"),
+    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.warmup_ratio",
+        text="max_steps is run.num_rollout; warm-up is train.lr_warmup_iters, in steps"),
+    Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
+        convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
+    Row(f"{TRAIN}model_args.disable_gradient_checkpointing", "train.gradient_checkpointing", "the opposite", off),
+    Row(f"{TRAIN}model_args.lora_rank", "train.lora_rank", convert=positive),
+    Row(f"{TRAIN}model_args.lora_alpha", "train.lora_alpha"),
+    Row(f"{TRAIN}model_args.lora_target", "train.lora_targets", convert=texts),
+    Row(f"{TRAIN}model_args.attn_implementation {TRAIN}model_args.model_type {TRAIN}infer_batch_size "
+        f"{TRAIN}model_args.ulysses_size {TRAIN}use_sequence_packing {TRAIN}name {TRAIN}model_args.moe_aux_loss_coef",
+        text=KERNELS),
+    Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
+    Row(f"{TRAIN}max_tokens_per_microbatch_in_train", "train.max_tokens_per_gpu"),
+    Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
+        text="train.max_tokens_per_gpu is the limit of every pass"),
+    Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
+    Row(f"{TRAIN}data_args.prompt", "rollout.input_key"),
+    Row(f"{TRAIN}data_args.messages", "rollout.input_key"),
+    Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
+                 "domain_interleave_probs dataset_type"),
+        text="the chat template is the model's; rollout.data_weights mixes sources"),
+    Row(f"{TRAIN}strategy_args.strategy_name", "train.backend", convert=choice(
+        megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
+    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}", "1 is none" if "virtual" in size else "",
+          (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
+      for size in SIZES),
+    Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
+        convert=on),
+    Row(f"{TRAIN}strategy_args.strategy_config.recompute_granularity", "megatron.recompute_granularity"),
+    Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel",
+        text="on where megatron.tensor_model_parallel_size is above 1"),
+    Row(f"{TRAIN}device_mapping", "cluster.actor_num_gpus_per_node", "the number of devices",
+        lambda flag: len(devices(flag))),
+)  # fmt: skip
+GROUPS = {"Running": RUNNING, "Rollout": ROLLOUT, "Algorithm": ALGORITHM, "Training": TRAINING}
+DEVICES = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
+
+
+def devices(flag: Flag) -> list[int]:
+    """The devices of a mapping: a list, or `list(range(0, 8))`. Raises ValueError for another expression."""
+    if len(flag.values) == 1 and (match := DEVICES.fullmatch(flag.texts[0].strip())):
+        first, last = match.groups()
+        start, end = (0, int(first)) if last is None else (int(first), int(last))
+        if end - start > 100_000:
+            raise ValueError("has more devices than there are")
+        return list(range(start, end))
+    numbers = [word for text in flag.texts for word in text.strip("[]").split(",") if word.strip()]
+    if not numbers or not all(word.strip().isdigit() for word in numbers):
+        raise ValueError("is an expression of Python; set the number of GPUs by hand")
+    return [int(word) for word in numbers]
+
+
+def unlisted(conversion: Conversion, flag: Flag) -> None:
+    """Hand arguments of engines, Megatron and trackers over; list any other key."""
+    name = flag.name
+    engine = conversion.text(f"{INFER}strategy_args.strategy_name")
+    prefixes = {
+        f"{INFER}strategy_args.strategy_config.": f"{engine}.args." if engine in ("vllm", "sglang") else "",
+        f"{TRAIN}strategy_args.strategy_config.": "megatron.args.",
+        "tracker_kwargs.": f"track.kwargs.{conversion.text('track_with', 'wandb')}.",
+    }
+    prefix = next((item for item in prefixes if name.startswith(item)), "")
+    leaf = name.removeprefix(prefix)
+    if "key" in leaf.split("_") and prefix == "tracker_kwargs.":
+        conversion.omit(flag, "a key is not copied; export it, or set track.api_key = env:NAME")
+    elif prefix and prefixes[prefix] and not flag.problem and "." not in leaf:
+        key = "megatron.args." in prefixes[prefix] and leaf in ("optimizer_cpu_offload",)
+        conversion.put(f"megatron.{leaf}" if key else f"{prefixes[prefix]}{leaf}", typed(flag), name)
+    elif name.startswith(("rewards.", "reward.", "custom_envs.", "train_env_manager.", "val_env_manager.")):
+        conversion.omit(flag, REWARDS)
+    elif name.startswith(("reference.", "critic.", "system_envs.")):
+        conversion.omit(flag, LAYOUT)
+    elif flag.problem:
+        conversion.omit(flag, flag.problem)
+    else:
+        conversion.omit(flag, "is no key that this table knows; look for it by `slimectl settings explain`")
+
+
+def settle(conversion: Conversion) -> None:
+    """Join what ROLL decides by several keys together."""
+    for switch, coefficient, key, default in (
+        ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
+        ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
+    ):
+        if conversion.switch(switch):
+            conversion.put(key, conversion.text(coefficient, default), switch, coefficient)
+        else:
+            conversion.take_back(key, f"{switch} is off")
+    variant = conversion.text("pg_variant")
+    estimator = conversion.converted("adv_estimator")
+    if estimator is not None and variant in ("", "vanilla", "ppo"):
+        conversion.put("algorithm.name", estimator, "adv_estimator")
+    _settle_sizes(conversion)
+    training, sampling = (_mapping(conversion, f"{role}device_mapping") for role in (TRAIN, INFER))
+    if training and sampling and set(training) & set(sampling):
+        conversion.put("cluster.colocate", True, f"{TRAIN}device_mapping", f"{INFER}device_mapping")
+    per_node = conversion.number("num_gpus_per_node", 8)
+    if len(training) > per_node and not len(training) % per_node:
+        conversion.put(
+            "cluster.actor_num_nodes", len(training) // per_node, f"{TRAIN}device_mapping", "num_gpus_per_node"
+        )
+        conversion.put("cluster.actor_num_gpus_per_node", per_node, f"{TRAIN}device_mapping", "num_gpus_per_node")
+        conversion.put("cluster.executor", "ray", f"{TRAIN}device_mapping")
+
+
+def _mapping(conversion: Conversion, name: str) -> list[int]:
+    flag = conversion.flags.get(name)
+    try:
+        return devices(flag) if flag and not flag.problem else []
+    except ValueError:
+        return []
+
+
+def _settle_sizes(conversion: Conversion) -> None:
+    """Steps have data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps samples there."""
+    names = [f"{TRAIN}training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    present = [name for name in names if name in conversion.flags]
+    if not present:
+        return
+    sizes = (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3])
+    model_ranks = 1
+    for size in sizes:
+        model_ranks *= conversion.number(size, 1)
+    ranks = max(1, len(_mapping(conversion, f"{TRAIN}device_mapping")) // model_ranks)
+    samples = ranks * conversion.number(names[0], 1) * conversion.number(names[1], 1)
+    conversion.put("train.global_batch_size", samples, *present, f"{TRAIN}device_mapping")
+
+
+ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted)

@@ -1,0 +1,175 @@
+"""Follows a shell script without executing anything: pipelines, conditions, loops, functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts import shell_syntax as syntax
+from slimectl.settings.launch_scripts.shell_commands import NOT_EXECUTED, Commands, Leave
+from slimectl.settings.launch_scripts.shell_conditions import Condition
+from slimectl.settings.launch_scripts.shell_values import Field, is_costly, merged, pattern
+from slimectl.settings.launch_scripts.shell_words import Place, read_text
+
+
+class Script(Commands):
+    """A script that is followed: each statement returns whether it succeeds, None where that is not known."""
+
+    def follow(self) -> None:
+        """Follow the whole script."""
+        path = self._files[0]
+        try:
+            self._run_all(syntax.parse(read_text(path, str(path)), str(path)))
+        except Leave:
+            pass
+        except RecursionError:
+            raise SettingsError(f"{path}: is nested too deeply; write it flat") from None
+
+    def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
+        status: bool | None = True
+        for statement in statements:
+            status = self._run(statement)
+        return status
+
+    def _run(self, statement: syntax.Statement) -> bool | None:
+        self._count(getattr(statement, "place", None))
+        match statement:
+            case syntax.Simple():
+                return self._simple(statement)
+            case syntax.Pipeline(commands, negated):
+                status = self._pipeline(commands)
+                return (None if status is None else not status) if negated else status
+            case syntax.AndOr(members):
+                return self._and_or(members)
+            case syntax.If():
+                return self._if(statement)
+            case syntax.Loop():
+                return self._loop(statement)
+            case syntax.For():
+                return self._for(statement)
+            case syntax.Case():
+                return self._case(statement)
+            case syntax.Function(name, body):
+                self._functions[name] = body
+                return True
+            case syntax.Group(body, subshell):
+                return self._subshell(body) if subshell else self._run_all(body)
+            case syntax.Test(_, tokens):
+                argv = [item if isinstance(item, str) else self._field(item) for item in tokens]
+                return Condition(argv, self._is_set, globs=True).result()
+            case syntax.ArithmeticCommand(expression):
+                value = self._arithmetic(expression)
+                return None if value.unknown else value.text != "0"
+
+    def _pipeline(self, commands: Sequence[syntax.Statement]) -> bool | None:
+        if len(commands) == 1:
+            return self._run(commands[0])
+        if self._outputs:  # what goes through a pipe is known to the programs alone
+            self._outputs[-1].append(Field("", Place("", 0), NOT_EXECUTED))
+            return None
+        statuses = [self._subshell([command]) for command in commands]
+        return statuses[-1]
+
+    def _branches(self, bodies: Sequence[Sequence[syntax.Statement]], place: Place) -> None:
+        """Follow every branch of which one is taken, and keep of each variable what they agree in."""
+        reason = f"it depends on a condition that is not evaluated ({place})"
+        before, condition, results = self._snapshot(), self._condition, []
+        self._condition = condition or reason
+        for body in bodies:
+            self._variables = {
+                name: dict(value) if isinstance(value, dict) else value for name, value in before.items()
+            }
+            try:
+                self._run_all(body)
+            except Leave as leave:
+                if leave.kind in ("exit", "return"):
+                    continue
+            results.append(self._variables)
+        self._condition = condition
+        results = results or [before]
+        names = dict.fromkeys(name for variables in results for name in variables)
+        values = {name: merged([variables.get(name) for variables in results], reason, place) for name in names}
+        self._variables = {name: value for name, value in values.items() if value is not None}
+        if self._outputs:
+            self._outputs[-1].append(Field("", place, reason))
+
+    def _and_or(self, members: Sequence[tuple[str, syntax.Statement]]) -> bool | None:
+        status: bool | None = True
+        for operator, member in members:
+            if operator and status is None:
+                self._branches([[member], []], self._place_of(member))
+            elif not operator or status == (operator == "&&"):
+                status = self._run(member)
+        return status
+
+    def _place_of(self, statement: syntax.Statement) -> Place:
+        place = getattr(statement, "place", None)
+        return place if isinstance(place, Place) else Place(self._name(self._files[-1]), 1)
+
+    def _if(self, statement: syntax.If) -> bool | None:
+        remaining = list(statement.clauses)
+        while remaining:
+            condition, body = remaining.pop(0)
+            status = self._run_all(condition)
+            if status:
+                return self._run_all(body)
+            if status is None:
+                tail = syntax.If(statement.place, tuple(remaining), statement.otherwise)
+                self._branches([body, [tail] if remaining else statement.otherwise], statement.place)
+                return None
+        return self._run_all(statement.otherwise)
+
+    def _loop(self, loop: syntax.Loop) -> bool | None:
+        start, condition, step = loop.arithmetic or (None, None, None)
+        if start is not None:
+            self._arithmetic(start)
+        while True:
+            self._count(loop.place)
+            if condition is not None:
+                is_empty = not self._field(condition).text.strip()
+                value = Field("1", loop.place) if is_empty else self._arithmetic(condition)
+                status = None if value.unknown else value.text != "0"
+            else:
+                status = self._run_all(loop.condition)
+            if status is None:
+                self._branches([loop.body, []], loop.place)
+                return None
+            if status == loop.negated or not self._iterate(loop.body):
+                return True
+            if step is not None:
+                self._arithmetic(step)
+
+    def _iterate(self, body: Sequence[syntax.Statement]) -> bool:
+        """Follow the body of a loop once; return whether the loop goes on."""
+        try:
+            self._run_all(body)
+        except Leave as leave:
+            if leave.kind not in ("break", "continue"):
+                raise
+            return leave.kind == "continue"
+        return True
+
+    def _for(self, loop: syntax.For) -> bool | None:
+        argv = [field for word in loop.elements for field in self._fields(word)] if loop.elements is not None else []
+        if loop.elements is None:
+            argv = self._positional()
+        if any(field.unknown for field in argv):
+            self._variables[loop.name] = next(field for field in argv if field.unknown)
+            self._branches([loop.body, []], loop.place)
+            return None
+        for field in argv:
+            self._variables[loop.name] = field
+            if not self._iterate(loop.body):
+                break
+        return True
+
+    def _case(self, case: syntax.Case) -> bool | None:
+        subject = self._field(case.subject)
+        if subject.unknown:
+            self._branches([*(body for _, body in case.clauses), []], case.place)
+            return None
+        for patterns, body in case.clauses:
+            globs = [self._glob(item) for item in patterns]
+            if any(not is_costly(subject.text, glob) and pattern(glob).fullmatch(subject.text) for glob in globs):
+                return self._run_all(body)
+        return True

@@ -1,0 +1,281 @@
+"""Commands of a script that is followed: built-in ones have their effect, all others are noted and not started."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimectl.errors import SettingsError
+from slimectl.settings.launch_scripts import shell_syntax as syntax
+from slimectl.settings.launch_scripts.shell_conditions import Condition
+from slimectl.settings.launch_scripts.shell_values import Field, Value, joined
+from slimectl.settings.launch_scripts.shell_variables import Note, Variables, short
+from slimectl.settings.launch_scripts.shell_words import Literal, Place, Substitution, Word, read_text
+
+MAX_CALLS = 40
+SILENT = (
+    "set", "shopt", "trap", "ulimit", "umask", "wait", "sleep", "echo", "printf", "true", ":", "pwd", "dirname",
+    "basename", "realpath", "readlink", "cat",
+)  # fmt: skip
+"""Commands that always succeed, and are part of no training command."""
+NOT_EXECUTED = "it is the output of a command"
+
+
+@dataclass(frozen=True)
+class Command:
+    """An external command as the script would start it."""
+
+    fields: tuple[Field, ...]
+    place: Place
+    condition: str = ""
+    """Why it is unknown whether the script reaches it; empty if it does."""
+
+
+class Leave(Exception):
+    """`break`, `continue`, `return` or `exit`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+class Commands(Variables):
+    """The commands of a script: those that it would start, and the effect of built-in ones."""
+
+    def __init__(self, path: Path, root: Path, environ: Mapping[str, str]) -> None:
+        super().__init__(path, environ)
+        self.commands: list[Command] = []
+        self._root = root.resolve()
+        self._functions: dict[str, tuple[syntax.Statement, ...]] = {}
+        self._outputs: list[list[Field]] = []
+        self._condition = ""
+        self._calls = 0
+        self._names = {path.resolve(): str(path)}
+
+    @abstractmethod
+    def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
+        """Follow statements; return whether the last succeeds, None where that depends on the machine."""
+
+    def _subshell(self, body: Sequence[syntax.Statement]) -> bool | None:
+        variables, folder = self._snapshot(), self._folder
+        try:
+            return self._run_all(body)
+        except Leave as leave:
+            if leave.kind in ("break", "continue"):
+                raise
+            return True
+        finally:
+            self._variables, self._folder = variables, folder
+
+    def _snapshot(self) -> dict[str, Value]:
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in self._variables.items()}
+
+    def _captured(self, substitution: Substitution, place: Place) -> Field:
+        """The output of a command substitution, unknown unless built-in commands alone make it."""
+        self._outputs.append([])
+        commands = len(self.commands)
+        try:
+            self._subshell(substitution.body)
+        except Leave:
+            pass
+        finally:
+            outputs = self._outputs.pop()
+            del self.commands[commands:]
+        field = joined(outputs, place)
+        if field.unknown == NOT_EXECUTED:
+            reason = f"{short(substitution.source)} is a command, and nothing of the script is executed"
+            return Field(substitution.source, place, reason)
+        return field.with_text(field.text.rstrip("\n"))
+
+    def _simple(self, command: syntax.Simple) -> bool | None:
+        fields = [field for word in command.argv for field in self._fields(word)]
+        name = fields[0].text if fields else ""
+        if not fields or name in syntax.DECLARATIONS:
+            if any(field.text.startswith("-") and "A" in field.text for field in fields[1:]):
+                self._associative |= {assignment.name for assignment in command.assignments}
+            for assignment in command.assignments:
+                self._assign(assignment)
+            return True
+        if fields[0].unknown:
+            self._output(Field("", command.place, fields[0].unknown))
+            return None
+        if name in self._functions:
+            return self._call(name, fields)
+        builtin: Callable[[list[Field], syntax.Simple], bool | None] | None = {
+            "source": self._source, ".": self._source, "cd": self._change_folder, "unset": self._unset,
+            "shift": self._shift, "set": self._set, "printf": self._printf, "let": self._let, "read": self._read,
+            "mapfile": self._read, "readarray": self._read, "eval": self._eval, "test": self._test,
+            "[": self._test, "exec": self._exec, "command": self._exec, "builtin": self._exec,
+        }.get(name)  # fmt: skip
+        if builtin is not None:
+            return builtin(fields, command)
+        if name in ("break", "continue", "return", "exit"):
+            raise Leave(name)
+        if name in ("false", "true"):
+            return name == "true"
+        if self._outputs:
+            self._output(self._result(name, fields, command))
+        if name in SILENT:
+            return True
+        self.commands.append(Command(tuple(fields), command.place, self._condition))
+        return None
+
+    def _output(self, field: Field) -> None:
+        if self._outputs:
+            self._outputs[-1].append(field)
+
+    def _result(self, name: str, fields: list[Field], command: syntax.Simple) -> Field:
+        """The output of a command that follows from its words alone."""
+        place = command.place
+        argv = [field for field in fields[1:] if field.text != "--"]
+        options = [field for field in argv if field.text.startswith("-")]
+        last = argv[-1] if argv else Field("", place)
+        if name == "echo":
+            return joined([field for field in argv if field not in options], place, " ")
+        if name == "pwd":
+            return Field(str(self._folder), place)
+        if name == "dirname" and argv:
+            return last.with_text(os.path.dirname(last.text) or ".")
+        if name == "basename" and argv and not options:
+            text = os.path.basename(argv[0].text.rstrip("/"))
+            return argv[0].with_text(text.removesuffix(last.text) if len(argv) > 1 else text)
+        if name in ("realpath", "readlink") and argv:
+            return last.with_text(os.path.normpath(self._folder / last.text))
+        if name == "cat" and command.stdin and not argv:
+            return self._field(command.stdin[-1])
+        return Field("", place, "" if name in SILENT and name != "cat" else NOT_EXECUTED)
+
+    def _call(self, name: str, fields: list[Field]) -> bool | None:
+        if self._calls >= MAX_CALLS:
+            raise SettingsError(f"{fields[0].place}: {name} calls itself more than {MAX_CALLS} times; write a loop")
+        arguments, self._arguments = self._arguments, fields[1:]
+        self._calls += 1
+        try:
+            return self._run_all(self._functions[name])
+        except Leave as leave:
+            if leave.kind != "return":
+                raise
+            return True
+        finally:
+            self._arguments = arguments
+            self._calls -= 1
+
+    def _source(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        if len(fields) < 2:
+            return True
+        field, place = fields[1], command.place
+        if field.problem:
+            self.notes.append(Note(place, f"source {field.text}: is not read, as {field.problem}"))
+            return None
+        path = next((path for path in self._candidates(field.text) if path.is_file()), None)
+        if path is None:
+            path = self._candidates(field.text)[0]
+        if not path.resolve().is_relative_to(self._root):
+            line = f"source {field.text}: is not read, as it lies outside {self._root}; allow a folder by --root DIR"
+            self.notes.append(Note(place, line))
+            return None
+        if not path.is_file():
+            self.notes.append(Note(place, f"source {field.text}: is not read, as there is no such file"))
+            return None
+        if path.resolve() in [item.resolve() for item in self._files]:
+            raise SettingsError(f"{place}: source {field.text}: the file reads itself; take that line out")
+        name = os.path.relpath(path, self._files[0].parent)
+        shown = str(self._files[0].parent / name) if not name.startswith("..") else str(path)
+        self._names[path.resolve()] = shown
+        self._files.append(path)
+        try:
+            return self._run_all(syntax.parse(read_text(path, shown), shown))
+        except Leave as leave:
+            if leave.kind != "return":
+                raise
+            return True
+        finally:
+            self._files.pop()
+
+    def _candidates(self, name: str) -> list[Path]:
+        """Paths that a file name may mean: from the folder that the script is in, else from the script's own."""
+        return [self._folder / name, self._files[-1].parent / name]
+
+    def _name(self, path: Path) -> str:
+        return self._names.get(path.resolve(), str(path))
+
+    def _change_folder(self, fields: list[Field], _: syntax.Simple) -> bool | None:
+        names = [field for field in fields[1:] if field.text not in ("--", "-P", "-L")]
+        if not names or names[0].problem:
+            return None
+        self._folder = Path(os.path.normpath(self._folder / names[0].text))
+        return True
+
+    def _unset(self, fields: list[Field], _: syntax.Simple) -> bool:
+        for field in fields[1:]:
+            self._variables.pop(field.text, None)
+        return True
+
+    def _shift(self, fields: list[Field], _: syntax.Simple) -> bool:
+        count = int(fields[1].text) if len(fields) > 1 and fields[1].text.isdigit() else 1
+        arguments = self._positional()
+        self._arguments = arguments[min(count, len(arguments)) :]
+        return True
+
+    def _set(self, fields: list[Field], _: syntax.Simple) -> bool:
+        texts = [field.text for field in fields]
+        if "--" in texts:
+            self._arguments = fields[texts.index("--") + 1 :]
+        return True
+
+    def _printf(self, fields: list[Field], command: syntax.Simple) -> bool:
+        argv = fields[1:]
+        name = None
+        if len(argv) > 1 and argv[0].text == "-v":
+            name, argv = argv[1].text, argv[2:]
+        text = _formatted([word for word in argv if word.text != "--"], command.place)
+        if name is None:
+            self._output(text)
+        else:
+            self._variables[name] = text
+        return True
+
+    def _let(self, fields: list[Field], _: syntax.Simple) -> bool:
+        for field in fields[1:]:
+            self._arithmetic(Word((Literal(field.text, quoted=True),), field.place))
+        return True
+
+    def _read(self, fields: list[Field], command: syntax.Simple) -> None:
+        for field in fields[1:]:
+            if not field.text.startswith("-"):
+                self._variables[field.text] = Field("", command.place, f"it is read from a file ({command.place})")
+
+    def _eval(self, fields: list[Field], command: syntax.Simple) -> None:
+        text = " ".join(field.text for field in fields)
+        self.notes.append(Note(command.place, f"{short(text)}: is not executed; what it sets is not known"))
+        self._output(Field("", command.place, NOT_EXECUTED))
+
+    def _test(self, fields: list[Field], _: syntax.Simple) -> bool | None:
+        argv = fields[1:-1] if fields[0].text == "[" else fields[1:]
+        return Condition(argv, self._is_set, globs=False).result()
+
+    def _exec(self, fields: list[Field], command: syntax.Simple) -> bool | None:
+        argv = fields[1:]
+        if fields[0].text == "command" and argv and argv[0].text in ("-v", "-V"):
+            return None
+        if not argv:
+            return True
+        self._output(Field("", command.place, NOT_EXECUTED))
+        self.commands.append(Command(tuple(argv), command.place, self._condition))
+        return None
+
+
+def _formatted(argv: list[Field], place: Place) -> Field:
+    """The output of printf with %s and %d."""
+    if not argv:
+        return Field("", place)
+    full = joined(argv, place)
+    template = argv[0].text.replace("\\n", "\n").replace("\\t", "\t")
+    pieces = template.replace("%d", "%s").split("%s")
+    if full.unknown or "%" in "".join(pieces).replace("%%", ""):
+        return Field(template, place, full.unknown or f"the printf of {place} is not read")
+    values = [word.text for word in argv[1:]] + [""] * len(pieces)
+    texts = [text for pair in zip(pieces, [*values[: len(pieces) - 1], ""], strict=True) for text in pair]
+    return Field("".join(texts).replace("%%", "%"), place)

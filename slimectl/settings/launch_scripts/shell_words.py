@@ -1,0 +1,321 @@
+"""Words of the shell's language: quotes, parameters, arithmetic, substitutions, and the position in a file."""
+
+from __future__ import annotations
+
+import re
+import stat
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from slimectl.errors import SettingsError
+
+MAX_BYTES = 4 << 20
+METACHARACTERS = " \t\n;&|<>()"
+NAME = re.compile(r"[A-Za-z_]\w*")
+OPERATOR = re.compile(r":[-=+?]|[-=+?]|##|#|%%|%|//|/#|/%|/|\^\^|\^|,,|,|:|@")
+MAX_NESTING = 60
+"""Depth of substitutions and compound commands; beyond it the file is not a script that a person wrote."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file: `run.sh:12`."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def read_text(path: Path, name: str) -> str:
+    """Read a script or a configuration. Raises SettingsError if it is not a text file of a usual size."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise SettingsError(f"{name}: is no regular file; give a launch script or a configuration")
+        if status.st_size > MAX_BYTES:
+            raise SettingsError(f"{name}: has {status.st_size >> 20} MiB; a launch script has a few kB: give that")
+        content = path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{name}: {error.strerror}") from None
+    if b"\0" in content:
+        line = content[: content.index(b"\0")].count(b"\n") + 1
+        raise SettingsError(f"{name}:{line}: has a NUL byte, so that it is no text; give a launch script")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise SettingsError(f"{name}:{line}: is not UTF-8; convert it by `iconv -t UTF-8`") from None
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Text that stands for itself; unquoted text may be divided into several words."""
+
+    text: str
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`$NAME`, `${NAME[INDEX]}`, `${#NAME}`, `${!NAME}` or `${NAME OPERATOR ARGUMENT}`."""
+
+    name: str
+    quoted: bool
+    index: Word | None = None
+    prefix: str = ""
+    operator: str = ""
+    argument: Word | None = None
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`$((EXPRESSION))`; the expression is a word, in which parameters are replaced first."""
+
+    expression: Word
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """`$(COMMANDS)`: the output of commands, which only some built-in commands have here."""
+
+    source: str
+    body: tuple[Any, ...]
+    """The commands, as shell_syntax.py parses them."""
+    quoted: bool
+
+
+Part: TypeAlias = Literal | Parameter | Arithmetic | Substitution
+
+
+@dataclass(frozen=True)
+class Word:
+    """Parts that stand together, and the line of the first."""
+
+    parts: tuple[Part, ...]
+    place: Place
+
+    @property
+    def bare(self) -> str | None:
+        """The text of a word that is one unquoted literal, such as a reserved word."""
+        match self.parts:
+            case (Literal(text, quoted=False),):
+                return text
+        return None
+
+
+class Reader:
+    """A position in the text of a script, and the words from there on."""
+
+    def __init__(
+        self,
+        text: str,
+        file: str,
+        parse_commands: Callable[[Reader, str], tuple[Any, ...]],
+        *,
+        first_line: int = 1,
+        depth: int = 0,
+    ) -> None:
+        self._parse_commands = parse_commands
+        self.text, self.file, self.position, self.depth = text, file, 0, depth
+        self._first_line = first_line
+        self.documents: list[tuple[Any, str, bool, bool]] = []
+        """Here-documents that the present line has opened: command, delimiter, whether quoted, whether tabs go."""
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def inside(self, text: str, first_line: int) -> Reader:
+        """A reader of a text that stands in this one, from a line on."""
+        return Reader(text, self.file, self._parse_commands, first_line=first_line, depth=self.depth)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.file, bisect_right(self._line_starts, self.position) + self._first_line - 1)
+
+    def error(self, message: str) -> SettingsError:
+        return SettingsError(f"{self.place}: {message}")
+
+    def at(self, text: str) -> bool:
+        return self.text.startswith(text, self.position)
+
+    def take(self, text: str) -> bool:
+        """Advance over `text`, if it is next."""
+        if self.at(text):
+            self.position += len(text)
+            return True
+        return False
+
+    def match(self, pattern: re.Pattern[str]) -> str | None:
+        """Advance over a match of the pattern at this position; return its text."""
+        match = pattern.match(self.text, self.position)
+        if match is None:
+            return None
+        self.position = match.end()
+        return match.group()
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.position >= len(self.text)
+
+    def word(self, stop: str = METACHARACTERS) -> Word | None:
+        """Read one word up to an unquoted character of `stop`; None if there is none here."""
+        place, parts, start = self.place, [], self.position
+        while not self.is_at_end and self.text[self.position] not in stop:
+            if self.take("\\\n"):
+                continue
+            parts += self._part(stop)
+        return Word(tuple(parts), place) if self.position > start and (parts or stop != METACHARACTERS) else None
+
+    def _part(self, stop: str) -> list[Part]:
+        character = self.text[self.position]
+        if character == "\\":
+            self.position += 2
+            return [Literal(self.text[self.position - 1 : self.position], quoted=True)]
+        if character == "'":
+            return [Literal(self._until("'", self.position + 1), quoted=True)]
+        if self.at("$'"):
+            return [self._ansi_string()]
+        if character == '"' or self.at('$"'):
+            self.position += 2 if character == "$" else 1
+            return self.quoted_text('"')
+        if character in "$`":
+            return [self._expansion(quoted=False)]
+        plain = re.compile(rf"[^{re.escape(stop)}\\'\"$`]+")
+        return [Literal(self.match(plain) or self._advance(), quoted=False)]
+
+    def _advance(self) -> str:
+        self.position += 1
+        return self.text[self.position - 1]
+
+    def _until(self, end: str, start: int) -> str:
+        """Return the text from `start` up to `end`, and advance behind that."""
+        stop = self.text.find(end, start)
+        if stop < 0:
+            raise self.error(f"this {end} is never closed; close it")
+        self.position = stop + len(end)
+        return self.text[start:stop]
+
+    def _ansi_string(self) -> Literal:
+        """Read `$'…'` with its escapes."""
+        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.position)
+        if match is None:
+            raise self.error("this $' is never closed; close it")
+        self.position = match.end()
+        escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+        text = re.sub(r"\\(.)", lambda escape: escapes.get(escape[1], escape[0]), match[1], flags=re.DOTALL)
+        return Literal(text, quoted=True)
+
+    def quoted_text(self, end: str) -> list[Part]:
+        """Read the inside of double quotes, or with an empty `end` a here-document to the end of the text."""
+        start, parts, text = self.place, [Literal("", quoted=True)], ""
+        collected: list[Part] = [*parts]
+        while not (end and self.at(end)):
+            if self.is_at_end:
+                if not end:
+                    break
+                raise SettingsError(f"{start}: this {end} is never closed; close it")
+            if self.take("\\\n"):
+                continue
+            character = self.text[self.position]
+            if character == "\\" and self.text[self.position + 1 : self.position + 2] in (*'$`"\\',):
+                text += self.text[self.position + 1]
+                self.position += 2
+            elif character in "$`":
+                collected += [Literal(text, quoted=True), self._expansion(quoted=True)]
+                text = ""
+            else:
+                text += self.match(re.compile(r'[^\\$`"]+')) or self._advance()
+        self.position += len(end)
+        return [*collected, Literal(text, quoted=True)]
+
+    def _expansion(self, *, quoted: bool) -> Part:
+        """Read `$…` or backquotes."""
+        if self.depth > MAX_NESTING:
+            raise self.error(f"more than {MAX_NESTING} expansions inside one another; write it flat")
+        self.depth += 1
+        try:
+            if self.take("`"):
+                return self._backquoted(quoted=quoted)
+            if self.take("$(("):
+                expression = self.arithmetic_text()
+                inner = self.inside(expression, self.place.line)
+                return Arithmetic(Word(tuple(inner.quoted_text("")), self.place), quoted)
+            if self.take("$("):
+                return self.substitution(quoted=quoted)
+            if self.take("${"):
+                return self._braced_parameter(quoted=quoted)
+            self.position += 1
+            name = self.match(NAME) or self.match(re.compile(r"[0-9@*#?$!-]"))
+            return Parameter(name, quoted) if name else Literal("$", quoted)
+        finally:
+            self.depth -= 1
+
+    def arithmetic_text(self) -> str:
+        """Read up to the `))` that closes an expression."""
+        start, open_parentheses = self.position, 0
+        while not self.is_at_end:
+            if not open_parentheses and self.at("))"):
+                self.position += 2
+                return self.text[start : self.position - 2]
+            open_parentheses += {"(": 1, ")": -1}.get(self._advance(), 0)
+        self.position = start
+        raise self.error("this $(( is never closed; close it")
+
+    def substitution(self, *, quoted: bool) -> Substitution:
+        start = self.position
+        body = self._parse_commands(self, ")")
+        source = self.text[start : self.position]
+        if not self.take(")"):
+            self.position = start
+            raise self.error("this $( is never closed; close it")
+        return Substitution(f"$({source})", body, quoted)
+
+    def _backquoted(self, *, quoted: bool) -> Substitution:
+        line = self.place.line
+        match = re.compile(r"((?:[^`\\]|\\.)*)`", re.DOTALL).match(self.text, self.position)
+        if match is None:
+            raise self.error("this ` is never closed; close it")
+        self.position = match.end()
+        source = re.sub(r"\\([`\\$])", r"\1", match[1])
+        return Substitution(f"$({source})", self._parse_commands(self.inside(source, line), ""), quoted)
+
+    def _braced_parameter(self, *, quoted: bool) -> Parameter:
+        """Read behind `${`."""
+        start = self.position
+        prefix = self.match(re.compile(r"[#!](?=[A-Za-z_@*0-9])")) or ""
+        name = self.match(NAME) or self.match(re.compile(r"[0-9]+|[@*#?$!-]"))
+        if name is None:
+            raise self.error("this ${ names no variable; write ${NAME}")
+        index = None
+        if self.take("["):
+            index = self.word("]")
+            self._expect("]", start)
+        operator = self.match(OPERATOR) or ""
+        argument = None
+        if not self.at("}"):
+            argument = self._quoted_argument() if quoted else self.word("}")
+        self._expect("}", start)
+        return Parameter(name, quoted, index, prefix, operator, argument)
+
+    def _quoted_argument(self) -> Word:
+        """Read the argument of an operator inside double quotes, where a single quote is text."""
+        place, parts = self.place, []
+        while not self.is_at_end and not self.at("}"):
+            if self.take('"'):
+                parts += self.quoted_text('"')
+            elif self.text[self.position] in "$`":
+                parts.append(self._expansion(quoted=True))
+            elif self.take("\\"):
+                parts.append(Literal(self._advance() if not self.is_at_end else "", quoted=True))
+            else:
+                parts.append(Literal(self.match(re.compile(r'[^}\\$`"]+')) or "", quoted=False))
+        return Word(tuple(parts), place)
+
+    def _expect(self, text: str, start: int) -> None:
+        if not self.take(text):
+            self.position = min(start, len(self.text))
+            raise self.error(f"this ${{ is not understood: it has no {text}; write ${{NAME}} or ${{NAME:-default}}")

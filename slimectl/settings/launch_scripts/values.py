@@ -1,0 +1,166 @@
+"""Changes of values between stacks, each from a flag to the value that a setting has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from slimectl.redaction import is_reference
+from slimectl.settings.launch_scripts.conversion import Many, is_on, plain
+from slimectl.settings.launch_scripts.flags import Flag
+
+
+def off(flag: Flag) -> bool:
+    """A switch that turns off what the setting turns on."""
+    return not is_on(flag)
+
+
+def on(flag: Flag) -> bool:
+    """A switch, which may be written out: `True`, `0`."""
+    return is_on(flag)
+
+
+class Always:
+    """The same value whenever the flag is on, whatever its own value is."""
+
+    needs_no_value = True
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, flag: Flag) -> Any:
+        """Return the value. Raises ValueError if the flag is off."""
+        if not is_on(flag):
+            raise ValueError("is off, as it is here")
+        return self.value
+
+
+def choice(**values: Any) -> Callable[[Flag], Any]:
+    """The setting's name of each of the flag's choices."""
+
+    def convert(flag: Flag) -> Any:
+        name = flag.text.strip().lower().replace("-", "_")
+        if name not in values:
+            raise ValueError(
+                f"{flag.text} has no counterpart; there are {', '.join(sorted(map(str, values.values())))}"
+            )
+        return values[name]
+
+    return convert
+
+
+def number(flag: Flag) -> float:
+    try:
+        return float(flag.text)
+    except ValueError:
+        raise ValueError(f"{flag.text!r} is no number; set the key by hand") from None
+
+
+def integer(flag: Flag) -> int:
+    value = number(flag)
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ValueError(f"{flag.text!r} is no integer; set the key by hand")
+    return int(value)
+
+
+def positive(flag: Flag) -> int:
+    """A count, where zero or less stands for none."""
+    value = integer(flag)
+    if value <= 0:
+        raise ValueError(f"{flag.text} stands for none, as here")
+    return value
+
+
+def mib(flag: Flag) -> int:
+    """Bytes to MiB."""
+    return max(1, integer(flag) >> 20)
+
+
+def json_object(flag: Flag) -> Any:
+    """A JSON object, in one word or in several."""
+    try:
+        value = json.loads(" ".join(flag.texts))
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError("is no JSON object; write it as a table by hand") from None
+    if not isinstance(value, dict):
+        raise ValueError("is no JSON object; write it as a table by hand")
+    return value
+
+
+def texts(flag: Flag) -> list[str]:
+    """Words, as a list."""
+    return [text for text in flag.texts if text.lower() not in ("none", "null")]
+
+
+def comma_separated(flag: Flag) -> list[str]:
+    """Names in words or between commas, as a list."""
+    return [part.strip() for text in texts(flag) for part in text.split(",") if part.strip()]
+
+
+def function_path(flag: Flag) -> str:
+    """`package.module.function` as `package.module:function`."""
+    text = flag.text
+    module, _, name = text.rpartition(".")
+    return text if ":" in text or not module else f"{module}:{name}"
+
+
+def function_paths(flag: Flag) -> list[str]:
+    return [function_path(Flag(flag.name, flag.spelling, (value,), flag.place)) for value in flag.values]
+
+
+def addresses(flag: Flag) -> list[str]:
+    """`HOST:PORT` as `http://HOST:PORT`."""
+    return [text if "://" in text else f"http://{text}" for text in comma_separated(flag)]
+
+
+def secret(variable: str) -> Callable[[Flag], str]:
+    """A reference to a variable of the environment; a key itself is never copied."""
+
+    def convert(flag: Flag) -> str:
+        return flag.texts[0] if flag.texts and is_reference(flag.texts[0]) else f"env:{variable}"
+
+    return convert
+
+
+def dataset_pairs(flag: Flag) -> Many:
+    """`NAME PATH NAME PATH …` as a table of datasets; a single path is called aime."""
+    pairs = flag.texts if len(flag.texts) != 1 else ["aime", *flag.texts]
+    if len(pairs) % 2:
+        raise ValueError("has a name without a path; write eval.data.NAME = PATH by hand")
+    return Many({f"eval.data.{dataset_name(name)}": path for name, path in zip(pairs[::2], pairs[1::2], strict=True)})
+
+
+def dataset_name(name: str) -> str:
+    """A name that can stand in a dotted key."""
+    return "".join(character if character.isalnum() or character in "_-" else "_" for character in name) or "data"
+
+
+def named_datasets(flag: Flag) -> Many:
+    """Paths as a table of datasets, each called after its file or, where that says nothing, its folder."""
+    data: dict[str, str] = {}
+    for path in comma_separated(flag):
+        parts = [part for part in path.split("@")[0].split("/") if part]
+        stems = [part.rsplit(".", 1)[0] for part in parts]
+        name = dataset_name(stems[-1] if stems else "data")
+        if name in ("test", "val", "valid", "validation", "eval", "dev", "train") and len(stems) > 1:
+            name = dataset_name(stems[-2])
+        while f"eval.data.{name}" in data:
+            name += "_2"
+        data[f"eval.data.{name}"] = path
+    return Many(data)
+
+
+def trackers(flag: Flag) -> list[str]:
+    """Names of trackers; the console is stdout."""
+    library = {"console": "stdout", "tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab",
+               "mlflow": "mlflow", "trackio": "trackio", "stdout": "stdout"}  # fmt: skip
+    names = [library[name] for name in map(str.lower, comma_separated(flag)) if name in library]
+    return list(dict.fromkeys(["stdout", *names]))
+
+
+__all__ = [
+    "Always", "addresses", "choice", "comma_separated", "dataset_name", "dataset_pairs", "function_path",
+    "function_paths", "integer", "json_object", "mib", "named_datasets", "number", "off", "on", "plain", "positive",
+    "secret", "texts", "trackers",
+]  # fmt: skip

@@ -1,0 +1,236 @@
+"""Reads each source of settings into a layer: files, the environment, and assignments on the command line."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+from slimectl.errors import SettingsError
+from slimectl.redaction import MASK, is_secret_name
+from slimectl.settings import aliases
+from slimectl.settings.keys import setting_names
+from slimectl.settings.parts import section_names
+from slimectl.settings.root import Settings
+from slimectl.settings.suggestions import suggestion
+from slimectl.stdio import LOG_LEVEL
+
+PREFIX = "SLIMECTL_"
+Values = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings: its display name, and section -> key -> value.
+
+    A recipe that ships with slimectl sets [algorithm] for one algorithm: a later layer that names another drops it.
+    """
+
+    origin: str
+    values: Values
+    is_recipe: bool = False
+
+
+def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], list[str]]:
+    """Call every reader of a layer; return the layers that can be read, and a line for every error."""
+    layers: list[Layer] = []
+    errors: list[str] = []
+    for read in readers:
+        try:
+            layers.append(read())
+        except SettingsError as error:
+            errors.append(str(error))
+    return layers, errors
+
+
+def from_file(path: Path) -> Layer:
+    """Read a TOML file, or YAML by its suffix. Raises SettingsError if it is missing or cannot be parsed."""
+    values = aliases.with_tracker_names(settings_document(path))
+    values.pop("recipe", None)  # The description of a recipe is not a setting.
+    for section, keys in values.items():
+        if not isinstance(keys, dict):
+            raise SettingsError(f"{path}: {section}: settings stand in sections; write [section] above `{section} = …`")
+    return Layer(
+        str(path), {section: {str(key): value for key, value in keys.items()} for section, keys in values.items()}
+    )
+
+
+YAML_SUFFIXES = (".yaml", ".yml")
+FORMS = {
+    "settings file": "a settings file has sections of keys",
+    "evaluation file": "an evaluation file has `defaults` and `datasets`",
+    "file of your settings": "settings of your own are names with values, such as `max_turns: 4`",
+}
+"""Files that hold settings, and their form."""
+
+
+def settings_document(path: Path) -> dict[str, Any]:
+    """Parse a settings file as it stands, its [recipe] included. Raises SettingsError."""
+    return _read_document(path, "settings file", toml=path.suffix not in YAML_SUFFIXES)
+
+
+def _read_document(path: Path, kind: str, *, toml: bool) -> dict[str, Any]:
+    """Parse a file of TOML or YAML. Raises SettingsError, which calls the file a `kind`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text) if toml else _yaml(text)
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such {kind}") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        language = "TOML" if toml else "YAML"
+        raise SettingsError(f"{path}: not valid {language}: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise SettingsError(f"{path}: {FORMS[kind]}")
+    return document
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Layer:
+    """Read every environment variable SLIMECTL_SECTION_KEY=value; the section is the longest known one.
+
+    >>> from_environment({"SLIMECTL_SFT_WARMUP_MAX_STEPS": "5"}).values
+    {'sft_warmup': {'max_steps': 5}}
+    """
+    known_sections = [*Settings.model_fields, *aliases.SECTIONS]
+    values: Values = {}
+    for name, text in sorted(environ.items()):
+        if name.startswith(PREFIX) and name != LOG_LEVEL:
+            words = name[len(PREFIX) :].lower()
+            section = _longest(known_sections, words) or _longest(section_names(), words) or words.partition("_")[0]
+            if key := words[len(section) + 1 :]:
+                values.setdefault(section, {})[key] = parse_value(text)
+    return Layer("environment", values)
+
+
+def _longest(sections: Iterable[str], words: str) -> str | None:
+    """The longest section that the words of a variable begin with."""
+    return max((section for section in sections if words.startswith(f"{section}_")), key=len, default=None)
+
+
+def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
+    """Parse assignments `section.key=value`; a third part addresses a table: eval.data.aime=aime.jsonl."""
+    values: Values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        parts = name.strip().split(".")
+        if not equals or len(parts) < 2 or not all(parts):
+            shown = f"{name}={MASK}" if is_secret_name(name) else assignment
+            near = suggestion(name.strip(), setting_names()) if equals and len(parts) == 1 else None
+            example = f"{near}={text}" if near and not is_secret_name(near) else "train.lr=1e-5"
+            raise SettingsError(f"-s {shown}: write it as section.key=value, e.g. -s {example}")
+        table: dict[str, Any] = values.setdefault(parts[0], {})
+        for part in parts[1:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = parse_value(text)
+    return Layer(origin, values)
+
+
+def read_assignments(assignments: Iterable[str]) -> tuple[Layer, list[str]]:
+    """Parse the assignments that can be parsed into one layer; also return a line for each of the others."""
+    layers, errors = read_layers(partial(from_assignments, [each]) for each in assignments)
+    values: Values = reduce(merge, (layer.values for layer in layers), {})
+    return Layer("command line", values), errors
+
+
+def nested(values: Mapping[str, Any]) -> Values:
+    """Sections from dotted keys; a third part addresses a table.
+
+    >>> nested({"run.num_rollout": 2, "eval.data.aime": "aime.jsonl"})
+    {'run': {'num_rollout': 2}, 'eval': {'data': {'aime': 'aime.jsonl'}}}
+
+    Raises SettingsError for a key without a section.
+    """
+    sections: Values = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        if len(parts) < 2 or not all(parts):
+            raise SettingsError(f"{name}: write a setting as section.key, e.g. train.lr")
+        table: dict[str, Any] = sections.setdefault(parts[0], {})
+        for part in parts[1:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = value
+    return sections
+
+
+def parse_value(text: str) -> Any:
+    """Parse a TOML value, `none` as None; any other text is returned unchanged."""
+    if text.strip().lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def merge(old: Any, new: Any) -> Any:
+    """Merge tables key by key; any other value is replaced."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: merge(old.get(key), value) for key, value in new.items()}}
+
+
+SPELLINGS = {
+    "n_samples_per_eval_prompt": "n_samples_per_prompt",
+    "eval_interval": "interval",
+}
+"""Slime's key names and their slimectl equivalents; any key may also be prefixed with eval_ or rollout_."""
+
+
+def from_eval_config(path: Path) -> Layer:
+    """Read [eval] from a YAML or TOML file.
+
+    The file has `defaults` (or `default`) for all datasets, and `datasets`: a list of tables with `name` and `path`,
+    or a table of those by name; all of it may be nested under `eval`. Raises SettingsError for anything else.
+    """
+    document = _read_document(path, "evaluation file", toml=path.suffix == ".toml")
+    document = document.get("eval", document)
+    if not isinstance(document, dict):
+        raise SettingsError(f"{path}: {FORMS['evaluation file']}")
+    unknown = sorted(set(document) - {"defaults", "default", "datasets"})
+    if unknown or not document.get("datasets"):
+        wrong = f"{unknown[0]}: unknown key" if unknown else "no datasets"
+        raise SettingsError(f"{path}: {wrong}; {FORMS['evaluation file']}")
+    shared = document.get("defaults") or document.get("default") or {}
+    data = dict(_parse_dataset(path, entry) for entry in _as_list(document["datasets"]))
+    return Layer(str(path), {"eval": {**_normalize_keys(shared), "data": data}})
+
+
+def from_custom_config(path: Path) -> Layer:
+    """Read the keys of [custom] from a YAML, JSON or TOML file. Raises SettingsError for anything but an object."""
+    document = _read_document(path, "file of your settings", toml=path.suffix == ".toml")
+    return Layer(str(path), {"custom": {str(key): value for key, value in document.items()}})
+
+
+def _as_list(datasets: Any) -> list[Any]:
+    """Convert tables by name to a list."""
+    if isinstance(datasets, dict):
+        return [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in datasets.items()]
+    return datasets if isinstance(datasets, list) else [datasets]
+
+
+def _parse_dataset(path: Path, entry: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
+        raise SettingsError(f"{path}: datasets: each is a table with `name` and `path`, not {entry!r}")
+    return str(entry["name"]), _normalize_keys({key: value for key, value in entry.items() if key != "name"})
+
+
+def _normalize_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """Rename keys to those of [eval], and drop null values."""
+    short = {key.removeprefix("eval_").removeprefix("rollout_"): key for key in options if key not in SPELLINGS}
+    named = {name: options[key] for name, key in short.items()}
+    named |= {ours: options[theirs] for theirs, ours in SPELLINGS.items() if theirs in options}
+    return {name: value for name, value in named.items() if value is not None}

@@ -1,0 +1,102 @@
+"""Rounds of recorded samples: whole rollouts, or whole groups for pairwise algorithms, over one or more passes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import count, groupby
+
+from slimectl.settings import Settings
+from slimectl.settings.needs import Need
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+
+Numbered = tuple[int, Sample]
+"""The occurrence of a row over all passes, from 0, and a sample of that row."""
+
+
+def recorded_rounds(
+    samples: Iterable[Numbered], settings: Settings, *, left_out: deque[Prompt], before: int = 0
+) -> Iterator[RolloutBatch]:
+    """Yield the rounds of samples in the order of a file, each with the position after it, from which a resume reads.
+
+    `left_out` gets the prompts that are too long while `samples` is read; a round counts those before its end.
+    `before` is the number of rounds before the first.
+    """
+    numbers: deque[int] = deque()
+
+    def unnumbered() -> Iterator[Sample]:
+        for number, sample in samples:
+            numbers.append(number)
+            yield sample
+
+    batches = sample_batches(unnumbered(), settings, settings.rollouts_per_round)
+    for round_number, batch in enumerate(batches, start=before + 1):
+        position = [numbers.popleft() for _ in batch][-1] + 1
+        metrics: Metrics = {}
+        # What was read past the round, to know where its last group ends, is read again after a resume.
+        while left_out and left_out[0].index < position:
+            left_out.popleft()
+            metrics["rollout/prompts_too_long"] = metrics.get("rollout/prompts_too_long", 0.0) + 1.0
+        yield RolloutBatch(batch, metrics=metrics, state=SamplerState(position, round_number))
+
+
+def sample_batches(samples: Iterable[Sample], settings: Settings, size: int) -> Iterator[list[Sample]]:
+    """Yield lists of `size` whole rollouts, or for pairwise algorithms of `size` whole groups."""
+    return (_batch_groups if Need.PAIRS in settings.algorithm.needs else _batch_rollouts)(samples, size)
+
+
+def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    """Yield lists of `size` whole rollouts; the samples of a fan-out are adjacent and share their rollout_id."""
+    batch: list[Sample] = []
+    rollouts = 0
+    for sample in samples:
+        continues = bool(batch) and sample.rollout_id is not None and sample.rollout_id == batch[-1].rollout_id
+        if rollouts == size and not continues:
+            yield batch
+            batch, rollouts = [], 0
+        batch.append(sample)
+        rollouts += not continues
+        if rollouts == size and sample.rollout_id is None:
+            yield batch
+            batch, rollouts = [], 0
+    if batch:
+        yield batch
+
+
+def _batch_groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    """Yield lists of `size` whole groups, whose samples are adjacent."""
+    batch: list[list[Sample]] = []
+    for _, group in groupby(samples, key=lambda sample: sample.group_index):
+        batch.append(list(group))
+        if len(batch) == size:
+            yield [sample for members in batch for sample in members]
+            batch = []
+    if batch:
+        yield [sample for members in batch for sample in members]
+
+
+def repeated(read: Callable[[], Iterable[Sample]], *, epochs: int | None, start: int = 0) -> Iterator[Numbered]:
+    """Yield the samples that `read` returns, `epochs` times (None: without end), from occurrence `start` on.
+
+    Every pass but the first shifts the samples' indices past those of the passes before it.
+    """
+    number, size, shift = 0, 0, 0
+    for epoch in count() if epochs is None else range(epochs):
+        if epoch and number + size <= start:
+            number += size
+            continue
+        for sample in read():
+            if epoch == 0:
+                size += 1
+                shift = max(shift, sample.index + 1, sample.group_index + 1, (sample.rollout_id or 0) + 1)
+            if number >= start:
+                yield number, _shifted(sample, epoch * shift)
+            number += 1
+        if not size:
+            return
+
+
+def _shifted(sample: Sample, by: int) -> Sample:
+    rollout_id = None if sample.rollout_id is None else sample.rollout_id + by
+    return replace(sample, index=sample.index + by, group_index=sample.group_index + by, rollout_id=rollout_id)

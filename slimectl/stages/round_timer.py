@@ -1,0 +1,229 @@
+"""Clocks, memory and arithmetic rate of a round of training, for perf.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slimectl.data.metrics_catalogue import PHASES
+from slimectl.planner.devices import DeviceMemory, ProcessMemory, process_memory
+from slimectl.protocols import NO_PROGRESS, Progress
+from slimectl.types import Metrics, TrainingSample
+
+if TYPE_CHECKING:
+    from slimectl.algorithms.packing import Pack
+    from slimectl.algorithms.prefix_trie import PrefixTrie
+    from slimectl.planner.flops import ModelFlops, SequenceFlops
+
+Item = TypeVar("Item")
+Clock = Callable[[], float]
+Packer = Callable[[Sequence[TrainingSample]], "list[list[Pack]]"]
+"""Returns the packs of every rank."""
+GIB = 1024**3
+KINDS = ("allocated", "reserved", "max_allocated", "max_reserved")
+END = object()
+
+
+@dataclass(frozen=True)
+class ArithmeticRate:
+    """FLOPs of the policy by sequence, the number of ranks that share them, and the peak FLOP/s of a rank if known."""
+
+    flops: ModelFlops
+    ranks: int = 1
+    peak: float | None = None
+
+
+class RoundTimer:
+    """Adds up what a round takes, by the names of metrics; `take` returns the sums and begins the next round.
+
+    Of blocks inside one another only the innermost one's time counts, so that no second is counted twice. Time passes
+    by `clock`. With `log_memory` the memory of every phase is noted when it begins and ends, in all processes of the
+    model that works. `pack` divides rows as the trainer does; without it every row counts alone. `progress` is told the
+    phase under way. One thread uses a timer.
+    """
+
+    def __init__(
+        self,
+        clock: Clock = time.perf_counter,
+        *,
+        log_memory: bool = False,
+        rate: ArithmeticRate | None = None,
+        pack: Packer | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        self.clock, self.log_memory, self.rate, self.pack, self.progress = clock, log_memory, rate, pack, progress
+        self._tokens: defaultdict[str, int] = defaultdict(int)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._flops: defaultdict[str, float] = defaultdict(float)
+        self._memory: Metrics = {}
+        self._peaks: Metrics = {}
+        self._open: list[str] = []
+        self._mark = 0.0
+
+    @contextmanager
+    def time(self, name: str, *, of: Any = None) -> Iterator[None]:
+        """Add the seconds of the block to the metric `name`; `of` is the model that works in it."""
+        with self._noting_memory(name, of), self._clocked(name):
+            yield
+
+    def iterate(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items; the time that each takes to come is added to the metric `name`."""
+        iterator = iter(items)
+        with self._noting_memory(name, None):
+            while True:
+                with self._clocked(name):
+                    item: Any = next(iterator, END)
+                if item is END:
+                    return
+                yield item
+
+    @contextmanager
+    def _clocked(self, name: str) -> Iterator[None]:
+        self._switch()
+        self._open.append(name)
+        word = WORDS.get(name)
+        try:
+            with nullcontext() if word is None else self.progress.phase(word):
+                yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def _switch(self) -> None:
+        """Add the time since the last switch to the innermost open block."""
+        now = self.clock()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._mark
+        self._mark = now
+
+    @contextmanager
+    def _noting_memory(self, name: str, model: Any) -> Iterator[None]:
+        """Note the memory of a model's processes before and after the block, if the metric is a phase's time."""
+        phase = PHASE_OF.get(name) if self.log_memory else None
+        if phase is not None:
+            self._note_memory(phase, "start", model)
+        yield
+        if phase is not None:
+            self._note_memory(phase, "end", model)
+
+    def count_training(self, rows: Sequence[TrainingSample]) -> None:
+        """Count the FLOPs of a forward and backward pass over rows, and the tokens that rows share in it."""
+        tries = self._tries(rows)
+        self._tokens["shared"] += sum(sum(trie.shared) for trie in tries)
+        self._tokens["all"] += sum(sum(trie.lengths) for trie in tries)
+        if self.rate is not None:
+            self._flops["actor_train"] += _flops(tries, self.rate.flops.training)
+
+    def count_log_probs(self, rows: Sequence[TrainingSample]) -> None:
+        """Count the FLOPs of a forward pass over rows."""
+        if self.rate is not None:
+            self._flops["log_probs"] += _flops(self._tries(rows), self.rate.flops.forward)
+
+    def _tries(self, rows: Sequence[TrainingSample]) -> list[PrefixTrie]:
+        from slimectl.algorithms.prefix_trie import build_tries
+
+        if self.pack is None:
+            return build_tries(rows, max_tokens=1, share=False)
+        return [trie for packs in self.pack(rows) for pack in packs for trie in pack]
+
+    def note_peaks(self, model: Any) -> None:
+        """Note the memory of a model's processes since the round before: the largest of all of them."""
+        self._note_peaks(on_ranks(model, _memory_and_reset))
+
+    def take(self) -> Metrics:
+        """Return the metrics of the round, and begin another."""
+        metrics = {**self._seconds, **self._memory, **self._peaks, **self._rates()}
+        if self.pack is not None and self._tokens["all"]:
+            metrics["perf/shared_tokens_ratio"] = self._tokens["shared"] / self._tokens["all"]
+        for sums in (self._seconds, self._flops, self._tokens, self._memory, self._peaks):
+            sums.clear()
+        return metrics
+
+    def _rates(self) -> Metrics:
+        metrics: Metrics = {}
+        for work, flops in self._flops.items():
+            if self.rate is not None and (seconds := self._seconds.get(f"perf/{work}_time")):
+                attained = flops / seconds / self.rate.ranks
+                metrics[f"perf/{work}_tflops"] = attained / 1e12
+                if work == "actor_train" and self.rate.peak:
+                    metrics["perf/mfu"] = attained / self.rate.peak
+        return metrics
+
+    def _note_peaks(self, processes: Sequence[ProcessMemory]) -> None:
+        sizes = {"cpu_memory": [process.rss for process in processes]}
+        devices = [process.device for process in processes if process.device is not None]
+        sizes["gpu_memory_allocated"] = [device.max_allocated for device in devices]
+        sizes["gpu_memory_reserved"] = [device.max_reserved for device in devices]
+        for name, values in sizes.items():
+            if any(values):
+                key = f"perf/{name}_gb"
+                self._peaks[key] = max(self._peaks.get(key, 0.0), max(values) / GIB)
+
+    def _note_memory(self, phase: str, moment: str, model: Any) -> None:
+        """Note the memory of a model's processes at the start or the end of a phase; the first start of a round counts.
+
+        Nothing of a trainer is offloaded between the two points of a moment, so that both have the same numbers.
+        """
+        processes = on_ranks(model, _memory_and_reset)
+        self._note_peaks(processes)
+        metrics: Metrics = {}
+        for name in ("rss", "vms"):
+            metrics[f"memory/cpu/{phase}/{moment}/{name}"] = max(getattr(process, name) for process in processes) / GIB
+        for device in [process.device for process in processes if process.device is not None]:
+            for key, value in _device_metrics(device, phase, moment):
+                metrics[key] = max(metrics.get(key, 0.0), value)
+        self._memory |= {key: value for key, value in metrics.items() if moment == "end" or key not in self._memory}
+
+
+def _device_metrics(device: DeviceMemory, phase: str, moment: str) -> Iterator[tuple[str, float]]:
+    prefix = f"memory/{phase}/{moment}"
+    for kind in KINDS:
+        # The maxima are those of the phase: at its start they are what there is.
+        size = getattr(device, kind.removeprefix("max_") if moment == "start" else kind)
+        for state in ("offload", "onload"):
+            yield f"{prefix}/{state}/{kind}/{device.index}", size / GIB
+    if moment == "end":
+        yield f"{prefix}/onload/max_allocated_frac/{device.index}", device.max_allocated / device.total
+        yield f"{prefix}/onload/max_reserved_frac/{device.index}", device.max_reserved / device.total
+
+
+def _memory_and_reset() -> ProcessMemory:
+    return process_memory(reset_peak=True)
+
+
+def _flops(tries: Iterable[PrefixTrie], cost: SequenceFlops) -> float:
+    """Return the FLOPs of tries: each row costs what it adds to the tokens that it shares."""
+    return sum(
+        cost(length) - cost(shared) for trie in tries for length, shared in zip(trie.lengths, trie.shared, strict=True)
+    )
+
+
+def on_ranks(model: Any, function: Callable[..., Item], *arguments: Any) -> list[Item]:
+    """Call a function in every process of a model, and return the results by rank; in this one if it has no others."""
+    call = getattr(model, "on_ranks", None)
+    return [function(*arguments)] if call is None else call(function, *arguments)
+
+
+WORDS = {
+    "perf/wait_time": "rollout",
+    "perf/generate_time": "rollout",
+    "perf/reward_time": "grade",
+    "perf/ref_log_probs_time": "reference",
+    "perf/teacher_log_probs_time": "teacher",
+    "perf/log_probs_time": "log-probabilities",
+    "perf/values_time": "values",
+    "perf/actor_train_time": "train",
+    "perf/critic_train_time": "train critic",
+    "perf/engine_offload_time": "offload",
+    "perf/engine_onload_time": "onload",
+    "perf/update_weights_time": "sync",
+    "perf/save_model_time": "save",
+}
+"""The phase that progress names while a metric's time runs."""
+
+PHASE_OF = {name: phase for phase, names in PHASES.items() for name in names}
+"""The phase of each metric of time."""

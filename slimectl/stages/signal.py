@@ -1,0 +1,91 @@
+"""Recognizes rounds whose rewards carry no training signal, counts them, and says what to do about many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.algorithms.filters import has_signal
+from slimectl.settings import Settings
+from slimectl.settings.needs import Need
+from slimectl.stages.hooks import Hooks
+from slimectl.stdio import quantity
+
+NO_SIGNAL = "rollout/no_signal"
+"""Metric of a round without signal; other rounds do not have it."""
+
+
+@dataclass
+class SignalCount:
+    """Count of rounds with and without signal; part of every checkpoint.
+
+    >>> count = SignalCount()
+    >>> for reason in ("", "every reward was 0", "every reward was 0"):
+    ...     count.add(reason)
+    >>> count.rounds, count.without, count.in_a_row
+    (3, 2, 2)
+    """
+
+    rounds: int = 0
+
+    without: int = 0
+    """Rounds without signal."""
+
+    in_a_row: int = 0
+    """Those at the end of the rounds up to now."""
+
+    reason: str = ""
+    """Why the last of them had none."""
+
+    def add(self, reason: str) -> None:
+        """Count a round; the reason is empty if it carried signal."""
+        self.rounds += 1
+        self.without += bool(reason)
+        self.in_a_row = self.in_a_row + 1 if reason else 0
+        self.reason = reason or self.reason
+
+    def message_in_a_row(self, remedy: str) -> str:
+        """Return the message about the rounds without signal in a row."""
+        return f"{quantity(self.in_a_row, 'round')} in a row taught nothing: {self.reason}; {remedy}"
+
+    def closing_message(self, remedy: str) -> str:
+        """Return the message at the end of the rounds; empty if most of them carried signal."""
+        few = 2 * self.without <= self.rounds
+        return (
+            "" if few else f"{self.without} of {quantity(self.rounds, 'round')} taught nothing: {self.reason}; {remedy}"
+        )
+
+
+def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> str:
+    """Return why the rewards of a round teach nothing; an empty text if they teach something.
+
+    A teacher, an advantage or a loss of the user's teaches without rewards. A single answer is compared with nothing:
+    its own advantage counts.
+    """
+    algorithm = settings.algorithm
+    if algorithm.trains_on != "rollouts" or hooks.loss is not None:
+        return ""
+    if not batch.samples:
+        return "no sample was left to train on"
+    same = f"every reward was {batch.rewards[0]:g}" if not _differ(batch.rewards) else ""
+    weighted = ((row.advantages, row.loss_weights) for row in batch.rows)
+    if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
+        within = "" if _any_group_differs(batch) else "the rewards of every group were equal"
+        return same or within or "every advantage was 0"
+    if Need.TEACHER in algorithm.needs or hooks.advantages is not None or hooks.post_process_rows is not None:
+        return ""
+    if Need.GROUPS in algorithm.needs and not batch.compared and not _any_group_differs(batch):
+        return same or "the rewards of every group were equal"
+    return same if len(batch.rewards) > 1 else ""
+
+
+def _any_group_differs(batch: TrainingBatch) -> bool:
+    groups: dict[int, list[float]] = {}
+    for sample, reward in zip(batch.samples, batch.rewards, strict=True):
+        groups.setdefault(sample.group_index, []).append(reward)
+    return any(map(_differ, groups.values()))
+
+
+def _differ(rewards: Iterable[float]) -> bool:
+    return has_signal(list(rewards))[0]

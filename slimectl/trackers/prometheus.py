@@ -1,0 +1,89 @@
+"""Prometheus endpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slimectl.errors import BackendError, MissingExtraError
+from slimectl.stdio import logger
+from slimectl.trackers.base import TrackedRun, first_line
+from slimectl.types import TableRow
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
+
+PREFIX = "slimectl_"
+
+
+class PrometheusTracker:
+    """The last value of every metric at http://HOST:PORT/metrics, as a gauge with the run's name in the label `run`.
+
+    Names are those of the metrics with `slimectl_` before them and an underscore for every character that Prometheus
+    refuses; the help text has the name itself. Port 0 is any free one, which a message names.
+
+    Raises MissingExtraError without the library, BackendError for an address that cannot be opened.
+    """
+
+    def __init__(self, run: TrackedRun, *, host: str, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        except ImportError as error:
+            raise MissingExtraError(
+                "prometheus_client", extra="prometheus", wanted_by="track.prometheus_port"
+            ) from error
+        self._run_name = run.folder.name
+        self._registry = CollectorRegistry()  # without the process metrics of the library's own
+        self._new_gauge = partial(Gauge, labelnames=["run"], registry=self._registry)
+        self._gauges: dict[str, Gauge] = {}
+        self._names: dict[str, str] = {}
+        """Metric by its name at Prometheus."""
+        try:
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise BackendError(
+                f"track.prometheus_port: {host}:{port} cannot be opened: {reason}; set another port, or 0 for any "
+                "free one"
+            ) from error
+        logger.info(f"metrics for Prometheus at http://{host}:{self._server.server_port}/metrics")
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Set the gauges. Raises ValueError in the end for metrics whose name at Prometheus is another's."""
+        hidden = []
+        for name, value in {"train/step": step, **metrics}.items():
+            shown = self._names.setdefault(prometheus_name(name), name)
+            if shown == name:
+                self._gauge(name).labels(self._run_name).set(value)
+            else:
+                hidden.append(f"{name} has the name of {shown} there")
+        if hidden:
+            raise ValueError("; ".join(hidden))
+
+    def _gauge(self, name: str) -> Gauge:
+        if name not in self._gauges:
+            self._gauges[name] = self._new_gauge(prometheus_name(name), name)
+        return self._gauges[name]
+
+    def table(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Prometheus has numbers alone."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def prometheus_name(name: str) -> str:
+    """Return the name of a metric at Prometheus.
+
+    >>> prometheus_name("eval/gsm8k-pass@8")
+    'slimectl_eval_gsm8k_pass_at_8'
+    """
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))

@@ -1,0 +1,1 @@
+"""The browser view of runs and samples: `slimectl view`."""

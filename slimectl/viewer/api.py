@@ -1,0 +1,242 @@
+"""The questions that the page asks, by name, with their parameters as strings; answers are JSON values."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slimectl.builders.trackers import roll_metrics
+from slimectl.data.metrics_catalogue import CATALOGUE
+from slimectl.data.records import sample_from_json
+from slimectl.data.sample_index import SampleIndex
+from slimectl.errors import SettingsError
+from slimectl.settings import Settings
+from slimectl.settings.layers import from_file
+from slimectl.settings.loading import resolve
+from slimectl.stages.evaluate import resolve_dataset_settings
+from slimectl.types import Sample
+from slimectl.viewer import queries
+from slimectl.viewer.library import Library, SamplesFile
+from slimectl.viewer.token_view import Decoders, sample_view
+
+INDEX_S = 0.5
+"""Seconds that a question waits for an index to grow; the page asks again until it is complete."""
+PAGE = 50
+CLOCKS = ("perf/total_time", "perf/eval_time")
+"""Metrics that the page sums to the time axis, which ROLL does not have."""
+
+Parameters = Mapping[str, str]
+
+
+class ViewApi:
+    """Answers to the page's questions about a library."""
+
+    def __init__(self, library: Library, load_tokenizer: Callable[[Path], Any]) -> None:
+        self.library = library
+        self._decoders = Decoders(load_tokenizer)
+        self.questions: dict[str, Callable[[Parameters], Any]] = {
+            "catalogue": lambda parameters: self.library.catalogue(),
+            "definitions": lambda parameters: {metric.name: [metric.unit, metric.definition] for metric in CATALOGUE},
+            "settings": lambda parameters: self.library.settings_table(),
+            "metrics": self._metrics,
+            "histograms": self._histograms,
+            "groups": self._groups,
+            "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
+            "sample": self._sample,
+            "raw": self._raw,
+            "explain": self._explain,
+            "prompt": self._prompt,
+            "compare": self._compare,
+        }
+
+    def answer(self, question: str, parameters: Parameters) -> Any:
+        """Return the answer to a question. Raises SettingsError for an unknown one or a wrong parameter."""
+        if question not in self.questions:
+            raise SettingsError(f"{question}: is no question of this view; ask one of {', '.join(self.questions)}")
+        return self.questions[question](parameters)
+
+    def preload(self) -> None:
+        """Load the tokenizer of the first run or file, before a page asks for it."""
+        for file in self.library.files().values():
+            if self._decoders.decoder(self.library.model_folder(file)) is not None:
+                return
+
+    def _file(self, parameters: Parameters, name: str = "file") -> SamplesFile:
+        return self.library.file(_text(parameters, name))
+
+    def _index(self, parameters: Parameters, name: str = "file") -> SampleIndex:
+        """Return the index of a file, extended by what can be read in a moment."""
+        index = self.library.index(self._file(parameters, name))
+        index.extend(INDEX_S)
+        return index
+
+    def _metrics(self, parameters: Parameters) -> dict[str, Any]:
+        run = self.library.run(_text(parameters, "run"))
+        offsets = {name: _integer(parameters, name, 0) for name in ("metrics", "perf")}
+        answer = run.metrics(offsets)
+        if parameters.get("naming") == "roll":
+            prompts = int(run.settings.get("run.rollout_batch_size", 1))
+            for line in (*answer["metrics"], *answer["perf"]):
+                clocks = {name: value for name, value in line["metrics"].items() if name in CLOCKS}
+                line["metrics"] = roll_metrics(line["metrics"], prompts_per_round=prompts) | clocks
+        return answer
+
+    def _histograms(self, parameters: Parameters) -> dict[str, Any]:
+        file = self._file(parameters)
+        # The samples of round n are trained by the weights of version n - 1; an evaluation trains nothing.
+        version = file.round - 1 if file.kind == "round" and file.round is not None else None
+        return queries.histograms(self._index(parameters), version=version)
+
+    def _groups(self, parameters: Parameters) -> dict[str, Any]:
+        return queries.list_groups(
+            self._index(parameters),
+            where=parameters.get("where", ""),
+            search=parameters.get("search", ""),
+            sort=parameters.get("sort", "group"),
+            descending=parameters.get("order") == "down",
+            offset=_integer(parameters, "offset", 0),
+            limit=_integer(parameters, "limit", PAGE),
+        )
+
+    def _sample(self, parameters: Parameters) -> dict[str, Any]:
+        file, index = self._file(parameters), self._index(parameters)
+        decode = self._decoders.decoder(self.library.model_folder(file))
+        row = _integer(parameters, "row")
+        view = sample_view(index, row, start=_integer(parameters, "start", 0), decode=decode)
+        columns = index.columns()
+        group = int(columns["group"][row])
+        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": self._commands(file, view, row)}
+
+    def _commands(self, file: SamplesFile, view: dict[str, Any], row: int) -> list[dict[str, str]]:
+        """Return the commands that sample a prompt again and that explain its reward."""
+        one = f"'{file.path}@[{row}:{row + 1}]'"
+        if file.run is None:
+            return [{"title": "sample this prompt again", "command": f"slimectl rollout --model DIR --data {one} -n 1"}]
+        run = self.library.run(file.run)
+        weights = run.path / f"step_{(file.round or 0) - (file.kind == 'round'):06d}"
+        model = weights if (weights / "policy").is_dir() else run.path / "latest"
+        again = f"slimectl rollout -c {run.path / 'run.toml'} --model {model} --data {one} -n 1"
+        return [
+            {"title": "sample this prompt again", "command": again},
+            {
+                "title": "sample and grade it",
+                "command": f"{again} | slimectl score - -c {run.path / 'run.toml'} --explain",
+            },
+        ]
+
+    def _raw(self, parameters: Parameters) -> Any:
+        return self._index(parameters).record(_integer(parameters, "row"))
+
+    def _explain(self, parameters: Parameters) -> dict[str, Any]:
+        """Grade a sample again by the run's verifier and return its explanation."""
+        index = self._index(parameters)
+        record = index.record(_integer(parameters, "row"))
+        (sample,) = graded_again(self.library, self._file(parameters), [record])
+        return {"reward": sample.reward, "explanation": sample.metadata.get("explanation")}
+
+    def _prompt(self, parameters: Parameters) -> dict[str, Any]:
+        """Return the answers to one prompt in every file of a run, or in every file that was named."""
+        number = _integer(parameters, "hash")
+        run = parameters.get("run", "")
+        files = self.library.run(run).files() if run else list(self.library.named_files.values())
+        appearances, complete, prompt, label = [], True, None, None
+        deadline = time.monotonic() + INDEX_S
+        for file in files:
+            index, seconds = self.library.index(file), deadline - time.monotonic()
+            complete &= index.extend(seconds) if seconds > 0 else index.complete
+            answers = queries.prompt_in(index, number)
+            if answers is not None:
+                appearances.append({"file": file.to_json(), **answers})
+                if prompt is None:
+                    record = index.record(answers["rows"][0])
+                    prompt, label = record.get("prompt", ""), record.get("label")
+        return {"prompt": prompt, "label": label, "appearances": appearances, "complete": complete}
+
+    def _compare(self, parameters: Parameters) -> dict[str, Any]:
+        return queries.compare(
+            self._index(parameters, "before"),
+            self._index(parameters, "after"),
+            threshold=_number(parameters, "threshold", 1.0),
+            only=parameters.get("only", ""),
+            offset=_integer(parameters, "offset", 0),
+            limit=_integer(parameters, "limit", PAGE),
+        )
+
+
+def graded_again(library: Library, file: SamplesFile, records: Sequence[dict[str, Any]]) -> list[Sample]:
+    """Grade records of a file by the verifier of its run, with explanations. Raises SettingsError, RecordError."""
+    from slimectl.api.stages import score
+
+    settings = _score_settings(library, file)
+    samples = [
+        sample_from_json({key: value for key, value in record.items() if key != "custom_rm_path"}, position=position)
+        for position, record in enumerate(records)
+    ]
+    return list(score(samples, settings))
+
+
+def _score_settings(library: Library, file: SamplesFile) -> Settings:
+    """Return the settings that grade a file's samples in a worker with explanations.
+
+    Raises SettingsError where a function of the user's is the reward: a view runs no such code.
+    """
+    if file.run is None:
+        raise SettingsError(f"{file.path}: no run says how it was graded; use slimectl score FILE --explain")
+    path = library.run(file.run).path / "run.toml"
+    settings = resolve([from_file(path)]).settings
+    if file.dataset is not None and file.dataset in settings.eval.datasets:
+        settings = resolve_dataset_settings(settings, file.dataset)
+    if settings.score.custom_rm_path:
+        raise SettingsError(
+            f"the reward is {settings.score.custom_rm_path}, which a view does not run; use "
+            f"slimectl score {file.path} -c {path} --explain"
+        )
+    worker = settings.score.model_copy(update={"workers": 1, "explain": True})
+    return settings.model_copy(update={"score": worker})
+
+
+def json_text(answer: Any) -> str:
+    """Return an answer as JSON that a browser reads: ASCII, numbers that are not finite as null."""
+    try:
+        return json.dumps(answer, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(answer), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
+
+
+def _text(parameters: Parameters, name: str) -> str:
+    if name not in parameters:
+        raise SettingsError(f"{name}: is missing")
+    return parameters[name]
+
+
+def _integer(parameters: Parameters, name: str, default: int | None = None) -> int:
+    text = parameters.get(name, "" if default is None else str(default))
+    try:
+        number = int(text)
+    except ValueError:
+        raise SettingsError(f"{name}: {text[:40]!r} is no whole number") from None
+    if number < 0 or number >= 1 << 63:
+        raise SettingsError(f"{name}: {text[:40]} is out of range")
+    return number
+
+
+def _number(parameters: Parameters, name: str, default: float) -> float:
+    try:
+        return float(parameters.get(name, default))
+    except ValueError:
+        raise SettingsError(f"{name}: {parameters[name][:40]!r} is no number") from None

@@ -1,0 +1,120 @@
+"""One self-contained page of a view: the page's modules and the answers that it asks for, in one file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from slimectl.data.run_dir import write_text
+from slimectl.viewer.api import PAGE, ViewApi, json_text
+from slimectl.viewer.library import SamplesFile
+from slimectl.viewer.server import PAGE_FILES
+
+MAX_BYTES = 40 << 20
+"""Most bytes of answers in a file, so that a mail takes it and a browser opens it."""
+MAX_GROUPS = 50
+"""Groups of each samples file, all their samples included."""
+IMPORT = re.compile(r'from "\./([a-z]+\.js)"')
+POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+
+UNRESERVED = "!'()*~"
+"""Characters that encodeURIComponent of a browser leaves, and Python's quote does not."""
+
+Question = tuple[str, dict[str, str]]
+
+
+def write_page(api: ViewApi, path: Path) -> str:
+    """Write the page; return a line that says how large it is and what it leaves out. Raises StorageError."""
+    answers: dict[str, Any] = {}
+    size = left_out = 0
+    for question, parameters in _questions(api):
+        text = json_text(api.answer(question, parameters))
+        if size + len(text) > MAX_BYTES:
+            left_out += 1
+            continue
+        size += len(text)
+        answers[_address(question, parameters)] = json.loads(text)
+    write_text(path, _html(answers))
+    rest = f"; {left_out} pages are left out at {MAX_BYTES >> 20} MiB" if left_out else ""
+    return f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser{rest}"
+
+
+def _address(question: str, parameters: dict[str, str]) -> str:
+    """Return the address that api.js forms of a question."""
+    query = "&".join(f"{name}={quote(value, safe=UNRESERVED)}" for name, value in sorted(parameters.items()) if value)
+    return f"{question}?{query}" if query else question
+
+
+def _questions(api: ViewApi) -> Iterator[Question]:
+    """Yield the questions that the page asks as one walks through it, the most important first."""
+    library = api.library
+    yield "catalogue", {}
+    yield "definitions", {}
+    yield "settings", {}
+    for run in library.runs:
+        yield "metrics", {"run": run}
+        yield "metrics", {"run": run, "naming": "roll"}
+    files = list(library.files().values())
+    for file in files:
+        library.index(file).extend()
+    yield from _comparisons(files)
+    for file in files:
+        yield "histograms", {"file": file.id}
+        yield "groups", {"file": file.id}
+    prompts: set[tuple[str, str]] = set()
+    for file in files:
+        for line in api.answer("groups", {"file": file.id, "limit": str(PAGE)})["groups"][:MAX_GROUPS]:
+            yield "group", {"file": file.id, "group": str(line["group"])}
+            for row in line["rows"]:
+                yield "sample", {"file": file.id, "row": str(row)}
+                yield "raw", {"file": file.id, "row": str(row)}
+            prompts.add((file.run or "", str(line["hash"])))
+    for owner, number in sorted(prompts):
+        yield "prompt", {"run": owner, "hash": number}
+
+
+def _comparisons(files: list[SamplesFile]) -> Iterator[Question]:
+    """Yield the comparisons of the first with the last evaluation of each dataset, and of two named files."""
+    datasets = {(file.run, file.dataset) for file in files if file.kind == "evaluation"}
+    pairs = []
+    for run, dataset in sorted(datasets, key=str):
+        evaluations = [file for file in files if (file.run, file.dataset) == (run, dataset)]
+        pairs += [(evaluations[0], evaluations[-1])] if len(evaluations) > 1 else []
+    named = [file for file in files if file.kind == "samples"]
+    pairs += [(named[0], named[-1])] if len(named) > 1 else []
+    for before, after in pairs:
+        for only in ("", "right", "wrong"):
+            yield "compare", {"before": before.id, "after": after.id, "only": only}
+
+
+def _html(answers: dict[str, Any]) -> str:
+    """Return index.html with styles, modules and answers inside."""
+    modules = {
+        file.name: IMPORT.sub(r'from "view/\1"', file.read_text(encoding="utf-8"))
+        for file in PAGE_FILES.iterdir()
+        if file.name.endswith(".js")
+    }
+    imports = {f"view/{name}": _data_address(text) for name, text in modules.items()}
+    styles = "\n".join((PAGE_FILES / name).read_text(encoding="utf-8") for name in ("uplot.css", "style.css"))
+    # No text of a sample may end the element that carries it.
+    data = json.dumps(answers).replace("<", "\\u003c")
+    license_text = (PAGE_FILES / "uplot-license.txt").read_text(encoding="utf-8")
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f"<!-- uPlot: {license_text.strip()} -->\n<style>{styles}</style>\n"
+        f'<script type="importmap">{json.dumps({"imports": imports})}</script>\n'
+        f'<script type="application/json" id="answers">{data}</script>\n'
+        '<script type="module">import "view/main.js";</script>'
+    )
+    page = (PAGE_FILES / "index.html").read_text(encoding="utf-8")
+    links = re.compile(r'<link rel="stylesheet".*?>\n|<script type="module".*?</script>', re.DOTALL)
+    return links.sub("", page).replace("</head>", f"{head}\n</head>", 1)
+
+
+def _data_address(text: str) -> str:
+    return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"

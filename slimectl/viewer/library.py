@@ -1,0 +1,293 @@
+"""Runs and samples files that a view shows, and what belongs to each: rounds, evaluations, metrics, settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.locks import holder_of
+from slimectl.data.manifest import manifest_path
+from slimectl.data.ownership import LOCK
+from slimectl.data.sample_index import SampleIndex, TrainedSampleIndex
+from slimectl.errors import SettingsError
+
+ROUND = re.compile(r"step_(\d{6,})")
+EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
+MAX_METRICS_BYTES = 8 << 20
+"""Most bytes of a metrics file in one answer; the page asks for the rest at once."""
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """A samples file of a view: of a round, of an evaluation, or one that was named."""
+
+    id: str
+    path: Path
+    title: str
+    kind: str
+    """"round", "evaluation" or "samples"."""
+    run: str | None = None
+    """Identifier of its run."""
+    round: int | None = None
+    dataset: str | None = None
+    reward_key: str | None = None
+
+    @property
+    def training(self) -> Path | None:
+        """What was trained on in a round, if the run kept it."""
+        path = self.path.with_name("train_data.jsonl")
+        return path if self.kind == "round" and _is_file(path) else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "path": str(self.path), "title": self.title, "kind": self.kind, "run": self.run,
+            "round": self.round, "dataset": self.dataset, "bytes": _size(self.path),
+        }  # fmt: skip
+
+
+@dataclass
+class RunSource:
+    """A run's folder."""
+
+    id: str
+    path: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values of run.toml by dotted key."""
+
+    @property
+    def state(self) -> str:
+        """ "running", "finished" or "stopped"."""
+        with suppress(OSError, ValueError):
+            if "finished" in json.loads((self.path / "manifest.json").read_text()):
+                return "finished"
+        holder = holder_of(self.path / LOCK)
+        return "running" if holder is not None and holder.is_alive() else "stopped"
+
+    def files(self) -> list[SamplesFile]:
+        """Return the samples files of the run: rounds, then evaluations, in order."""
+        key = self.settings.get("score.reward_key")
+        rounds = []
+        for folder in sorted(self.path.glob("step_*")):
+            match = ROUND.fullmatch(folder.name)
+            if match and _is_file(folder / "samples.jsonl"):
+                number = int(match[1])
+                rounds.append(SamplesFile(f"{self.id}.r{number}", folder / "samples.jsonl", f"round {number}", "round",
+                                          self.id, number, None, key))  # fmt: skip
+        evaluations = []
+        for path in sorted((self.path / "eval").glob("*.jsonl")):
+            match = EVALUATION.fullmatch(path.name)
+            if match and _is_file(path):
+                name, number = match[1], int(match[2])
+                key = self.settings.get(f"eval.data.{name}.reward_key", key)
+                evaluations.append(SamplesFile(f"{self.id}.e{number}.{name}", path, f"{name} after round {number}",
+                                               "evaluation", self.id, number, name, key))  # fmt: skip
+        return rounds + sorted(evaluations, key=lambda file: (file.round or 0, file.dataset or ""))
+
+    def model_folder(self) -> Path | None:
+        """Return a folder with the tokenizer of the run's model; None if there is none."""
+        candidates = [self.path / "model", self.path / "warmup", self.path / "latest" / "policy"]
+        if path := self.settings.get("model.path"):
+            candidates.insert(0, Path(path))
+        return next((folder for folder in candidates if (folder / "tokenizer_config.json").exists()), None)
+
+    def metrics(self, offsets: dict[str, int]) -> dict[str, Any]:
+        """Return the lines of metrics.jsonl and perf.jsonl from byte offsets on, and the offsets after them."""
+        answer: dict[str, Any] = {"offsets": {}, "more": False}
+        for name in ("metrics", "perf"):
+            lines, end, more = _json_lines(self.path / f"{name}.jsonl", offsets.get(name, 0))
+            answer[name], answer["offsets"][name] = lines, end
+            answer["more"] |= more
+        return answer
+
+    def all_metrics(self) -> Iterator[dict[str, Any]]:
+        """Yield every line of metrics.jsonl and perf.jsonl, a part of the files in memory at a time."""
+        offsets: dict[str, int] = {}
+        more = True
+        while more:
+            answer = self.metrics(offsets)
+            offsets, more = answer["offsets"], answer["more"]
+            yield from answer["metrics"]
+            yield from answer["perf"]
+
+
+class Library:
+    """The runs and files of one view, with an index of each samples file, made when it is first asked for."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.runs: dict[str, RunSource] = {}
+        self.named_files: dict[str, SamplesFile] = {}
+        self._indexes: dict[Path, SampleIndex] = {}
+        self._lock = threading.Lock()
+        for path in paths:
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        """Add a run's folder, every run in a folder of runs, or a samples file. Raises SettingsError."""
+        if path.is_file():
+            number = f"f{len(self.named_files)}"
+            self.named_files[number] = SamplesFile(number, path, path.name, "samples", reward_key=_reward_key(path))
+        elif is_run_folder(path):
+            number = f"n{len(self.runs)}"
+            self.runs[number] = RunSource(number, path, read_settings(path))
+        elif path.is_dir() and (runs := [child for child in sorted(path.iterdir()) if is_run_folder(child)]):
+            for child in runs:
+                self._add(child)
+        elif not path.exists():
+            raise SettingsError(f"{path}: no such file or folder")
+        else:
+            raise SettingsError(f"{path}: is no run and holds none; give a run's folder (runs/NAME) or a samples file")
+
+    def files(self) -> dict[str, SamplesFile]:
+        """Return all samples files at present by identifier."""
+        run_files = (file for run in self.runs.values() for file in run.files())
+        return {file.id: file for file in (*run_files, *self.named_files.values())}
+
+    def file(self, identifier: str) -> SamplesFile:
+        """Raises SettingsError for an unknown identifier."""
+        try:
+            return self.files()[identifier]
+        except KeyError:
+            raise SettingsError(f"file {identifier!r}: is not in this view") from None
+
+    def run(self, identifier: str) -> RunSource:
+        """Raises SettingsError for an unknown identifier."""
+        try:
+            return self.runs[identifier]
+        except KeyError:
+            raise SettingsError(f"run {identifier!r}: is not in this view") from None
+
+    def index(self, file: SamplesFile) -> SampleIndex:
+        """Return the index of a file; the caller extends it. A file that was replaced gets a new one."""
+        with self._lock:
+            if file.path not in self._indexes or self._indexes[file.path].replaced:
+                training, key = file.training, file.reward_key
+                self._indexes[file.path] = (
+                    SampleIndex(file.path, reward_key=key)
+                    if training is None
+                    else TrainedSampleIndex(file.path, training, reward_key=key)
+                )
+            return self._indexes[file.path]
+
+    def open_indexes(self) -> list[SampleIndex]:
+        """Return the indexes that were asked for so far."""
+        with self._lock:
+            return list(self._indexes.values())
+
+    def model_folder(self, file: SamplesFile) -> Path | None:
+        """Return a folder with the tokenizer of a file's tokens; None if neither run nor manifest name one."""
+        if file.run is not None:
+            return self.run(file.run).model_folder()
+        path = _manifest(file.path).get("settings", {}).get("model", {}).get("path")
+        folder = Path(path) if isinstance(path, str) else None
+        return folder if folder is not None and (folder / "tokenizer_config.json").exists() else None
+
+    def catalogue(self) -> dict[str, Any]:
+        """Return runs and files as the page lists them."""
+        runs = [
+            {"id": run.id, "name": run.path.name, "path": str(run.path), "state": run.state,
+             "files": [file.to_json() for file in run.files()],
+             "metrics_bytes": _size(run.path / "metrics.jsonl")}
+            for run in self.runs.values()
+        ]  # fmt: skip
+        return {"runs": runs, "files": [file.to_json() for file in self.named_files.values()]}
+
+    def settings_table(self) -> dict[str, Any]:
+        """Return the settings whose values differ between the runs, and their value in each; of one run, all."""
+        names = sorted({name for run in self.runs.values() for name in run.settings})
+        rows = []
+        for name in names:
+            values = [run.settings.get(name) for run in self.runs.values()]
+            if len(values) == 1 or any(value != values[0] for value in values[1:]):
+                rows.append({"name": name, "values": values})
+        return {"runs": [run.path.name for run in self.runs.values()], "rows": rows}
+
+
+def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:
+    """Return the library of a path, and the samples files at or below it, in the order of time.
+
+    A path in a run's folder (a round, `latest`, an evaluation's file) is looked up in that run, which knows its model
+    and its reward. Raises SettingsError if there are no samples.
+    """
+    target = path.resolve()
+    run = next((folder for folder in (path, *path.absolute().parents[:2]) if is_run_folder(folder)), None)
+    library = Library([path if run is None else run])
+    files = sorted(library.files().values(), key=lambda file: (file.round or 0, file.kind != "round"))
+    if run is not None:
+        files = [file for file in files if target in (resolved := file.path.resolve(), *resolved.parents)]
+    if not files and run is not None and path.is_file():  # another file of the run, such as what it trained on
+        (source,) = library.runs.values()
+        key = source.settings.get("score.reward_key")
+        files = [SamplesFile(f"{source.id}.x", path, path.name, "samples", source.id, reward_key=key)]
+    if not files:
+        raise SettingsError(f"{path}: has no samples; a run keeps those of its rounds by run.keep_samples = true")
+    return library, files
+
+
+def is_run_folder(path: Path) -> bool:
+    return path.is_dir() and (path / "run.toml").exists()
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the values of a run's run.toml by dotted key; empty if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return dict(_flat(tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))))
+    return {}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        pairs += _flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
+    return pairs
+
+
+def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
+    """Return the complete lines of a file from a byte offset on, the offset after them, and whether more follow.
+
+    A file that became shorter, as a resume makes it, is read from its start: offset 0 comes back with its lines.
+    """
+    if not _is_file(path):
+        return [], 0, False
+    with path.open("rb") as file:
+        if offset > _size(path):
+            return [], 0, True
+        file.seek(offset)
+        text = file.read(MAX_METRICS_BYTES)
+    whole = text[: text.rfind(b"\n") + 1]
+    lines = []
+    for line in whole.splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines, offset + len(whole), len(text) == MAX_METRICS_BYTES and bool(whole)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        if isinstance(manifest, dict):
+            return manifest
+    return {}
+
+
+def _reward_key(path: Path) -> str | None:
+    key = _manifest(path).get("settings", {}).get("score", {}).get("reward_key")
+    return key if isinstance(key, str) else None
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a regular file; links are not followed, so no other folder is shown."""
+    return path.is_file() and not path.is_symlink()
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,28 @@
+// Questions to the server; in a self-contained page, to the answers that it carries.
+
+const embedded = document.getElementById("answers");
+const answers = embedded ? JSON.parse(embedded.textContent) : null;
+
+export const offline = answers !== null;
+
+export class Failure extends Error {}
+
+/** Ask a question of slimectl/viewer/api.py. Throws Failure with one line to show. */
+export async function ask(question, parameters = {}) {
+  const query = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "")
+    .sort(([left], [right]) => (left < right ? -1 : 1)).map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
+  const address = query ? `${question}?${query}` : question;
+  if (offline) {
+    if (address in answers) return structuredClone(answers[address]);
+    throw new Failure("This file does not carry that page. Open the run with: slimectl view");
+  }
+  let response;
+  try {
+    response = await fetch(`api/${address}`);
+  } catch {
+    throw new Failure("The server does not answer: slimectl view has ended. Start it again and open its new address.");
+  }
+  const answer = await response.json();
+  if (!response.ok) throw new Failure(answer.error ?? `error ${response.status}`);
+  return answer;
+}

@@ -1,0 +1,114 @@
+// Elements, numbers and texts. Every text of a sample reaches the page through `visible` and text nodes alone.
+
+/** Create an element: attributes, listeners (onclick: …), style properties (style: {…}), children. */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [property, text] of Object.entries(value)) element.style.setProperty(property, text);
+    else if (name === "value" || name === "checked" || name === "disabled" || name === "selected") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function replace(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+const BIDI = { "\u200e": "LRM", "\u200f": "RLM", "\u061c": "ALM", "\u202a": "LRE", "\u202b": "RLE", "\u202c": "PDF", "\u202d": "LRO",
+  "\u202e": "RLO", "\u2066": "LRI", "\u2067": "RLI", "\u2068": "FSI", "\u2069": "PDI", "\ufeff": "BOM" };
+
+/** Make every character of a text visible: control characters, direction marks and halves of surrogate pairs too. */
+export function visible(text) {
+  return String(text).toWellFormed()
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)))
+    .replace(/[\u007f-\u009f]/g, (letter) => (letter === "\u007f" ? "\u2421" : `⟨${letter.charCodeAt(0).toString(16)}⟩`))
+    .replace(/[\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ufeff]/g, (letter) => `⟨${BIDI[letter]}⟩`);
+}
+
+const SHOWN = 20000;
+
+/** Append a text to a block; of a long one a part, and a button that shows the next. */
+export function appendText(block, text) {
+  let shown = 0;
+  const more = h("button", { type: "button", onclick: () => extend() });
+  function extend() {
+    more.remove();
+    block.append(visible(text.slice(shown, shown + SHOWN)));
+    shown += SHOWN;
+    if (shown < text.length) {
+      more.textContent = `${(text.length - shown).toLocaleString("en")} more characters`;
+      block.append(more);
+    }
+  }
+  extend();
+  return block;
+}
+
+/** Return a text, or any other value as JSON, as a block that keeps its blanks. */
+export function textBlock(value, attributes = {}) {
+  const text = typeof value === "string" ? value : JSON.stringify(value, null, 1) ?? "";
+  return appendText(h("div", { ...attributes, class: `text ${attributes.class ?? ""}` }), text);
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return visible(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+  const size = Math.abs(value);
+  return size >= 1e6 || (size < 1e-3 && size > 0) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
+}
+
+/** Return a reward as a text: a number, or the object that a verifier returned. */
+export function rewardText(reward) {
+  return reward !== null && typeof reward === "object" ? visible(JSON.stringify(reward)) : number(reward);
+}
+
+/** Return the class of a reward between the smallest and the largest of its list. */
+export function rewardClass(value, rewards) {
+  const numbers = rewards.filter((reward) => typeof reward === "number");
+  if (typeof value !== "number" || !numbers.length) return "r-none";
+  const [low, high] = [Math.min(0, ...numbers), Math.max(1, ...numbers)];
+  return `r${Math.round(((value - low) / (high - low || 1)) * 4)}`;
+}
+
+/** Return a prompt as a list of turns. */
+export function promptBlock(prompt) {
+  if (!Array.isArray(prompt)) return textBlock(prompt);
+  return h("ol", { class: "chat" }, prompt.map((message) => h("li", { class: "turn" },
+    h("b", {}, visible(message?.role ?? "message")),
+    textBlock(typeof message?.content === "string" ? message.content : message?.content ?? ""),
+    message?.tool_calls ? h("div", { class: "tool" }, h("b", {}, "tool calls"), textBlock(message.tool_calls)) : null)));
+}
+
+export function previewText(prompt) {
+  if (Array.isArray(prompt)) prompt = prompt.at(-1)?.content ?? "";
+  return visible(String(prompt)).replace(/\s+/g, " ").slice(0, 160);
+}
+
+export function link(address, ...children) {
+  return h("a", { href: address }, ...children);
+}
+
+export function copyButton(text, label = "copy") {
+  const button = h("button", { type: "button", class: "small", "aria-label": `copy: ${text}`, onclick: async () => {
+    await navigator.clipboard.writeText(text).catch(() => {
+      const area = h("textarea", { value: text });
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    });
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = label; }, 1500);
+  } }, label);
+  return button;
+}
+
+export function error(message) {
+  return h("p", { class: "error", role: "alert" }, visible(message));
+}

@@ -1,0 +1,109 @@
+"""Colours of tokens by what training did to them: the same in the page of `slimectl view` and in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+Values = Mapping[str, Any]
+"""Numbers of one token by the name of their list; None where a list has none for it."""
+
+
+@dataclass(frozen=True)
+class TokenColour:
+    """A number of each token, and the strength from -1 to 1 with which it colours the token."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    """Lists that a sample needs for it."""
+    value: Callable[[Values], float | None]
+    scale: Callable[[float], float]
+    tone: str
+    """"cold" (only strong or weak), "both" (low and high), "taught" or "author"."""
+    mark: str | None = None
+    """A list whose true values are marked too."""
+
+    def strength(self, value: float) -> float:
+        return max(-1.0, min(1.0, self.scale(value)))
+
+
+def _difference(left: str, right: str) -> Callable[[Values], float | None]:
+    def difference(values: Values) -> float | None:
+        a, b = _number(values[left]), _number(values[right])
+        return None if a is None or b is None else a - b
+
+    return difference
+
+
+def _of(name: str) -> Callable[[Values], float | None]:
+    return lambda values: _number(values[name])
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number as it is, and None for all else: a samples file may hold anything."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+VERSION = "weight_version"
+LOGPROB, OLD, REFERENCE, TEACHER = "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs"
+COLOURS = (
+    TokenColour("logprob", "log-prob", (LOGPROB,), _of(LOGPROB), lambda value: -value / 5, "cold"),
+    TokenColour("trainer_minus_engine", "trainer − engine", (OLD, LOGPROB), _difference(OLD, LOGPROB),
+                lambda value: value / 0.1, "both"),
+    TokenColour("ratio", "ratio", ("ratios",), _of("ratios"),
+                lambda value: math.log(value) / 0.3 if value > 0 else -1.0, "both", mark="clipped"),
+    TokenColour("advantage", "advantage", ("advantages",), _of("advantages"), lambda value: value / 2, "both"),
+    TokenColour("reference", "reference", (REFERENCE, LOGPROB), _difference(LOGPROB, REFERENCE),
+                lambda value: value / 3, "both"),
+    TokenColour("teacher", "teacher", (TEACHER, LOGPROB), _difference(TEACHER, LOGPROB),
+                lambda value: value / 3, "both"),
+    TokenColour("mask", "loss mask", ("loss_mask",), _of("loss_mask"), lambda value: value, "taught"),
+    TokenColour(VERSION, "weight version", (VERSION,), _of(VERSION), lambda value: value, "both"),
+    TokenColour("author", "author", (), lambda values: None, lambda value: value, "author"),
+)  # fmt: skip
+"""Colours in the order of the page's keys 1 to 9."""
+
+
+def token_colours(columns: Mapping[str, Sequence[Any]], authors: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the colours for which a sample has all lists, with the value and the strength of every token.
+
+    `authors` are those of the tokens: "prompt", "policy" or "environment".
+    """
+    return [
+        {
+            "name": colour.name,
+            "title": colour.title,
+            "tone": colour.tone,
+            "values": values,
+            "strengths": _strengths(colour, values),
+            "marks": list(columns.get(colour.mark or "", ())),
+        }
+        for colour in COLOURS
+        if all(name in columns for name in colour.columns) and (colour.name != VERSION or _differ(columns[VERSION]))
+        for values in [_values(colour, columns, authors)]
+    ]
+
+
+def _differ(column: Sequence[Any]) -> bool:
+    """Return whether a list has several values: one version has nothing to be told from."""
+    return len({value for value in column if value is not None}) > 1
+
+
+def _strengths(colour: TokenColour, values: Sequence[float | None]) -> list[float | None]:
+    """Return the strength of each token; of weight versions by their distance from the newest of the sample."""
+    numbers = [value for value in values if value is not None]
+    if colour.name == VERSION and numbers:
+        newest, spread = max(numbers), max(1.0, max(numbers) - min(numbers))
+        return [None if value is None else round((value - newest) / spread, 2) for value in values]
+    return [None if value is None else round(colour.strength(value), 2) for value in values]
+
+
+def _values(colour: TokenColour, columns: Mapping[str, Sequence[Any]], authors: Sequence[str]) -> list[float | None]:
+    if colour.tone == "author":
+        return [None if author == "prompt" else 0.5 for author in authors]
+    lists = [columns[name] for name in colour.columns]
+    return [colour.value(dict(zip(colour.columns, numbers, strict=True))) for numbers in zip_longest(*lists)]

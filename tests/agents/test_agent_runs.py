@@ -1,0 +1,86 @@
+"""Programs as agents in the stages: samples of a rollout, a run that trains on them, and the run's resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from workshop import Workshop, alike
+
+AGENT = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+messages = task["messages"]
+for turn in range(2):
+    body = json.dumps({"messages": messages, "max_tokens": 6}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
+print(sum(letter < "M" for letter in text) / 6)
+"""
+NO_VERIFIER = ["-s", "score.custom_rm_path=none", "-s", "eval.interval=none", "-s", "rollout.max_response_len=60"]
+
+
+@pytest.fixture
+def agent(workshop: Workshop) -> list[str]:
+    """The flag of a program that asks twice, and is its own judge."""
+    (workshop.folder / "agent.py").write_text(AGENT)
+    return ["--agent", shlex.join([sys.executable, "agent.py"])]
+
+
+def test_a_rollout_has_a_sample_with_two_turns_for_each_attempt(workshop: Workshop, agent: list[str]):
+    output = workshop.slimectl("rollout", "-c", "slimectl.toml", *agent, *NO_VERIFIER, "-n", "1")
+    samples = [json.loads(line) for line in output.splitlines()]
+    assert len(samples) == 8
+    for sample in samples:
+        assert [end - start for start, end in sample["metadata"]["agent"]["turns"]] == [6, 6]
+        assert (sum(sample["loss_mask"]), 0 <= sample["reward"] <= 1) == (12, True)
+    assert len({sample["response"] for sample in samples}) == 8
+    example = Path(__file__).parents[2] / "examples" / "command_agent.py"
+    words = shlex.join([sys.executable, str(example)])
+    output = workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", words, *NO_VERIFIER, "-n", "1")
+    assert {json.loads(line)["reward"] for line in output.splitlines()} == {0.0}
+
+
+def test_a_run_learns_from_what_its_program_asked_and_goes_on_after_kill_9(workshop: Workshop, agent: list[str]):
+    words = ["run", *agent, *NO_VERIFIER, "-s", "run.num_rollout=4"]
+    words += ["-s", "rollout.n_samples_per_prompt=2", "-s", "run.rollout_batch_size=2"]
+    workshop.slimectl(*words, "--name", "whole")
+    process = workshop.start(*words, "--name", "killed")
+    metrics = workshop.folder / "runs" / "killed" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("train/grad_norm") < 1:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    workshop.slimectl("run", "--resume", "runs/killed")
+    # Programs ask when they are ready, so batches differ, and with them the rounding of log-probabilities.
+    alike(workshop.metrics("killed"), workshop.metrics("whole"))
+    steps = [line["metrics"] for line in workshop.metrics("whole") if "train/grad_norm" in line["metrics"]]
+    assert len(steps) == 4
+    assert all(step["train/grad_norm"] > 0 for step in steps)
+    agent_metrics = {name: steps[0][f"rollout/agent/{name}"] for name in ("turns", "tool_calls", "failed", "timed_out")}
+    assert agent_metrics == {"turns": 2.0, "tool_calls": 0.0, "failed": 0.0, "timed_out": 0.0}
+
+
+def test_bad_agents_are_one_line_each(workshop: Workshop):
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "no-such-program", *NO_VERIFIER, code=2)
+    assert "rollout.agent: 'no-such-program' is no program that can be started" in workshop.stderr
+    workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, "--dry-run", code=2)
+    workshop.slimectl("run", "--agent", "no-such-program", *NO_VERIFIER, code=2)
+    assert not (workshop.folder / "runs").exists()
+    both = ["--agent", "true", "-s", "rollout.custom_generate_function_path=a.py:f"]
+    workshop.slimectl("rollout", "-c", "slimectl.toml", *both, code=2)
+    assert "rollout.agent and rollout.custom_generate_function_path exclude each other" in workshop.stderr
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "-s", "rollout.agent_max_turns=3", code=2)
+    assert "rollout.agent_max_turns has no effect without a program that is the agent" in workshop.stderr
+    output = workshop.slimectl("rollout", "-c", "slimectl.toml", "--agent", "true", *NO_VERIFIER, "-n", "1")
+    samples = [json.loads(line) for line in output.splitlines()]
+    assert {sample["status"] for sample in samples} == {"failed"}
+    assert samples[0]["metadata"]["error"] == "RuntimeError: the agent ended with 0 before the policy answered it"

@@ -1,0 +1,115 @@
+"""`slimectl ask` and `slimectl chat`: answers as they are written, pipes, turns, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import select
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from workshop import Workshop
+
+from slimectl.api.chat_model import ChatModel
+from slimectl.settings import Settings
+
+GREEDY = ("--temperature", "0", "-s", "rollout.ignore_eos=true")
+QUESTION = [{"role": "user", "content": "2+3=?"}]
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Callable[[str], Path]) -> ChatModel:
+    return ChatModel(Settings.model_validate({"model": {"path": str(model_dir("llama"))}}))
+
+
+def test_an_answer_comes_in_pieces_that_add_up_to_what_the_engine_writes(model: ChatModel):
+    pieces: list[str] = []
+    params = model.params(max_tokens=40, temperature=0.8, seed=5)
+    completion = model.answer(QUESTION, params, show=pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces) == completion.text
+    assert completion.tokens == asyncio.run(model.engine.generate(model.tokens(QUESTION), params=params)).tokens
+
+
+def test_ctrl_c_stops_an_answer_which_keeps_its_text_and_the_next_one_is_whole(model: ChatModel):
+    pieces: list[str] = []
+
+    def interrupt(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    params = model.params(max_tokens=200, temperature=0.8, seed=5)
+    completion = model.answer(QUESTION, params, show=interrupt, stoppable=True)
+    assert completion.finish_reason == "abort"
+    assert completion.text == "".join(pieces)
+    assert 2 <= len(completion.tokens) < 200
+    with pytest.raises(KeyboardInterrupt):
+        model.answer(QUESTION, params, show=lambda _: os.kill(os.getpid(), signal.SIGINT))
+    assert model.answer(QUESTION, model.params(max_tokens=8), show=lambda _: None).finish_reason in ("length", "stop")
+
+
+def test_a_question_on_a_pipe_follows_the_words_and_the_answer_alone_is_on_stdout(workshop: Workshop):
+    options = ["--model", str(workshop.model), *GREEDY, "--max-tokens", "12"]
+    whole = workshop.slimectl("ask", "Add:", *options, stdin=b"2+3=?\n")
+    assert whole.endswith(b"\n")
+    assert workshop.stderr == "cut after 12 tokens; --max-tokens N allows more\n"
+    assert workshop.slimectl("ask", *options, stdin=b"Add:\n\n2+3=?") == whole
+    assert workshop.slimectl("ask", "Add:", *options, "--system", "Be brief.", stdin=b"2+3=?\n") != whole
+    assert workshop.slimectl("ask", *options, stdin=b" \n", code=3) == b""
+    assert "there is no question; write one" in workshop.stderr
+
+
+def test_on_a_terminal_ctrl_c_at_the_prompt_and_ctrl_d_leave_no_traceback(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    terminal, end = pty.openpty()
+    monkeypatch.setenv("TERM", "dumb")  # no escape codes around the prompt
+    options = ["--model", str(workshop.model), *GREEDY, "--max-tokens", "4"]
+    process = workshop.start("chat", *options, stdin=end, stdout=end, stderr=subprocess.PIPE)
+    os.close(end)
+    try:
+        read_until(terminal, b"> ")
+        os.write(terminal, b"hello\n")
+        read_until(terminal, b"\n> ")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = iter(process.stderr.readline, b"")
+        assert any(line == b"/exit or Ctrl-D leaves\n" for line in said)
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(60) == 0
+        assert process.stderr.read().strip() == b""
+    finally:
+        process.kill()
+        os.close(terminal)
+
+
+def read_until(terminal: int, mark: bytes) -> bytes:
+    text = b""
+    while not text.endswith(mark):
+        assert select.select([terminal], [], [], 60)[0], text
+        text += os.read(terminal, 1024).replace(b"\r\n", b"\n")
+    return text
+
+
+def test_a_chat_keeps_its_turns_until_it_is_reset(workshop: Workshop):
+    typed = b"hello\nhello\n/what\n/reset\nhello\n\n/exit\nnever read\n"
+    out = workshop.slimectl("chat", "--model", str(workshop.model), *GREEDY, "--max-tokens", "8", stdin=typed)
+    settings = Settings.model_validate({"model": {"path": str(workshop.model)}, "rollout": {"ignore_eos": True}})
+    hello = {"role": "user", "content": "hello"}
+    with ChatModel(settings) as model:
+        params = model.params(max_tokens=8, temperature=0.0)
+        one = model.answer([hello], params, show=lambda _: None).text
+        turns = [hello, {"role": "assistant", "content": one}, hello]
+        two = model.answer(turns, params, show=lambda _: None).text
+    assert one != two
+    assert out.decode() == "".join(text.removesuffix("\n") + "\n" for text in (one, two, one))
+    said = workshop.stderr.splitlines()
+    assert said.count("cut after 8 tokens") == 3
+    assert sum("/retry answers again" in line for line in said) == 2  # at the beginning, and for /what
+    assert "the conversation begins anew" in said

@@ -1,0 +1,75 @@
+"""slimectl train: a stage with records on stdout, a table on a terminal; and a run with a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+from workshop import Workshop
+
+TRAINING = ("train", "prompts.jsonl", "-c", "slimectl.toml", "--algorithm", "sft", "-s", "run.rollout_batch_size=4")
+
+
+def test_a_terminal_gets_a_table_and_a_pipe_gets_records(workshop: Workshop) -> None:
+    records = [json.loads(line) for line in workshop.slimectl(*TRAINING).splitlines()]
+    assert len(records) == 2
+    master, slave = os.openpty()
+    process = workshop.start(*TRAINING, stdout=slave, stderr=subprocess.PIPE)
+    os.close(slave)
+    _, stderr = process.communicate(timeout=90)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert process.returncode == 0, stderr.decode()
+    header, *rows = shown.splitlines()
+    assert header.split() == ["step", "reward", "loss", "grad", "entropy", "length", "lr"]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    losses = [f"{record['metrics']['train/loss']:.4g}" for record in records]
+    assert [row.split()[2] for row in rows] == losses
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+SUPERVISED = """
+[algorithm]
+name = "sft"
+[run]
+name = "sft"
+num_epoch = 2
+save_interval = 1
+rollout_batch_size = 3
+"""
+
+
+def test_a_stage_refuses_what_needs_a_folder_and_leaves_it_to_the_run_of_a_shared_file(workshop: Workshop) -> None:
+    workshop.slimectl(*TRAINING, "-s", "run.num_epoch=2", code=2)
+    assert "run.num_epoch: needs a folder for checkpoints and records; add --name NAME" in workshop.stderr
+    assert len(workshop.slimectl(*TRAINING).splitlines()) == 2
+    assert "one pass, without run.save_interval, eval.data of slimectl.toml, which need a folder" in workshop.stderr
+    assert not (workshop.folder / "runs").exists()
+
+
+def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: Workshop) -> None:
+    (workshop.folder / "sft.toml").write_text(SUPERVISED)
+    started = ("train", "prompts.jsonl", "-c", "slimectl.toml", "-c", "sft.toml")
+    assert workshop.slimectl(*started) == b"runs/sft\n"  # named in the file that names its algorithm
+    broken = workshop.folder / "runs" / "broken"
+    process = workshop.start(*started, "--name", "broken", stderr=subprocess.DEVNULL)
+    while not (broken / "step_000003").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    workshop.slimectl("train", "--resume", "runs/broken")
+    workshop.slimectl("run", "--resume", "runs/broken", code=2)
+    assert "runs/broken: was begun by `slimectl train`; go on with: slimectl train --resume" in workshop.stderr
+    whole = workshop.folder / "runs" / "sft"
+    shown = workshop.slimectl("inspect", "runs/sft").decode()
+    assert "runs/sft: 6 rounds" in shown
+    assert re.search(r"\nloss +\d", shown)
+    assert len(workshop.metrics("sft")) == 6 + 4  # two passes over eight rows, and evaluations at 0, 2, 4 and the end
+    last = Path("latest") / "policy"
+    for name in ("metrics.jsonl", last / "model.safetensors", last / "optimizer.safetensors"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()

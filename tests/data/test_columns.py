@@ -1,0 +1,115 @@
+"""Rows of other people's data sets: what their columns are taken for is recognized, and said in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.data import columns
+from slimectl.data.prompts import open_prompts
+from slimectl.data.supervised import sft_sample
+from slimectl.errors import RecordError
+
+USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+SHAREGPT = [{"from": "system", "value": "Be short."}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+VERL = {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "2"}, "data_source": "gsm8k"}
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+@pytest.fixture
+def read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Prompt, label and further columns of one row, and the line that was said about it."""
+
+    def one(row: dict[str, Any], **options: Any) -> tuple[Any, Any, dict[str, Any], str]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        columns._announced.clear()
+        with caplog.at_level(logging.INFO, logger="slimectl"):
+            (prompt,) = open_prompts([str(file)], **options)
+        lines = [record.getMessage().removeprefix(f"{file}: ") for record in caplog.records]
+        caplog.clear()
+        assert len(lines) <= 1
+        return prompt.text, prompt.label, prompt.extra, lines[0].partition(";")[0] if lines else ""
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "label", "words"),
+    [
+        ({"prompt": "1+1?", "label": "2"}, "1+1?", "2", ""),
+        ({"prompt": "1+1?", "completion": "2"}, "1+1?", "2", "the label is taken from completion"),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER], "2", "the label is taken from completion"),
+        (VERL, [USER], "2", "the label is taken from reward_model.ground_truth"),
+        ({"messages": [USER, ANSWER]}, [USER], "2",
+         "the prompt is taken from messages, the label from its last turn"),
+        ({"messages": [USER, ANSWER], "answer": "two"}, [USER], "two",
+         "the prompt is taken from messages, the label from answer"),
+        ({"messages": [USER]}, [USER], None, "the prompt is taken from messages, and there is no label"),
+        ({"conversations": SHAREGPT}, [SYSTEM, USER], "2",
+         "the prompt is taken from conversations, the label from its last turn"),
+        ({"question": "1+1?", "answer": "One and one.\n#### 2"}, "1+1?", "2",
+         "the prompt is taken from question, the label from answer after ####"),
+        ({"problem": "1+1?", "solution": "Add.", "answer": 2}, "1+1?", 2,
+         "the prompt is taken from problem, the label from answer"),
+        ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, "Add.\n\n1 and 1", "2",
+         "the prompt is taken from instruction and input, the label from output"),
+        ({"instruction": "Add 1 and 1.", "input": "", "output": "2"}, "Add 1 and 1.", "2",
+         "the prompt is taken from instruction and input, the label from output"),
+        ({"text": "Once upon"}, "Once upon", None, "the prompt is taken from text, and there is no label"),
+    ],
+)  # fmt: skip
+def test_prompt_and_label_of_a_published_format(read: Any, row: dict[str, Any], text: Any, label: Any, words: str):
+    assert read(row)[:2] == (text, label)
+    assert read(row)[3] == words
+
+
+def test_a_demonstration_keeps_the_whole_chat(read: Any):
+    assert read({"messages": [USER, ANSWER]}, demonstrations=True)[:2] == ([USER, ANSWER], None)
+    assert read({"conversations": SHAREGPT}, demonstrations=True)[0] == [SYSTEM, USER, ANSWER]
+    assert read({"prompt": [USER], "completion": [ANSWER]}, demonstrations=True)[0] == [USER, ANSWER]
+    assert read({"question": "q", "answer": "a\n#### 2"}, demonstrations=True)[1] == "a\n#### 2"
+    row = {"problem": "1+1?", "solution": "Add: 2.", "answer": "2"}
+    assert (read(row)[1], read(row, demonstrations=True)[1]) == ("2", "Add: 2.")
+
+
+def test_of_a_plain_text_every_token_but_the_first_is_imitated(read: Any):
+    class Bytes:
+        eos_token_id = 256
+        is_fast = True
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": list(text.encode())}
+
+        encode = staticmethod(lambda text, **_: list(text.encode()))
+
+    text, label, _, words = read({"text": "abc"}, demonstrations=True)
+    assert (text, label, words) == ("", "abc", "all of text is imitated")
+    (prompt,) = open_prompts_of(text, label)
+    assert sft_sample(prompt, Bytes()) == ([97, 98, 99, 256], 3, [1, 1, 1])
+
+
+def open_prompts_of(text: str, label: str) -> list[Any]:
+    from slimectl.types import Prompt
+
+    return [Prompt(text=text, label=label)]
+
+
+def test_dotted_keys_are_paths_into_objects_and_other_columns_stay_with_the_prompt(read: Any):
+    row = {"info": {"q": "1+1?", "a": {"value": 2}}, "a.b": 7, "data_source": "mine"}
+    text, label, extra, words = read(row, input_key="info.q", label_key="info.a.value")
+    assert (text, label, words) == ("1+1?", 2, "")
+    assert extra == {"info": row["info"], "a.b": 7, "data_source": "mine"}
+    assert read({"prompt": "q", "a.b": 7}, label_key="a.b")[1] == 7
+    assert read(VERL)[2] == {"reward_model": VERL["reward_model"], "data_source": "gsm8k"}
+
+
+def test_a_row_of_no_known_format_names_its_columns(read: Any):
+    with pytest.raises(RecordError, match=r"no key 'prompt'; its keys are words, info.a: name one by --input-key or"):
+        read({"words": 1, "info": {"a": 1}})
+    with pytest.raises(RecordError, match=r"unknown speaker 'alien'; known are human, user, gpt"):
+        read({"conversations": [{"from": "alien", "value": "x"}]})

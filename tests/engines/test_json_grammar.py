@@ -1,0 +1,169 @@
+"""JSON Schemas as grammars: which texts they allow, which tokens may follow, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from slimectl.checkpoints.create import byte_tokenizer
+from slimectl.engines.embedded.detokenizer import TokenBytes
+from slimectl.engines.embedded.grammar import DEAD, Automaton, GrammarState, TokenGrammar, Vocabulary, token_table
+from slimectl.engines.embedded.json_grammar import json_grammar
+from slimectl.errors import SettingsError
+
+CPU = torch.device("cpu")
+PERSON = {
+    "type": "object",
+    "title": "Person",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "description": "in years"},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", 3]}, "minItems": 1, "maxItems": 2},
+        "parent": {"anyOf": [{"$ref": "#/$defs/Parent"}, {"type": "null"}]},
+        "score": {"type": ["number", "boolean"]},
+    },
+    "required": ["name", "parent"],
+    "additionalProperties": False,
+    "$defs": {
+        "Parent": {
+            "type": "object",
+            "properties": {
+                "known": {"const": True},
+                "parent": {"anyOf": [{"$ref": "#/$defs/Parent"}, {"type": "null"}]},
+            },
+            "required": ["known"],
+        }
+    },
+}
+SCALARS = {"type": "object", "additionalProperties": {"type": ["integer", "null", "string"]}}
+
+
+def allows(schema: Any, text: str) -> bool:
+    automaton = Automaton(json_grammar(schema))
+    state = automaton.start
+    for byte in text.encode():
+        state = automaton.step(state, byte)
+        if state == DEAD:
+            return False
+    return automaton.accepts(state)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (True, ['{"a": [1, {"b": null}], "c": "\\u00e9é\\n"}', "[]", "-0.5e-3", '"x"', "true"], ["", "01", "{a:1}"]),
+        (None, ["{}", '{"a":\n  {}}'], ["[]", "1", '{"a": 1,}']),
+        ({"type": "string"}, ['""', '"a b"', '"\\"\\\\"', '"\U0001f600"'], ['"a', '"\n"', '"\\ud800"', '"\\x"', "1"]),
+        ({"type": "integer"}, ["0", "-7", "1" * 20], ["1.0", "-", "00", "1" * 21, "1e3"]),
+        ({"type": "number"}, ["0.25", "1E+9", "-0"], [".5", "1.", "1e", "NaN"]),
+        ({"enum": ["a b", 1, None]}, ['"a b"', "1", "null"], ['"a"', "2"]),
+        ({"enum": ["a", 1], "type": "string"}, ['"a"'], ["1"]),
+        ({"const": {"k": [1, 2]}}, ['{"k": [1, 2]}'], ['{"k": [1]}']),
+        ({"type": "array", "items": {"type": "null"}}, ["[]", "[null, null,null]"], ["[null,]", "[1]"]),
+        ({"type": "array", "minItems": 2, "maxItems": 3}, ["[1, 2]", "[1,2,3]"], ["[]", "[1]", "[1,2,3,4]"]),
+        ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+        (SCALARS, ["{}", '{"x": 1, "y": null}'], ['{"x": true}', '{"x": 1.5}']),
+        ({"properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}', '{"a": [], "b": {}}'], ["{}", '{"a": 1}']),
+        (PERSON, ['{"name": "x", "parent": null}', '{"name":"x","age":3,"tags":["bé",3],"parent":{"known":true}}',
+                  '{"name": "x", "parent": {"known": true, "parent": {"known": true}}, "score": false}'],
+         ['{"name": "x"}', '{"parent": null, "name": "x"}', '{"name": "x", "parent": null, "z": 1}',
+          '{"name": "x", "tags": [], "parent": null}']),
+        ({"type": "boolean"}, ["true", "false"], ["True", " true", "true "]),
+    ],
+)  # fmt: skip
+def test_a_grammar_allows_what_its_schema_accepts(schema: Any, texts: list[str], others: list[str]):
+    assert [text for text in texts if not allows(schema, text)] == []
+    assert [text for text in others if allows(schema, text)] == []
+
+
+def test_whitespace_and_digits_come_to_an_end():
+    assert allows(None, '{\n\t"a": 1 }')
+    assert not allows(None, "{  }" + " " * 9)
+    assert not allows(None, '{"a":\n' + " " * 25 + "1}")
+    assert not allows({"type": "number"}, "0." + "3" * 21)
+
+
+@pytest.mark.parametrize("schema", [PERSON, SCALARS, None])
+def test_every_random_answer_is_json_that_the_schema_accepts(schema: Any):
+    jsonschema = pytest.importorskip("jsonschema")
+    grammar = TokenGrammar(json_grammar(schema), token_table(byte_tokenizer(), size=260, device=CPU))
+    draw, ended = random.Random(0), 0
+    for _ in range(40):
+        state, tokens = GrammarState(grammar, [256]), list[int]()
+        while 256 not in tokens and len(tokens) < 300:
+            allowed = state.mask_V().nonzero()[:, 0].tolist()
+            # Closing brackets and quotes more often than by chance, or most answers would not end.
+            tokens += draw.choices(allowed, [20 if token == 256 or token in b'"}],:' else 1 for token in allowed])
+            state.advance(tokens[-1])
+        if tokens[-1] == 256:
+            ended += 1
+            jsonschema.validate(json.loads(bytes(tokens[:-1]).decode()), schema or {"type": "object"})
+    assert ended > 20
+
+
+PIECES = [
+    '{"', '":', '": "', '",', "name", "na", "me", "n", "é", "a\\", '\\"', '"}', " ", "\n", "abc", "paré", '"', "}", "{",
+    ":",
+]  # fmt: skip
+SPECIAL = "<|end|>"
+
+
+def walked(automaton: Automaton, state: int, text: str) -> int:
+    for byte in text.encode():
+        state = state if state == DEAD else automaton.step(state, byte)
+    return state
+
+
+def test_the_tokens_that_may_follow_are_those_whose_bytes_may():
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([SPECIAL])
+    vocabulary = Vocabulary(TokenBytes(SimpleNamespace(backend_tokenizer=backend)), size=len(PIECES) + 3, device=CPU)
+    grammar = TokenGrammar(json_grammar(PERSON), vocabulary)
+    automaton, end = grammar.automaton, len(PIECES)
+    state, place = GrammarState(grammar, [end]), automaton.start
+    for piece in ['{"', "na", "me", '": "', "abc", "é", "a\\", "n", '\\"', '",', "\n"]:
+        allowed = state.mask_V().nonzero()[:, 0].tolist()
+        assert allowed == [token for token, other in enumerate(PIECES) if walked(automaton, place, other) != DEAD], (
+            piece
+        )
+        state.advance(PIECES.index(piece))
+        place = walked(automaton, place, piece)
+    state.advance(PIECES.index("abc"))  # as a stranger's token, or one after the end
+    assert state.mask_V().nonzero()[:, 0].tolist() == [end]
+    with pytest.raises(SettingsError, match="has no token for '!' alone"):
+        token_table(SimpleNamespace(backend_tokenizer=backend), size=20, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "string", "pattern": "a+"}, r"json_schema: \$: 'pattern' is not supported; leave it out"),
+        ({"properties": {"x": {"type": "integer", "minimum": 0}}}, r"\$.x: 'minimum' is not supported"),
+        ({"oneOf": [{}, {}]}, "'oneOf' is not supported"),
+        ({"anyOf": [{}], "properties": {}}, "'properties' beside anyOf is not supported"),
+        ({"type": "text"}, "type 'text' is none of string, integer"),
+        ({"$ref": "http://x/y"}, "leads out of the schema"),
+        ({"$ref": "#/$defs/x"}, "leads to nothing"),
+        ({"enum": ["a"], "type": "integer"}, "no value fits"),
+        ({"allOf": [{}, {}]}, "allOf of several schemas"),
+        ({"items": {}, "minItems": 3, "maxItems": 2}, "minItems and maxItems are no bounds"),
+        ({"items": {}, "minItems": 10**6}, "more than 1000 items are not counted"),
+        (False, "False is no schema that anything fits"),
+        (json.loads('{"items":' * 80 + "{}" + "}" * 80), "too large or nested too deeply"),
+    ],
+)
+def test_what_a_grammar_cannot_keep_is_refused_with_its_place(schema: Any, reason: str):
+    with pytest.raises(SettingsError, match=reason):
+        json_grammar(schema)
+
+
+def test_a_schema_that_refers_to_itself_and_nothing_else_allows_nothing():
+    assert not allows({"$ref": "#"}, "1")
+    assert allows({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "null")

@@ -1,0 +1,85 @@
+"""Rewards of other programs run unchanged: the parts of samples come by the names that they have there."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimectl.errors import HookError
+from slimectl.hooks.reward import UserReward
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
+from slimectl.types import Sample
+
+OWN = '''
+def trl(prompts, completions, **kwargs):
+    """As TRL's GRPOTrainer calls it: lists, and the columns of the data set."""
+    return [float(str(len(prompt)) in completion) + 0.5 * (level == "hard")
+            for prompt, completion, level in zip(prompts, completions, kwargs["level"])]
+
+def trl_chat(completions, answer, **kwargs):
+    return [float(completion[0]["content"] == word) for completion, word in zip(completions, answer, strict=True)]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl calls it."""
+    assert data_source == "sums" and extra_info["index"] in (3, 4)
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+
+async def by_parts(prompt, response, label, question, level="easy"):
+    assert prompt == question
+    return float(response == label) + (level == "hard")
+
+def of_no_row(response, hardness):
+    return hardness
+
+def misspelt(sampel):
+    return 0.0
+'''
+SAMPLES = [
+    Sample(index=i, prompt="ab", response=response, label="2", metadata={"data_source": "sums", "index": 3 + i},
+           extra={"level": level})
+    for i, (response, level) in enumerate([("2", "hard"), ("3", "easy")])
+]  # fmt: skip
+
+
+def rewards(tmp_path: Path, name: str, samples: list[Sample], *assignments: str) -> list[Any]:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    reward = UserReward(f"{file}:{name}", resolve([from_assignments(assignments)]).settings)
+    calls = [samples] if reward.takes_many else [[sample] for sample in samples]
+
+    def graded(call: list[Sample]) -> list[Any]:
+        result = reward.called(call)
+        return reward.rewards(asyncio.run(result) if inspect.isawaitable(result) else result, call)
+
+    return [number for call in calls for number in graded(call)]
+
+
+def test_a_reward_of_trl_gets_lists_and_the_columns_of_the_rows(tmp_path: Path) -> None:
+    assert rewards(tmp_path, "trl", SAMPLES, "score.group_rm=true") == [1.5, 0.0]
+    chats = [Sample(prompt=[{"role": "user", "content": "?"}], response=word, label="2") for word in "23"]
+    assert rewards(tmp_path, "trl_chat", chats) == [1.0, 0.0]
+
+
+def test_a_reward_of_verl_gets_its_four_parts(tmp_path: Path) -> None:
+    assert rewards(tmp_path, "compute_score", SAMPLES) == [{"score": 1.0, "acc": 1.0}, {"score": 0.0, "acc": 0.0}]
+    row = {"data_source": "sums", "extra_info": {"index": 4}, "completion": "3", "solution_str": "3"}
+    rows = [Sample(response="2", label="2", extra=row)]
+    assert rewards(tmp_path, "compute_score", rows) == [{"score": 1.0, "acc": 1.0}]
+
+
+def test_parts_of_one_sample_come_by_name_and_so_do_keys_of_its_row(tmp_path: Path) -> None:
+    assert rewards(tmp_path, "by_parts", SAMPLES) == [2.0, 0.0]
+
+
+def test_a_name_that_no_row_has_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    with pytest.raises(
+        HookError, match=r"of_no_row wants hardness, which is no key of the rows; they have label, .*level, prompt"
+    ):
+        rewards(tmp_path, "of_no_row", SAMPLES)
+    with pytest.raises(HookError, match="misspelt wants sampel; on offer are args, settings, sample"):
+        rewards(tmp_path, "misspelt", SAMPLES)

@@ -1,0 +1,63 @@
+"""One Ray cluster for all tests of a session: a head on which nothing is placed, and two machines of four GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+CONFIG = {
+    "RAY_memory_monitor_refresh_ms": "0",  # off: how full this machine is, is not what is tested
+    # A lost machine refuses each check at once, and is given up after five; a busy one still gets 10 s for each.
+    "RAY_health_check_period_ms": "200",
+    "RAY_health_check_initial_delay_ms": "0",
+}
+STORE = {"object_store_memory": 80_000_000}
+MACHINE = {"num_cpus": 2, "num_gpus": 4, **STORE}
+COUNT = 2
+
+
+_running: list[Any] = []
+
+
+def shared() -> Any:
+    """Return the cluster, whose machines are processes here; the first caller starts it."""
+    if not _running:
+        from ray.cluster_utils import Cluster
+
+        os.environ.update(CONFIG)
+        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **STORE}
+        _running.append(Cluster(initialize_head=True, head_node_args=head))
+        complete(_running[0])
+    return _running[0]
+
+
+def stop() -> None:
+    """End the cluster if there is one, and remove its files."""
+    while _running:
+        machines = _running.pop()
+        session = machines.head_node.get_session_dir_path()
+        machines.shutdown()
+        shutil.rmtree(session, ignore_errors=True)
+        for name in CONFIG:
+            del os.environ[name]
+
+
+def complete(machines: Any) -> None:
+    """Replace the machines that a test has removed."""
+    while len(machines.worker_nodes) < COUNT:
+        machines.add_node(**MACHINE)
+
+
+def is_gone(session: str) -> bool:
+    """Whether no process of a cluster is left; each has the session's folder among its arguments or its open files."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "cmdline").read_text()
+            opened = " ".join(os.readlink(file) for file in (folder / "fd").iterdir())
+        except OSError:
+            continue
+        if session in text or session in opened:
+            return False
+    return True

@@ -1,0 +1,96 @@
+"""Rows that begin with the same tokens compute them once on Megatron-core too, at any layout that can share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODELS
+from policies.policy_cases import Clipped, WeightedNegativeLogProb
+from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, unique_tokens
+from rank_cases import Ranks, megatron
+from torch import Tensor
+
+from slimectl.algorithms import prefix_trie
+from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
+from slimectl.policies.megatron.critic import MegatronActorCritic
+from slimectl.policies.optimizer import OptimizerOptions
+
+STILL = OptimizerOptions(lr=0.0, weight_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "dense") -> Path:
+        if kind not in made:
+            layers = len(MODELS[kind].get("layer_types", "12"))
+            made[kind] = calm_model(tmp_path_factory.mktemp("calm"), **MODELS[kind], num_hidden_layers=layers)
+        return made[kind]
+
+    return make
+
+
+def trainer(path: Path, **options: Any) -> Any:
+    return megatron(path, optimizer=STILL, **({"max_tokens_per_pack": 10_000} | options))
+
+
+def gradients(policy: Any) -> dict[str, Tensor]:
+    [chunk] = policy.chunks
+    found = {name: p.main_grad.clone() for name, p in chunk.named_parameters() if p.requires_grad}
+    policy.optim_step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "experts", "latent"])
+def test_any_forks_give_the_loss_and_the_gradient_of_rows_alone(folder: Callable[..., Path], kind: str):
+    shared, alone = (trainer(folder(kind), share_prefixes=share) for share in (True, False))
+    for seed, loss in ((0, Clipped()), (1, WeightedNegativeLogProb(needs_entropy=True))):
+        assert_same_step(shared, alone, forked_rows(seed), loss, gradients)
+
+
+def test_values_before_shared_tokens_are_those_of_rows_alone(folder: Callable[..., Path]):
+    sharing, plain = (trainer(folder(), kind=MegatronActorCritic, share_prefixes=share) for share in (True, False))
+    for each in (sharing, plain):
+        each.last.value_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    assert_same_step(sharing, plain, forked_rows(2), Clipped(), gradients)
+
+
+def test_a_forward_pass_computes_every_prefix_once(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    rows, shared = forked_rows(3), trainer(folder())
+    with counted_tokens(shared.chunks[0].module.embedding) as counts:
+        shared.forward_backward(rows, Clipped())
+    assert counts == [unique_tokens(rows)]
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)])
+def test_layouts_share_what_they_can_and_change_nothing(
+    two: Ranks, folder: Callable[..., Path], layout: ParallelLayout
+):
+    rows, alone = forked_rows(4), trainer(folder(), share_prefixes=False)
+    two.build(folder(), layout=layout, optimizer=STILL)
+    for found, expected in zip(two.log_probs(rows), alone.log_probs(rows), strict=True):
+        assert found == pytest.approx(expected, abs=6e-6)
+    steps = [each.forward_backward(rows, Clipped()) | each.optim_step() for each in (two, alone)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+
+
+def test_what_cannot_be_shared_is_computed_alone(folder: Callable[..., Path]):
+    rows = forked_rows(5)
+    for kind, options in (
+        ("delta", {}),
+        ("experts", {"routing_replay": True}),
+        ("experts", {"args": {"moe_z_loss_coeff": 1e-3}}),
+    ):
+        each = trainer(folder(kind), **options)
+        with counted_tokens(each.chunks[0].module.embedding) as counts:
+            each.log_probs(rows)
+        assert each.prefix_obstacle
+        assert counts == [sum(row.input_length for row in rows)]
+    assert prefix_obstacle(ParallelLayout(context=2), {}, {}, replays_routing=False)
+    assert not prefix_obstacle(ParallelLayout(tensor=2, pipeline=2), {"num_layers": 2}, {}, replays_routing=False)

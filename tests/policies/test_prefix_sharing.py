@@ -1,0 +1,131 @@
+"""Rows that begin with the same tokens compute them once, and learn what each would have learnt alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policies.policy_cases import Clipped, WeightedNegativeLogProb
+from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, unique_tokens
+from torch import Tensor
+
+from slimectl.algorithms import prefix_trie
+from slimectl.algorithms.prefix_trie import build_tries
+from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.policies import causal_attention
+from slimectl.policies.fsdp import packed_batch
+from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
+from slimectl.policies.fsdp.packed_batch import build_packed_batch
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.pack_layout import lay_out
+from slimectl.policies.recompute import Recompute
+from slimectl.types import TrainingSample
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calm_model(tmp_path_factory.mktemp("calm"))
+
+
+def trainer(folder: Path, kind: Any = FsdpPolicy, **options: Any) -> Any:
+    return kind(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3), **options)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> FsdpPolicy:
+    return trainer(folder, share_prefixes=False)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> FsdpPolicy:
+    return trainer(folder)
+
+
+def gradients(policy: Any) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in policy.masters.parameters.items() if p.grad is not None}
+    policy.masters.drop_gradients()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_forks_give_the_loss_and_the_gradient_of_rows_alone(shared: FsdpPolicy, alone: FsdpPolicy, seed: int):
+    assert_same_step(shared, alone, forked_rows(seed), Clipped(), gradients)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_branch_longer_than_a_chunk_of_queries(
+    shared: FsdpPolicy, alone: FsdpPolicy, monkeypatch: pytest.MonkeyPatch, chunk: int
+):
+    causal_attention._mask_matrix.cache_clear()
+    for module in (causal_attention, packed_batch):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+    assert_same_step(shared, alone, forked_rows(8), WeightedNegativeLogProb(needs_entropy=True), gradients)
+    causal_attention._mask_matrix.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": Recompute("full")}, {"recompute": Recompute("selective")}, {"max_tokens_per_pack": 48}],
+    ids=str,
+)
+def test_recomputation_and_small_packs_change_nothing(folder: Path, alone: FsdpPolicy, options: dict[str, Any]):
+    assert_same_step(trainer(folder, **options), alone, forked_rows(9), Clipped(), gradients)
+
+
+@pytest.mark.parametrize("kind", [FsdpCritic, FsdpActorCritic])
+def test_values_before_shared_tokens_are_those_of_rows_alone(folder: Path, kind: Any):
+    sharing, plain = (trainer(folder, kind, share_prefixes=share) for share in (True, False))
+    for each in (sharing, plain):
+        each.model.hf.score.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    assert_same_step(sharing, plain, forked_rows(10), WeightedNegativeLogProb(), gradients)
+
+
+def test_a_forward_pass_computes_every_prefix_once(
+    shared: FsdpPolicy, alone: FsdpPolicy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    rows = forked_rows(11)
+    with counted_tokens(shared.model.hf.get_input_embeddings()) as counts:
+        shared.log_probs(rows)
+        shared.forward_backward(rows, Clipped())
+        shared.masters.drop_gradients()
+    with counted_tokens(alone.model.hf.get_input_embeddings()) as plain_counts:
+        alone.log_probs(rows)
+    assert counts == [unique_tokens(rows)] * 2
+    assert sum(plain_counts) == sum(row.input_length for row in rows) > 1.5 * counts[0]
+
+
+def test_the_head_computes_a_state_that_predicts_several_tokens_once():
+    # Two answers leave the prompt 1 2 3 with different tokens; a third repeats the first and goes on.
+    rows = [TrainingSample([1, 2, 3, *answer], len(answer), []) for answer in ([4, 5], [6, 5], [4, 5, 7])]
+    [trie] = build_tries(rows, max_tokens=100)
+    layout = lay_out(rows, [trie])
+    predictions = layout.predictions()
+    assert layout.tokens_T.tolist() == [1, 2, 3, 4, 5, 6]
+    assert layout.positions_T.tolist() == [0, 1, 2, 3, 4, 3]
+    assert predictions.sources_U.tolist() == [2, 3, 4, 5]
+    assert list(zip(predictions.state_Q.tolist(), predictions.targets_Q.tolist(), strict=True)) == [
+        (0, 4), (0, 6), (1, 5), (2, 7), (3, 5),
+    ]  # fmt: skip
+    assert predictions.targets_Q[predictions.pair_R].tolist() == [4, 5, 4, 5, 7, 6, 5]
+    assert layout.rows == [0, 2, 1]
+
+
+def test_a_fork_in_the_middle_of_an_answer_sees_what_came_before_it_and_nothing_after():
+    first, fork = TrainingSample([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, []), TrainingSample([1, 2, 3, 4, 5, 0, 0, 0], 5, [])
+    [trie] = build_tries([first, fork], max_tokens=100)
+    layout = lay_out([first, fork], [trie])
+    assert [(span.start, span.length, span.context.tolist()) for span in layout.spans] == [
+        (0, 7, []), (7, 3, [0, 1, 2, 3, 4]),
+    ]  # fmt: skip
+    batch = build_packed_batch([first, fork], [trie], dtype=torch.float32, device=torch.device("cpu"))
+    assert [(bucket.length, bucket.context_BP.tolist()) for bucket in batch.branches] == [(3, [[0, 1, 2, 3, 4]])]
+
+
+def test_a_turn_that_goes_on_from_another_needs_no_branch():
+    rows = [TrainingSample([*range(length)], 3, []) for length in (10, 15, 20)]
+    [trie] = build_tries(rows, max_tokens=100)
+    assert [(span.start, span.length) for span in lay_out(rows, [trie]).spans] == [(0, 19)]

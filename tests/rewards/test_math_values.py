@@ -1,0 +1,98 @@
+r"""Answers of one value in many spellings, and look-alikes of another value: (label, what the model boxed)."""
+
+import time
+
+import pytest
+from math_pairs import FAMILIES, pairs
+
+from slimectl.rewards import verifier
+from slimectl.types import Sample
+
+MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
+EQUAL = {
+    "matrices": [(MATRIX, r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+                 (MATRIX, r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+                 (MATRIX, r"A = \begin{pmatrix}1&2\\ 3&4\\ \end{pmatrix}"),
+                 (MATRIX, r"\begin{pmatrix}1&2\\[4pt] 3&4\end{pmatrix}"),
+                 (r"\begin{pmatrix} \frac12 \\ 3 \end{pmatrix}", r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}"),
+                 (MATRIX, r"\left[\begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array}\right]"), (MATRIX, "[[1, 2], [3, 4]]"),
+                 (r"\begin{pmatrix} 1 & \frac12 \\ 0 & -1 \end{pmatrix}",
+                  r"\frac12 \begin{pmatrix} 2 & 1 \\ 0 & -2 \end{pmatrix}"),
+                 (r"\begin{pmatrix} -7 \\ 16 \end{pmatrix}", r"\begin{pmatrix}-7\\16\end{pmatrix}")],
+    "mixed numbers": [("3/2", "1 1/2"), ("1.5", r"1\ 1/2"), (r"-\frac32", "-1 1/2"), ("3/2", "1 1/2 cups"),
+                      (r"\frac{11}{4}", r"2 \frac{3}{4}"), ("2.5", "2½")],
+    "words after numbers": [("2000000", "2 million"), ("2000000", r"2\text{ million}"), ("24", "2 dozen"),
+                            ("40320", "8 factorial"),
+                            (r"7-\pi", "7 minus pi"), (r"\frac{1}{x}", "1 over x"), ("2.5", "5 halves"),
+                            ("9", "3 squared"),
+                            ("2000000", "2 million dollars"), ("9.8", r"9.8\text{ m/s}^2"), ("12", "12 square feet")],
+    "lists": [("1,2,3", r"1, 2, \text{ and } 3"), ("1,2,3", "1, 2, and 3"), ("(1,2)", "(x,y)=(1,2)"),
+              ("x=1, y=2", "(x,y)=(1,2)"),
+              ("(1,2)", "x=1, y=2")],
+    "numbers": [("602000000000000000000000", "6.02e23"), ("2/3", r"0.\overline{6}"), ("2/3", r"0.\bar{6}"),
+                ("2/3", "0.(6)"),
+                ("1/6", r"0.1\dot{6}"), (r"2\sqrt{3}", "2√3"), (r"\sqrt[3]{2}", r"\sqrt[3]2"), (r"\ln 2", r"\log_e 2"),
+                ("1/2", r"\sin 30^\circ"), ("-2", r"\sqrt[3]{-8}"), (r"\sqrt{2}", r"\sqrt{2} \approx 1.414")],
+    "sets of reals": [("[1,2)", "x ∈ [1,2)"), (r"[2,\infty)", "x>=2"), (r"(-\infty,1)\cup(2,\infty)", "x<1 or x>2"),
+                      ("x>2", "2x-1 > 3"),
+                      (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\mathbb{R}", "all real numbers"),
+                      (r"(-793,10)", "-793<a<10"),
+                      (r"x \ne 0", r"(-\infty,0)\cup(0,\infty)"), (r"x \ne 0", r"\mathbb{R} \setminus \{0\}"),
+                      (r"\emptyset", r"\varnothing"), (r"\emptyset", "∅"), (r"\emptyset", r"\{\}"),
+                      (r"\emptyset", r"\{ \}"),
+                      (r"\{x \mid x > 2\}", r"(2,\infty)")],
+    "names": [("1", "|AB|=1"), ("11:21", "V_1:V_2=11:21"), ("2:3", "4:6"), ("2:3", r"\frac23"), ("5", "5 = x"),
+              ("60", r"\angle ABC = 60^\circ")],
+    "two sets": [(r"(2,3)", r"(1,3) \cap (2,4)"), (r"\{2\} \cup [3,\infty)", r"x=2 \text{ or } x\ge 3"),
+                 (r"\{a,b\} \cap \{b,c\}", r"\{b,c\} \cap \{a,b\}")],
+    "numerals": [("1010_2", "1010_{2}"), ("1010_2", r"1010_{\text{two}}"), ("42", "42_{10}")],
+}  # fmt: skip
+UNEQUAL = {
+    "matrices": [(MATRIX, r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
+                 (MATRIX, r"\begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}"),
+                 (MATRIX, r"\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}")],
+    "mixed numbers": [("11/2", "1 1/2"), ("5.5", "1 1/2"), ("12", "1 2"), ("11/2", r"1\ 1/2"), ("1/2", "1 1/2")],
+    "words after numbers": [("2", "2 million"), ("2", r"2\text{ million}"), ("2", "2 dozen"), ("8", "8 factorial"),
+                            ("7", "7 minus pi"),
+                            ("1", "1 over x"), ("5", "5 half"), ("3", "3 squared"), ("5", "5 mod 7"),
+                            ("6", "6 choose 2"),
+                            ("3", "3 tens"), ("1", "1 lakh"), ("5", "5 to 7"), ("5", r"5 \text{ or more}")],
+    "numerals": [("1010_2", "1010_3"), ("42", "42_7"), ("42_7", "42"), ("1010_2", "10")],
+    "what does not end": [("42", "42..."), ("42", r"42\ldots"), ("1/3", "0.333...")],
+    "untrue chains": [("42", "43 = 42"), ("42", "x = 43 = 42")],
+    "times and names": [("1/10", "3:30"), ("1:10", "3:30"), ("5", "5:1"), ("BA", "AB")],
+    "sets of reals": [("x>2", "x>=2"), ("x>2", "y>2"), ("x>2", "2x>3"), ("x<1 or x>2", "1<x<2"),
+                      (r"\emptyset", r"\{\emptyset\}"),
+                      (r"\mathbb{R}", r"(-\infty,0)\cup(0,\infty)"), (r"\{0\}", r"\emptyset")],
+    "derivatives": [(r"\frac{d}{dx} x^2", "x"), (r"\frac{dy}{dx}", r"\frac{y}{x}")],
+    "functions": [("f(x+y)", "f(x)+f(y)"), (r"\sqrt{x^2}", "x"), (r"\log 2", r"\ln 2")],
+}  # fmt: skip
+
+
+def cases(table):
+    return [pytest.param(*case, id=f"{name}: {case[0]} | {case[1]}") for name, part in table.items() for case in part]
+
+
+def reward(label, answer):
+    return verifier("math")(Sample(response=f"So it is $\\boxed{{{answer}}}$.", label=label))
+
+
+@pytest.mark.parametrize(("label", "answer"), cases(EQUAL))
+def test_one_value_is_accepted_in_any_spelling(label, answer):
+    assert reward(label, answer) == reward(answer, label) == 1.0
+
+
+@pytest.mark.parametrize(("label", "answer"), cases(UNEQUAL))
+def test_another_value_is_not_accepted(label, answer):
+    assert reward(label, answer) == reward(answer, label) == 0.0
+
+
+def test_of_2_000_pairs_all_but_one_in_a_hundred_are_right_and_none_of_another_value_is_accepted():
+    drawn = pairs(2000, seed=1)
+    started = time.process_time()
+    wrong = [(family, label, answer) for family, (label, answer, same) in drawn if reward(label, answer) != same]
+    accepted = [pair for pair in wrong if reward(*pair[1:]) == 1.0]
+    assert len({family for family, _ in drawn}) == len(FAMILIES)
+    assert accepted == []
+    assert len(wrong) <= len(drawn) // 100, wrong
+    assert time.process_time() - started < 10.0

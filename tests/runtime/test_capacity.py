@@ -1,0 +1,63 @@
+"""Memory and disk of a run are those of the planner's formulas, and a run that does not fit is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slimectl.errors import SettingsError, StorageError
+from slimectl.runtime.capacity import disk, memory, shape_of
+from slimectl.settings import Settings, resolve
+from slimectl.settings.layers import from_assignments
+
+
+def settings(*assignments: str) -> Settings:
+    return resolve([from_assignments(["model.card=tiny", "train.device=cpu", *assignments])]).settings
+
+
+def peak_mib(text: str) -> float:
+    number, unit = re.match(r"training ([\d.]+) (\w)iB", text).groups()
+    return float(number) * {"M": 1, "G": 1024}[unit]
+
+
+def test_what_fits_is_described():
+    assert shape_of(settings()) == "llama, 4 layers, 886 k parameters"
+    assert re.fullmatch(r"training \S+ MiB, engine \S+ MiB, of \S+ GiB free", memory(settings()))
+    # Float32 weights and AdamW's two moments: 12 bytes x 886,272.
+    assert re.fullmatch(r"2 checkpoints of 10.1 MiB and the next, \S+ .iB free in runs", disk(settings()))
+
+
+def test_recomputation_and_shorter_packs_take_less():
+    whole = peak_mib(memory(settings()))
+    assert peak_mib(memory(settings("train.recompute_granularity=full"))) < whole
+    assert peak_mib(memory(settings("train.max_tokens_per_gpu=1024"))) < whole
+
+
+def test_what_does_not_fit_names_the_keys_that_help():
+    with pytest.raises(SettingsError, match=r"^train.max_tokens_per_gpu: 1000000000 needs training .*; lower it"):
+        memory(settings("train.max_tokens_per_gpu=1000000000", "run.rollout_batch_size=1000000"))
+    with pytest.raises(StorageError, match=r"^run.dir: runs: 1000000000 checkpoints of .*run.keep_checkpoints$"):
+        disk(settings("run.keep_checkpoints=1000000000"))
+
+
+def test_a_model_is_not_created_where_it_does_not_fit(tmp_path: Path, slimectl: Callable[..., tuple[int, str, str]]):
+    code, out, err = slimectl("models", "create", "kimi-k2", str(tmp_path / "new"))
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"slimectl: \S+: kimi-k2 takes 3.73 TiB on disk, where \S+ .iB are free; free some\n", err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def slimectl() -> Callable[..., tuple[int, str, str]]:
+    from typer.testing import CliRunner
+
+    from slimectl.cli.app import app
+
+    def call(*words: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, list(words))
+        return result.exit_code, result.stdout, result.stderr
+
+    return call

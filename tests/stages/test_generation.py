@@ -1,0 +1,60 @@
+"""Generation of groups: every request of an agent draws its own random numbers, and the same ones in every run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from test_run_stage import Bytes, Echo, settings
+
+from slimectl.stages.rollout import rollout
+from slimectl.types import Completion, Prompt, Sample, SamplingParams
+
+
+class Recording(Echo):
+    """Records the seed of every request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds: list[int | None] = []
+
+    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
+        self.seeds.append(params.seed)
+        return await super().generate(tokens, params=params)
+
+
+async def three_turns(offered: dict[str, Any]) -> Sample:
+    """Asks twice as it was told to, and once without any parameters."""
+    sample, params = offered["sample"], offered["sampling_params"]
+    for each in (params, dataclasses.replace(params, temperature=0.5), None):
+        answer = await offered["generate"](sample.tokens, *([each] if each else []))
+        sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+    return sample
+
+
+async def chosen_seed(offered: dict[str, Any]) -> Sample:
+    sample, params = offered["sample"], dataclasses.replace(offered["sampling_params"], seed=7)
+    for _ in range(2):
+        answer = await offered["generate"](sample.tokens, params)
+        sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+    return sample
+
+
+def seeds_of(agent: Any = None) -> list[int | None]:
+    engine = Recording()
+    prompts = [Prompt("a", label="a", index=i) for i in range(2)]
+    agents = {} if agent is None else {"agent": agent}
+    assert len(list(rollout(iter(prompts), engine, Bytes(), settings().rollout, **agents))) == 2
+    return engine.seeds
+
+
+def test_the_turns_of_an_attempt_are_independent_draws_and_the_same_in_every_run():
+    seeds = seeds_of(three_turns)
+    assert None not in seeds
+    assert len(set(seeds)) == 6
+    assert sorted(seeds_of(three_turns)) == sorted(seeds)
+    assert set(seeds_of()) < set(seeds)  # the first turn draws as a single one does
+
+
+def test_a_seed_that_the_agent_chose_is_used():
+    assert seeds_of(chosen_seed) == [7] * 4

@@ -1,0 +1,142 @@
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: the round ends or is abandoned, and the run goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forkserver import ForkedProcess
+from workshop import Workshop, set_up
+
+WAITS = '''
+import os, time
+
+def reward(sample):
+    """The share of small bytes; waits in the third round, or in an evaluation, as long as the file `wait` says so."""
+    place = "evaluation" if "held" in sample.prompt else "round" if sample.index >= 32 else ""
+    if place and os.path.exists("wait") and open("wait").read() == place:
+        open("waiting", "w").close()
+        while os.path.exists("wait"):
+            time.sleep(0.01)
+    answer = sample.tokens[len(sample.tokens) - sample.response_length:]
+    return sum(token < 64 for token in answer) / len(answer)
+'''
+SHORT = ("-s", "run.num_rollout=4", "-s", "run.save_interval=none")
+
+
+def waiting_rewards(workshop: Workshop) -> Workshop:
+    (workshop.folder / "reward.py").write_text(WAITS)
+    (workshop.folder / "held.jsonl").write_text('{"prompt": "held out", "label": ""}\n')
+    settings = (workshop.folder / "slimectl.toml").read_text()
+    (workshop.folder / "slimectl.toml").write_text(settings.replace("prompts.jsonl@[0:3]", "held.jsonl"))
+    return workshop
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]) -> bytes:
+    """The metrics of an undisturbed run."""
+    workshop = waiting_rewards(set_up(tmp_path_factory.mktemp("whole"), model_dir("llama")))
+    workshop.slimectl("run", *SHORT)
+    return metrics_of(workshop).read_bytes()
+
+
+def metrics_of(workshop: Workshop) -> Path:
+    return workshop.folder / "runs" / "a" / "metrics.jsonl"
+
+
+def wait_for(condition: Callable[[], bool], process: ForkedProcess) -> None:
+    while not condition():
+        time.sleep(0.005)
+        assert process.poll() is None
+
+
+def has_steps(workshop: Workshop) -> bool:
+    return metrics_of(workshop).exists() and metrics_of(workshop).read_bytes().count(b"\n") >= 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_all_processes_of_a_run_lets_the_round_end_and_saves(
+    workshop: Workshop, whole: bytes, number: signal.Signals, code: int
+):
+    waiting_rewards(workshop)
+    pipe = subprocess.PIPE
+    process = workshop.start("run", *SHORT, "-s", "score.workers=1", stdout=pipe, stderr=pipe, new_session=True)
+    wait_for(lambda: has_steps(workshop), process)
+    os.killpg(process.pid, number)  # as a terminal that closes, and a scheduler that ends a job
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == code, words.decode()
+    assert f"{number.name}: the round has 20 s to end (run.grace_s)" in words.decode()
+    assert "go on with: slimectl run --resume runs/a" in words.decode()
+    assert "Traceback" not in words.decode()
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "score.workers=0")
+    assert metrics_of(workshop).read_bytes() == whole
+
+
+@pytest.mark.parametrize("place", ["round", "evaluation"])
+@pytest.mark.parametrize("async_level", [0, 1])
+def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
+    workshop: Workshop, whole: bytes, place: str, async_level: int
+):
+    waiting_rewards(workshop)
+    (workshop.folder / "wait").write_text(place)
+    ahead = ("-s", f"run.async_level={async_level}")
+    early = ("-s", "eval.before_train=false") if place == "evaluation" else ()
+    process = workshop.start("run", *SHORT, *ahead, *early, "-s", "run.grace_s=0.1", stderr=subprocess.PIPE)
+    wait_for((workshop.folder / "waiting").exists, process)
+    sampled_ahead = place == "round" and async_level == 1  # the third round is begun before the second has ended
+    if sampled_ahead:
+        wait_for(lambda: b'"eval/step": 2.0' in metrics_of(workshop).read_bytes(), process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 143, words.decode()
+    abandoned = "round 3 abandoned; the last checkpoint is that of round 2; go on with: slimectl run --resume runs/a\n"
+    between = "interrupted after round 2; go on with: slimectl run --resume runs/a\n"  # the second had not quite ended
+    assert abandoned in words.decode() or (sampled_ahead and between in words.decode())
+    assert "Traceback" not in words.decode()
+    assert not list((workshop.folder / "runs" / "a").glob(".tmp-*"))
+    (workshop.folder / "wait").unlink()
+    workshop.slimectl("run", "--resume", "runs/a")
+    if not async_level:
+        lines, all_lines = metrics_of(workshop).read_bytes().splitlines(), whole.splitlines()
+        assert lines == (all_lines[1:] if early else all_lines)
+
+
+def test_a_second_signal_stops_at_once(workshop: Workshop):
+    waiting_rewards(workshop)
+    (workshop.folder / "wait").write_text("round")
+    process = workshop.start("run", *SHORT, stderr=subprocess.PIPE)
+    wait_for((workshop.folder / "waiting").exists, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 129, words.decode()
+    assert words.decode().splitlines()[-1] == "slimectl: ended by SIGHUP"
+    assert "Traceback" not in words.decode()
+
+
+def test_a_stage_ends_in_one_line_with_the_code_of_its_signal(workshop: Workshop):
+    waiting_rewards(workshop)
+    workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "held.jsonl", "-o", "samples.jsonl")
+    (workshop.folder / "wait").write_text("evaluation")
+    command = ("score", "samples.jsonl", "--custom-rm-path", "reward.py:reward", "-o", "scored.jsonl")
+    process = workshop.start(*command, stderr=subprocess.PIPE)
+    wait_for((workshop.folder / "waiting").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=30)
+    assert (process.returncode, words) == (143, b"slimectl: ended by SIGTERM\n")
+
+
+def test_a_rollout_that_sleeps_keeps_everything_up_until_a_signal(workshop: Workshop):
+    asleep = ("-s", "rollout.function_path=slimectl.recipes.debugging:sleep_rollout", "-s", "run.grace_s=0")
+    with (workshop.folder / "words").open("wb") as words:
+        process = workshop.start("run", *asleep, "-s", "eval.before_train=false", stderr=words)
+        wait_for(lambda: b"and trainer stay up" in (workshop.folder / "words").read_bytes(), process)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    assert "round 1 abandoned" in (workshop.folder / "words").read_text()

@@ -1,0 +1,133 @@
+"""What a sample may cost to grade: the time of a busy machine is not its own, and a round of timeouts ends the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_rounds import Slow, lengths
+from test_run_stage import Bytes, settings
+
+from slimectl.errors import SlimectlError
+from slimectl.executors.local import LocalExecutor
+from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
+from slimectl.stages.evaluate import with_summary
+from slimectl.stages.grader import Grader
+from slimectl.stages.rounds import sampled_rounds
+from slimectl.stages.score import score
+from slimectl.types import Metrics, Sample, Status
+
+
+class Recorded(LocalExecutor):
+    """Remembers the limits and the number of items of every map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: list[tuple[float | None, float | None]] = []
+        self.items = 0
+
+    def map(self, fn: Callable[..., Any], items: Any, **options: Any) -> Iterator[Any]:
+        self.limits.append((options["timeout_s"], options["wall_timeout_s"]))
+
+        def counted() -> Iterator[Any]:
+            for item in items:
+                self.items += 1
+                yield item
+
+        return super().map(fn, counted(), **options)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[LocalExecutor]:
+    made = LocalExecutor()
+    yield made
+    made.close()
+
+
+def answer(response: str, label: str, index: int = 0, **metadata: Any) -> Sample:
+    return Sample(
+        index=index, response=response, response_length=1, label=label, status=Status.COMPLETED, metadata=metadata
+    )
+
+
+def waits_for_a_core(sample: Sample) -> float:
+    time.sleep(0.4)
+    return 1.0
+
+
+def spins_on_zero(sample: Sample) -> float:
+    while sample.tokens[0] == 1:  # the first prompt
+        pass
+    return 1.0
+
+
+def test_the_first_symbolic_answer_of_a_worker_gets_its_reward_within_a_small_limit():
+    """The worker's import of sympy alone takes 2 s of CPU time."""
+    chosen = Settings.model_validate({"score": {"rm_type": "math", "timeout_s": 0.6, "workers": 1}})
+    fresh = LocalExecutor()
+    samples = [answer(rf"\boxed{{\sqrt{{{n}}}+1}}", rf"1+\sqrt{{{n}}}", n) for n in (2, 3)]
+    scored = list(score(samples, Grader(chosen), chosen.score, executor=fresh))
+    fresh.close()
+    assert [(sample.reward, sample.metadata) for sample in scored] == [(1.0, {}), (1.0, {})]
+
+
+def test_a_reward_that_waits_for_a_core_is_the_reward(executor: LocalExecutor):
+    limits = ScoreSettings(workers=2, timeout_s=0.2)
+    samples = [answer("x", "", index) for index in range(4)]
+    assert [sample.reward for sample in score(samples, waits_for_a_core, limits, executor=executor)] == [1.0] * 4
+
+
+def test_a_verifier_that_only_a_prompt_names_has_the_limits_and_the_workers_of_any_other():
+    chosen, recorded = Settings.model_validate({"score": {"rm_type": "exact"}}), Recorded()
+    samples = [
+        answer("4", "4", 0),
+        answer(r"\boxed{\frac12}", "0.5", 1, rm_type="math"),
+        answer("4", "5", 2),
+        answer(r"\boxed{3}", "0.5", 3, rm_type="boxed_math"),
+        answer("4", "4", 4),
+    ]
+    scored = list(score(samples, Grader(chosen), chosen.score, executor=recorded))
+    recorded.close()
+    assert [sample.reward for sample in scored] == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert recorded.limits == [(5.0, 60.0)]
+    assert recorded.items == 4  # the first was graded here
+
+
+def test_no_worker_is_started_where_nothing_is_slow():
+    chosen, recorded = Settings.model_validate({"score": {"rm_type": "exact"}}), Recorded()
+    assert [s.reward for s in score([answer("4", "4")], Grader(chosen), chosen.score, executor=recorded)] == [1.0]
+    assert recorded.limits == []
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(0.5, 2), (None, 2), (0.49, 0)])
+def test_a_round_of_timeouts_is_counted_and_more_than_a_share_of_them_ends_the_run(
+    executor: LocalExecutor, caplog: pytest.LogCaptureFixture, share: float | None, rounds: int
+):
+    chosen = settings(num_rollout=2, max_reward_timeouts=share)
+    chosen = chosen.model_copy(update={"score": ScoreSettings(workers=1, timeout_s=0.2)})
+    stream = sampled_rounds(lengths(1, 1, 1, 1), Slow(), Bytes(), spins_on_zero, chosen, executor=executor)
+    line = r"round 1: grading 1 of 2 samples exceeded score\.timeout_s = 0\.2 s of CPU time, or 2\.4 s on the clock"
+    if not rounds:
+        with pytest.raises(SlimectlError, match=rf"^{line}, twice, more than run\.max_reward_timeouts = 0\.49 of them"):
+            list(stream)
+        return
+    with caplog.at_level(logging.WARNING, logger="slimectl"):
+        made = list(stream)
+    assert [[sample.reward for sample in batch.samples] for batch in made] == [[0.0, 1.0], [1.0, 1.0]]
+    assert caplog.messages == [line.replace("\\", "") + ", twice: their reward is 0"]
+
+
+def test_an_evaluation_counts_its_timeouts(caplog: pytest.LogCaptureFixture):
+    late = answer("x", "", reward_error="took more than 5 s of CPU time")
+    late.reward = 0.0
+    metrics: Metrics = {}
+    with caplog.at_level(logging.WARNING, logger="slimectl"):
+        list(with_summary("held_out", [late], metrics, Settings()))
+    assert caplog.messages == [
+        "eval.data.held_out: grading 1 of 1 samples exceeded score.timeout_s = 5 s of CPU time, or 60 s on the clock, "
+        "twice: their reward is 0"
+    ]

@@ -1,0 +1,380 @@
+"""The page in a real browser, over real runs: pages open, filter, compare, follow a run, and execute no text of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from views import HOSTILE, View, hostile_samples, viewing
+from workshop import Workshop, set_up
+
+from slimectl.viewer.api import ViewApi
+from slimectl.viewer.export import write_page
+from slimectl.viewer.library import Library
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH")
+
+AGENT = '''
+import copy
+
+async def generate(sample, sampling_params, generate):
+    """Two branches: a shared beginning, a tool's words in one, and an end of each."""
+    first = await generate(sample.tokens)
+    sample.append_response_tokens(first.tokens[:3], log_probs=first.log_probs[:3], text="first ")
+    other = copy.deepcopy(sample)
+    other.append_response_tokens([5, 6], trainable=False, text="tool ")
+    for branch in (sample, other):
+        second = await generate(branch.tokens)
+        branch.append_response_tokens(second.tokens[:4], log_probs=second.log_probs[:4], text=second.text)
+        branch.status = "completed"
+    return [sample, other]
+'''
+NAMES = """() => [...document.querySelectorAll("button, input, select, a, [role=img]")].filter((element) =>
+  !(element.textContent.trim() || element.getAttribute("aria-label") || element.labels?.length || element.title)
+).map((element) => element.outerHTML)"""
+"""Elements that a screen reader could not name."""
+MEANS_ARE = """means => [...document.querySelectorAll("tbody tr td:nth-child(5)")].map((cell) => Number(cell.innerText))
+  .every((mean, at) => mean === means[at])"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., Path]) -> Workshop:
+    """Run `a` with an agent that branches, and run `b` with a verifier that explains its grades."""
+    workshop = set_up(tmp_path_factory.mktemp("page"), model_dir("llama"))
+    (workshop.folder / "agent.py").write_text(AGENT)
+    agent = ("-s", "rollout.custom_generate_function_path=agent.py:generate")
+    workshop.slimectl("run", "-s", "run.num_rollout=4", "-s", "run.keep_samples=train", *agent)
+    assert "  slimectl view runs/a\n" in workshop.stderr
+    exact = ("-s", "score.custom_rm_path=none", "-s", "score.rm_type=f1", "-s", "train.lr=5e-4")
+    workshop.slimectl("run", "--name", "b", "-s", "run.num_rollout=2", *exact)
+    return workshop
+
+
+def until(page: Any, expression: str, arg: Any = None) -> None:
+    """Wait until an expression holds; the page's policy forbids the eval by which wait_for_function asks again."""
+    for _ in range(200):
+        if page.evaluate(expression, arg):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(expression)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails its test for a message on the console and for a request off the machine.
+
+    A refused question, whose reason the page shows, is a message of the browser's own.
+    """
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text) if is_trouble(message) else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("request", lambda request: troubles.append(request.url) if is_foreign(request.url) else None)
+    yield page
+    context.close()
+    assert not troubles
+
+
+def is_trouble(message: Any) -> bool:
+    return message.type in ("error", "warning") and "400 (Bad Request)" not in message.text
+
+
+def is_foreign(address: str) -> bool:
+    return not address.startswith(("http://127.0.0.1:", "data:", "file:", "blob:"))
+
+
+@pytest.fixture(scope="module")
+def view(workshop: Workshop) -> Iterator[View]:
+    with viewing(workshop.folder / "runs") as view:
+        yield view
+
+
+def open_page(page: Any, view: View, address: str) -> None:
+    page.goto("about:blank")
+    page.goto(f"{view.address}#/{address}")
+    page.wait_for_selector("h2")
+
+
+def file_of(view: View, title: str, run: str) -> dict:
+    runs = view.ask("catalogue")["runs"]
+    return next(file for one in runs if one["name"] == run for file in one["files"] if file["title"] == title)
+
+
+def test_curves_of_two_runs_stand_in_one_chart_and_can_be_searched(page: Any, view: View):
+    open_page(page, view, "curves")
+    reward = page.locator("[data-metric='rollout/raw_reward'] [role=img]")
+    label = reward.get_attribute("aria-label")
+    assert "a " in label
+    assert "b " in label
+    page.get_by_label("Search metrics").fill("grad_norm")
+    page.wait_for_selector("[data-metric='train/grad_norm']")
+    assert page.locator(".chart").count() == 1
+    page.get_by_label("Search metrics").fill("")
+    page.get_by_label("names").select_option("roll")
+    page.wait_for_selector("[data-metric='critic/score/mean']")
+    page.get_by_label("over").select_option("time")
+    page.get_by_label("Smoothing").fill("0.6")
+    assert "(raw)" in page.locator("[data-metric='critic/score/mean'] [role=img]").get_attribute("aria-label")
+    assert page.get_by_role("row", name="train.lr 0.001 0.0005").count() == 1
+
+
+def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
+    file = file_of(view, "round 2", "a")
+    open_page(page, view, f"round/{file['id']}")
+    assert page.locator("tbody tr").count() == 4
+    assert page.locator(".histogram").count() >= 2
+    page.get_by_label("Filter expression").fill("reward > 2")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=0 of them match")
+    page.get_by_label("Filter expression").fill("open('x')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=is not part of a filter")
+    page.get_by_label("Filter expression").fill("")
+    page.get_by_label("Search text").fill("say five")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=in 1 groups")
+    page.get_by_label("Search text").fill("")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('tbody tr').length === 4")
+    means = sorted(float(text) for text in page.locator("tbody tr td:nth-child(5)").all_inner_texts())
+    page.get_by_label("Sort by").select_option("reward")
+    until(page, MEANS_ARE, arg=means)
+    page.get_by_label("Reverse the order").click()
+    until(page, MEANS_ARE, arg=means[::-1])
+    assert "order=down" in page.evaluate("location.hash")
+
+
+def test_keys_lead_through_a_round_to_a_group_and_back(page: Any, view: View):
+    file = file_of(view, "round 1", "a")
+    open_page(page, view, f"round/{file['id']}")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article.answer")
+    assert page.evaluate("location.hash").endswith("/1")
+    page.keyboard.press("ArrowRight")
+    until(page, "location.hash.endsWith('/2')")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog[open]", state="hidden")
+    page.keyboard.press("u")
+    page.keyboard.press("u")
+    page.wait_for_selector("table.groups")
+    page.keyboard.press("c")
+    page.wait_for_selector(".chart")
+
+
+def test_a_group_shows_why_and_where_two_answers_differ(page: Any, view: View):
+    file = file_of(view, "round 1", "b")
+    open_page(page, view, f"group/{file['id']}/0")
+    assert page.locator("article.answer").count() == 4
+    boxes = page.locator("article.answer input[type=checkbox]")
+    boxes.nth(0).check()
+    boxes.nth(1).check()
+    assert page.locator(".difference del, .difference ins").count() >= 1
+    page.get_by_role("button", name="why?").first.click()
+    page.wait_for_selector(".why p")
+    assert page.locator(".why p").first.inner_text()
+
+
+def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: View):
+    file = file_of(view, "round 1", "a")
+    open_page(page, view, f"sample/{file['id']}/1")
+    record = view.ask(f"raw?file={file['id']}&row=1")
+    page.wait_for_selector(".token")
+    assert page.locator(".token").count() == len(record["tokens"])
+    assert [word.strip() for word in page.locator(".author").all_inner_texts()] == [
+        "prompt",
+        "policy",
+        "environment",
+        "policy",
+    ]
+    last = page.locator(".token").last
+    last.hover()
+    shown = page.locator(".token-details").inner_text()
+    assert f"engine log-prob {record['rollout_log_probs'][-1]:.4g}"[:24] in shown
+    assert "advantage" in shown  # of run.keep_samples = train
+    page.keyboard.press("3")
+    assert page.locator("[data-mode='ratio']").get_attribute("aria-pressed") == "true"
+    assert page.locator(".tree a").count() == 2
+    page.locator("details summary").click()
+    page.wait_for_selector("text=rollout_log_probs")
+    page.locator(".commands button").first.click()
+    page.wait_for_selector("text=copied")
+
+
+def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page: Any, view: View):
+    file = file_of(view, "small after round 0", "a")
+    open_page(page, view, f"group/{file['id']}/0")
+    page.get_by_text("this prompt over time").click()
+    page.wait_for_selector("text=appearances")
+    titles = page.locator("article.answer header a:first-child").all_inner_texts()
+    assert {"round 1", "round 3", "small after round 0", "small after round 4"} <= set(titles)
+    page.get_by_role("link", name="Compare").click()
+    page.wait_for_selector("text=3 prompts in both")
+    page.locator("button[aria-expanded]").first.click()
+    assert page.locator(".difference").first.is_visible()
+
+
+@pytest.mark.parametrize("address", ["curves", "round", "compare", "round/{}", "group/{}/0", "sample/{}/0"])
+def test_pages_fit_a_telephone_and_every_control_has_a_name(page: Any, view: View, address: str):
+    page.set_viewport_size({"width": 400, "height": 800})
+    open_page(page, view, address.format(file_of(view, "round 1", "a")["id"]))
+    page.wait_for_selector(".chart, table, .token, article")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.evaluate(NAMES) == []
+
+
+def test_a_run_is_followed_while_it_writes(page: Any, workshop: Workshop, tmp_path: Path):
+    run = tmp_path / "a"
+    shutil.copytree(workshop.folder / "runs" / "a", run, symlinks=True)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    shutil.rmtree(run / "step_000004")
+    hold(run)
+    with viewing(run) as view:
+        open_page(page, view, "curves")
+        page.wait_for_selector("text=live: a")
+        before = page.locator("[data-metric='rollout/raw_reward'] [role=img]").get_attribute("aria-label")
+        (run / "metrics.jsonl").write_text("".join(lines))
+        until(
+        page,
+            "before => document.querySelector(\"[data-metric='rollout/raw_reward'] [role=img]\")"
+            ".getAttribute('aria-label') !== before", arg=before,
+        )  # fmt: skip
+        page.keyboard.press("r")
+        page.wait_for_selector("h2:has-text('round 3')")
+        samples = run / "step_000003" / "samples.jsonl"
+        record = json.loads(samples.read_text().splitlines()[0])
+        with samples.open("a") as file:
+            file.write(json.dumps({**record, "group_index": 99, "index": 999}) + "\n")
+        page.wait_for_selector("text=33 samples")
+
+
+BRANCHING = """
+import json, os, pathlib, sys, time, urllib.request
+task = json.loads(sys.stdin.readline())
+while task["index"] >= 4 and not pathlib.Path("second_round").exists():
+    time.sleep(0.02)
+
+def ask(*texts):
+    roles = ("assistant", "user")
+    messages = task["messages"] + [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    body = json.dumps({"messages": messages, "max_tokens": 4}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+
+text = ask(ask(), "go on")
+ask("another past", "go on")
+print(sum(letter < "M" for letter in text) / 4)
+"""
+"""A program whose last request has another history than the one before: its attempt has two branches."""
+
+
+def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, workshop: Workshop):
+    (workshop.folder / "branching.py").write_text(BRANCHING)
+    words = ["run", "--name", "c", "--agent", shlex.join([sys.executable, "branching.py"])]
+    settings = {"score.custom_rm_path": "none", "eval.interval": "none", "eval.before_train": "false",
+                "rollout.max_response_len": 60, "rollout.n_samples_per_prompt": 2, "run.rollout_batch_size": 2,
+                "run.num_rollout": 2, "run.dir": "programs"}  # fmt: skip
+    process = workshop.start(*words, *(word for item in settings.items() for word in ("-s", "{}={}".format(*item))))
+    run = workshop.folder / "programs" / "c"
+    while not (run / "step_000001" / "samples.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    with viewing(run) as view:
+        open_page(page, view, "curves")
+        page.wait_for_selector("text=live: c")
+        open_page(page, view, "sample/n0.r1/0")
+        page.wait_for_selector(".token")
+        assert page.locator(".tree .tree .tree a").count() == 0  # one fork
+        assert page.locator(".tree .tree a").all_inner_texts() == ["row 0 (this)", "row 1"]
+        page.get_by_role("link", name="row 1", exact=True).click()
+        page.wait_for_selector("b:has-text('row 1 (this)')")
+        assert [word.strip() for word in page.locator(".author").all_inner_texts()][-2:] == ["environment", "policy"]
+        page.keyboard.press("r")
+        page.wait_for_selector("h2:has-text('round 1')")
+        (workshop.folder / "second_round").touch()
+        page.wait_for_selector("option[value='n0.r2']", state="attached", timeout=60_000)
+        page.keyboard.press("ArrowRight")
+        page.wait_for_selector("h2:has-text('round 2')")
+        assert process.wait(60) == 0
+    # The final evaluation has two samples of each prompt, whose rewards are the program's: there is no vote.
+    evaluation = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
+    assert evaluation["eval/small_samples"] == 6
+    assert not any("maj" in name for name in evaluation)
+
+
+def hold(run: Path) -> None:
+    """Mark a run as going on, in this process."""
+    from slimectl.data.run_dir import RunDir
+
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest.pop("finished", None)
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    RunDir(run).lock()
+
+
+@pytest.mark.parametrize("how", ["server", "file"])
+def test_hostile_content_is_text(page: Any, tmp_path: Path, how: str):
+    samples = tmp_path / "samples.jsonl"
+    hostile_samples(samples)
+    with viewing(samples) as view:
+        if how == "file":
+            write_page(ViewApi(Library([samples]), lambda folder: None), tmp_path / "view.html")
+            view = View(f"file://{tmp_path}/view.html", 0)
+        open_page(page, view, "round/f0")
+        page.wait_for_selector("tbody tr")
+        assert page.locator("tbody tr").count() == len(HOSTILE)
+        texts = [page.inner_text("main")]
+        for group in range(len(HOSTILE)):
+            for address in (f"group/f0/{group}", *([f"sample/f0/{2 * group}"] if how == "server" else [])):
+                open_page(page, view, address)
+                page.wait_for_selector(".text")
+                texts.append(page.inner_text("main"))
+        assert page.evaluate("window.attacked") is None
+    whole = "\n".join(texts)
+    assert "<script>window.attacked = 1</script>" in whole
+    assert "⟨RLO⟩" in whole
+    assert "␀b␛[31mred" in whole
+    assert "more characters" in whole
+    assert not set(whole) & {"\x00", "\x1b", "\u202e", "\x07"}
+
+
+def test_the_self_contained_page_shows_the_same(page: Any, workshop: Workshop, tmp_path: Path):
+    os.chdir(workshop.folder)
+    words = workshop.slimectl("view", "runs", "--html", str(tmp_path / "view.html"))
+    assert words == b""
+    assert "opens in any browser" in workshop.stderr
+    workshop.slimectl("view", "runs", "--html", str(tmp_path / "view.html"), code=2)
+    assert "--force" in workshop.stderr
+    view = View(f"file://{tmp_path}/view.html", 0)
+    for address, selector in [("curves", ".chart"), ("round/n0.r2", "tbody tr"), ("group/n0.r2/4", "article.answer"),
+                              ("sample/n0.r2/1", ".token"), ("compare", "tbody tr")]:  # fmt: skip
+        open_page(page, view, address)
+        page.wait_for_selector(selector)
+    open_page_without = f"{view.address}#/sample/n0.r2/999"
+    page.goto(open_page_without)
+    page.wait_for_selector("text=does not carry that page")

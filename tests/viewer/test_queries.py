@@ -1,0 +1,221 @@
+"""Groups, histograms and comparisons of a view equal a plain computation over all records."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import pytest
+
+from slimectl.data.sample_index import SampleIndex, prompt_hash
+from slimectl.viewer import queries
+from slimectl.viewer.token_view import branches, sample_view, token_texts
+
+
+def samples(seed: int = 3, groups: int = 40) -> list[dict]:
+    rng = random.Random(seed)
+    records = []
+    for group in range(groups):
+        for _ in range(rng.randint(1, 5)):
+            length = rng.randint(1, 9)
+            records.append({
+                "group_index": group, "index": len(records), "prompt": f"prompt {group % 30}", "label": str(group),
+                "tokens": [7] * (length + 2), "response": f"answer {rng.randint(0, 9)}", "response_length": length,
+                "reward": rng.choice([0.0, 0.25, 1.0, None]), "status": rng.choice(["completed", "truncated"]),
+                "weight_versions": [str(rng.randint(3, 5))], "metadata": {"level": rng.randint(0, 2)},
+            })  # fmt: skip
+    rng.shuffle(records)
+    return records
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict]:
+    return samples()
+
+
+def index_of(path: Path, records: list[dict]) -> SampleIndex:
+    path.write_text("".join(json.dumps(line) + "\n" for line in records))
+    index = SampleIndex(path)
+    index.extend()
+    return index
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, records: list[dict]) -> SampleIndex:
+    return index_of(tmp_path_factory.mktemp("samples") / "samples.jsonl", records)
+
+
+def by_group(records: list[dict]) -> dict[int, list[dict]]:
+    ordered = sorted(records, key=lambda line: line["group_index"])
+    return {number: list(lines) for number, lines in groupby(ordered, key=lambda line: line["group_index"])}
+
+
+def rewards(lines: list[dict]) -> list[float]:
+    return [line["reward"] for line in lines if line["reward"] is not None]
+
+
+PLAIN = {
+    "group": lambda lines: lines[0]["group_index"],
+    "reward": lambda lines: fmean(rewards(lines)) if rewards(lines) else math.nan,
+    "best": lambda lines: max(rewards(lines), default=math.nan),
+    "worst": lambda lines: min(rewards(lines), default=math.nan),
+    "spread": lambda lines: pstdev(rewards(lines)) if rewards(lines) else math.nan,
+    "length": lambda lines: fmean(line["response_length"] for line in lines),
+    "longest": lambda lines: max(line["response_length"] for line in lines),
+    "size": len,
+    "version": lambda lines: min(int(line["weight_versions"][0]) for line in lines),
+    "mismatch": lambda lines: math.nan,
+}
+
+
+@pytest.mark.parametrize("sort", queries.SORT_KEYS)
+@pytest.mark.parametrize("descending", [False, True])
+def test_groups_are_sorted_as_a_plain_sort_does(index: SampleIndex, records: list[dict], sort: str, descending: bool):
+    values = {number: PLAIN[sort](lines) for number, lines in by_group(records).items()}
+    answer = queries.list_groups(index, sort=sort, descending=descending, limit=500)
+    numbers = [group["group"] for group in answer["groups"]]
+    assert sorted(numbers) == sorted(values)
+    ordered = [values[number] for number in numbers]
+    finite = [value for value in ordered if not math.isnan(value)]
+    assert finite == pytest.approx(sorted(finite, reverse=descending))
+    assert not any(math.isnan(value) for value in ordered[: len(finite)])  # groups without a value come last
+
+
+def test_pages_of_groups_join_to_the_whole(index: SampleIndex):
+    whole = [group["group"] for group in queries.list_groups(index, sort="reward", limit=500)["groups"]]
+    pages = [
+        group["group"]
+        for offset in range(0, 60, 7)
+        for group in queries.list_groups(index, sort="reward", offset=offset, limit=7)["groups"]
+    ]
+    assert pages == whole
+
+
+@pytest.mark.parametrize(
+    ("where", "search", "plain"),
+    [
+        ("reward > 0.5", "", lambda line: (line["reward"] or 0) > 0.5),
+        ("reward == null", "", lambda line: line["reward"] is None),
+        ("status == 'truncated' and response_length > 4", "",
+         lambda line: line["status"] == "truncated" and line["response_length"] > 4),
+        ("metadata.level == 2", "", lambda line: line["metadata"]["level"] == 2),
+        ("", "ANSWER 3", lambda line: line["response"] == "answer 3"),
+        ("reward > 0 and 'answer 3' in response", "prompt",
+         lambda line: (line["reward"] or 0) > 0 and line["response"] == "answer 3"),
+        ("1 < 2", "", lambda line: True),
+    ],
+)  # fmt: skip
+def test_filters_keep_the_groups_of_matching_samples(index: SampleIndex, records: list[dict], where, search, plain):
+    answer = queries.list_groups(index, where=where, search=search, limit=500)
+    matching = [line for line in records if plain(line)]
+    assert matching
+    assert answer["matches"] == len(matching)
+    assert {group["group"] for group in answer["groups"]} == {line["group_index"] for line in matching}
+    rows = {row for group in answer["groups"] for row in group["matches"]}
+    assert {index.record(row)["index"] for row in rows} == {line["index"] for line in matching}
+
+
+def test_histograms_count_every_finite_value_once(index: SampleIndex, records: list[dict]):
+    answer = queries.histograms(index, version=5)
+    histograms = answer["histograms"]
+    assert sum(histograms["reward"]["counts"]) == len(rewards(records))
+    assert dict(zip(histograms["staleness"]["centers"], histograms["staleness"]["counts"], strict=True)) == {
+        float(5 - version): sum(line["weight_versions"] == [str(version)] for line in records) for version in (3, 4, 5)
+    }
+    assert histograms["mismatch"] is None
+    flat = [lines for lines in by_group(records).values() if len(lines) > 1 and len(set(rewards(lines))) == 1]
+    assert answer["flat_groups"] == len(flat)
+
+
+def test_a_group_has_all_its_answers_and_a_prompt_all_its_appearances(index: SampleIndex, records: list[dict]):
+    group = queries.group(index, 3)
+    assert sorted(sample["index"] for sample in group["samples"]) == sorted(
+        line["index"] for line in records if line["group_index"] == 3
+    )
+    appearance = queries.prompt_in(index, prompt_hash("prompt 3"))
+    assert appearance is not None
+    assert len(appearance["rows"]) == sum(line["prompt"] == "prompt 3" for line in records)
+    assert queries.prompt_in(index, 1) is None
+
+
+def test_a_comparison_names_the_prompts_that_became_right_and_wrong(tmp_path: Path):
+    def file(name: str, rewards: dict[str, list[float]]) -> SampleIndex:
+        lines = [
+            {"prompt": prompt, "reward": reward, "response": f"{name}", "response_length": 0, "tokens": []}
+            for prompt, values in rewards.items()
+            for reward in values
+        ]
+        return index_of(tmp_path / name, lines)
+
+    before = file("a", {"up": [0, 0], "down": [1], "same": [1], "half": [1, 0], "only a": [1]})
+    after = file("b", {"up": [1, 1], "down": [0], "same": [1], "half": [1, 1], "only b": [1]})
+    answer = queries.compare(before, after, threshold=1.0)
+    assert (answer["shared"], answer["became_right"], answer["became_wrong"]) == (4, 2, 1)
+    assert (answer["before_mean"], answer["after_mean"]) == (0.625, 0.75)
+    assert [prompt["prompt"] for prompt in answer["prompts"]][2:] == ["half", "same"]
+    wrong = queries.compare(before, after, threshold=1.0, only="wrong")
+    assert [prompt["prompt"] for prompt in wrong["prompts"]] == ["down"]
+    assert queries.compare(before, after, threshold=0.5)["became_right"] == 1
+
+
+def test_the_samples_of_an_attempt_are_a_tree_of_shared_tokens(tmp_path: Path):
+    tokens = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [8], [1, 2, 3, 4, 6]]
+    lines = [
+        {
+            "index": at,
+            "rollout_id": 0 if at != 3 else 3,
+            "prompt": "p",
+            "tokens": ids,
+            "response": "",
+            "response_length": 1,
+        }
+        for at, ids in enumerate(tokens)
+    ]
+    index = index_of(tmp_path / "samples.jsonl", lines)
+
+    def ends(node: dict[str, Any], prefix: list[int]) -> dict[int, list[int]]:
+        """Rebuild the tokens of every row from the tree."""
+        found: dict[int, list[int]] = {}
+        for row in node["rows"]:
+            found[row] = tokens[row][: node["end"]]
+        for child in node["children"]:
+            assert child["start"] == node["end"]
+            found |= ends(child, prefix)
+        return found
+
+    tree = branches(index, 0)
+    assert tree is not None
+    assert (tree["start"], tree["end"]) == (0, 2)
+    assert ends(tree, []) == {row: tokens[row] for row in (0, 1, 2, 4)}
+    assert branches(index, 3) is None
+
+
+def test_slices_of_a_long_sample_join_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slimectl.viewer.token_view.MAX_TOKENS", 4)
+    line = {"prompt": "p", "tokens": list(range(65, 76)), "response": "x", "response_length": 6,
+            "loss_mask": [1, 1, 0, 0, 1, 1], "rollout_log_probs": [-1.0, -2.0, 0.0, 0.0, -3.0, -4.0]}  # fmt: skip
+    index = index_of(tmp_path / "samples.jsonl", [line])
+    views = [sample_view(index, 0, start=start, decode=lambda ids: "".join(map(chr, ids))) for start in (0, 4, 8)]
+    assert [token for view in views for token in view["ids"]] == line["tokens"]
+    assert "".join(text for view in views for text in view["texts"]) == "ABCDEFGHIJK"
+    assert [value for view in views for value in view["columns"]["rollout_log_probs"]] == [None] * 5 + line[
+        "rollout_log_probs"
+    ]
+    assert [(turn["author"], turn["start"], turn["end"]) for turn in views[0]["turns"]] == [
+        ("prompt", 0, 5), ("policy", 5, 7), ("environment", 7, 9), ("policy", 9, 11),
+    ]  # fmt: skip
+
+
+def test_a_character_of_several_tokens_is_the_text_of_its_last():
+    def decode(ids) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    letters = "aé漢😀z"
+    texts = token_texts(list(letters.encode()), decode)
+    assert texts == ["a", "", "é", "", "", "漢", "", "", "", "😀", "z"]
+    assert "".join(token_texts([65, 0xFF, 66], decode)).startswith("A")

@@ -1,0 +1,155 @@
+"""The server of a view answers its own page alone, shows no other file, and says every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import forkserver
+import pytest
+from views import TOKEN, View, hostile_samples, viewing
+
+from slimectl.errors import SettingsError
+from slimectl.viewer.library import Library
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two rounds, an evaluation, and links that lead out of it."""
+    root = tmp_path_factory.mktemp("view")
+    run = root / "runs" / "a"
+    for number in (1, 2):
+        (run / f"step_{number:06d}").mkdir(parents=True)
+        hostile_samples(run / f"step_{number:06d}" / "samples.jsonl")
+    (run / "eval").mkdir()
+    hostile_samples(run / "eval" / "small-000002.jsonl")
+    (root / "secret.jsonl").write_text('{"response": "the secret"}\n')
+    (run / "step_000003").mkdir()
+    (run / "step_000003" / "samples.jsonl").symlink_to(root / "secret.jsonl")
+    (run / "eval" / "stolen-000003.jsonl").symlink_to(root / "secret.jsonl")
+    (run / "run.toml").write_text("[train]\nlr = 1e-3\n[score]\ncustom_rm_path = 'reward.py:reward'\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "rollout_id": 0, "metrics": {"rollout/raw_reward": 0.5}}\n{"st')
+    return root
+
+
+@pytest.fixture(scope="module")
+def view(folder: Path) -> Iterator[View]:
+    with viewing(folder / "runs") as view:
+        yield view
+
+
+@pytest.mark.parametrize("name", ["", "main.js", "style.css", "uplot.js", "uplot-license.txt"])
+def test_the_page_comes_with_rules_that_forbid_everything_foreign(view: View, name: str):
+    with urllib.request.urlopen(view.address + name) as response:
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        assert response.headers["Referrer-Policy"] == "no-referrer"
+        text = response.read().decode()
+    assert name == "uplot.js" or "://" not in text  # uPlot's comments name pages that it learnt from
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Host": "evil.example"}, {"Host": "evil.example:80"}, {"Host": "127.0.0.1.evil.example"}, {"Host": ""},
+     {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}],
+)  # fmt: skip
+def test_another_site_is_refused(view: View, headers: dict[str, str]):
+    status, text = view.get("api/catalogue", headers)
+    assert status in (400, 403)
+    assert "runs" not in text.replace("slimectl view", "")
+
+
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1], TOKEN + "x", TOKEN.upper()])
+@pytest.mark.parametrize("page", ["", "main.js", "api/catalogue", "api/raw?file=n0.r1&row=0"])
+def test_nothing_is_answered_without_the_token(view: View, token: str, page: str):
+    elsewhere = View(view.address.replace(TOKEN, token), view.port)
+    status, text = elsewhere.get(page)
+    assert status == 403
+    assert "token" in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../slimectl/errors.py", "..%2ferrors.py", "%2e%2e/errors.py", "page", "index.html.py", "main.py", "..",
+     "/etc/passwd", "api/../../x", "main.js%00.css"],
+)  # fmt: skip
+def test_no_other_file_is_served(view: View, path: str):
+    status, text = view.get(path)
+    assert status in (400, 403, 404), text
+    assert "error" in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ("api/nothing", "no question of this view"),
+        ("api/groups", "file: is missing"),
+        ("api/groups?file=n0.r3", "is not in this view"),
+        ("api/groups?file=/etc/passwd", "is not in this view"),
+        ("api/metrics?run=../..", "is not in this view"),
+        ("api/group?file=n0.r1&group=x", "is no whole number"),
+        ("api/sample?file=n0.r1&row=99999", "has no sample 99999; it has 14"),
+        ("api/sample?file=n0.r1&row=-1", "out of range"),
+        ("api/sample?file=n0.r1&row=" + "9" * 5000, "no whole number"),
+        ("api/groups?file=n0.r1&where=open(1)", "is not part of a filter"),
+        ("api/compare?before=n0.r1&after=n0.r2&threshold=x", "is no number"),
+        ("api/explain?file=n0.r1&row=0", "which a view does not run"),
+    ],
+)
+def test_a_mistake_is_one_line(view: View, question: str, reason: str):
+    status, text = view.get(question)
+    assert status == 400
+    message = json.loads(text)["error"]
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_links_are_not_followed_and_an_unfinished_line_waits(view: View):
+    catalogue = view.ask("catalogue")
+    assert [file["id"] for file in catalogue["runs"][0]["files"]] == ["n0.r1", "n0.r2", "n0.e2.small"]
+    answer = view.ask("metrics?run=n0")
+    assert [line["step"] for line in answer["metrics"]] == [1]
+    rest = view.ask(f"metrics?run=n0&metrics={answer['offsets']['metrics']}")
+    assert rest["metrics"] == []
+
+
+def test_a_file_that_a_resume_made_shorter_is_read_again(view: View):
+    answer = view.ask("metrics?run=n0&metrics=99999")
+    assert (answer["offsets"]["metrics"], answer["more"]) == (0, True)
+
+
+def test_settings_that_differ_are_named(folder: Path, tmp_path: Path):
+    other = tmp_path / "b"
+    other.mkdir()
+    (other / "run.toml").write_text("[train]\nlr = 2e-3\n")
+    table = Library([folder / "runs" / "a", other]).settings_table()
+    assert table["rows"] == [
+        {"name": "score.custom_rm_path", "values": ["reward.py:reward", None]},
+        {"name": "train.lr", "values": [1e-3, 2e-3]},
+    ]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("missing", "no such file"), ("empty", "is no run and holds none")])
+def test_a_path_that_shows_nothing_is_refused(tmp_path: Path, name: str, reason: str):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingsError, match=reason):
+        Library([tmp_path / name])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGHUP, 129)])
+def test_the_command_prints_an_address_and_ends_by_a_signal(folder: Path, number: signal.Signals, code: int):
+    pipe = subprocess.PIPE
+    process = forkserver.start(
+        ["view", "runs", "--no-browser"], cwd=folder, env=dict(os.environ), stdout=pipe, stderr=pipe
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().decode().strip()
+    assert View(address, 0).ask("catalogue")["runs"][0]["name"] == "a"
+    process.send_signal(number)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert b"Traceback" not in words
