@@ -165,7 +165,6 @@ def test_a_run_on_a_narrow_terminal_draws_one_bar_and_writes_its_lines_into_the_
 ):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("COLUMNS", raising=False)  # which workers of pytest-xdist have
     words = ("run", "-s", "run.num_rollout=2", "-s", "track.plot=false")
     text, code = on_terminal(workshop, *words, columns=40, stdout=subprocess.PIPE)
     assert code == 0

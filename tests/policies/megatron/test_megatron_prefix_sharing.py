@@ -74,10 +74,10 @@ def test_layouts_share_what_they_can_and_change_nothing(
 ):
     rows, alone = forked_rows(4), trainer(folder(), share_prefixes=False)
     two.build(folder(), layout=layout, optimizer=STILL)
-    for found, expected in zip(two.log_probs(rows), alone.log_probs(rows), strict=True):
-        assert found == pytest.approx(expected, abs=6e-6)
+    for log_probs, expected in zip(two.log_probs(rows), alone.log_probs(rows), strict=True):
+        assert log_probs == pytest.approx(expected, abs=6e-6)
     steps = [each.forward_backward(rows, Clipped()) | each.optim_step() for each in (two, alone)]
-    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6, abs=1e-7)  # the terms of a loss near zero are near one
 
 
 def test_what_cannot_be_shared_is_computed_alone(folder: Callable[..., Path]):
