@@ -138,7 +138,7 @@ def start_python(
 
 
 def run_python(
-    code: str, arguments: Sequence[str] = (), *, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 90
+    code: str, arguments: Sequence[str] = (), *, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -c CODE ARGUMENTS` to its end."""
     pipe = subprocess.PIPE

@@ -71,7 +71,7 @@ def viewing(*paths: Path) -> Iterator[View]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(300)
     port = listening.getsockname()[1]
     try:
         yield View(f"http://127.0.0.1:{port}/{TOKEN}/", port)

@@ -43,7 +43,7 @@ class Workshop:
         """Start a command in a forked process; `streams` mean what they mean to subprocess.Popen."""
         return forkserver.start(list(arguments), cwd=self.folder, env=self.environment, **streams)
 
-    def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0, timeout_s: float = 90) -> bytes:
+    def slimectl(self, *arguments: str, stdin: bytes | None = None, code: int = 0, timeout_s: float = 300) -> bytes:
         """Run a command to its end and return its stdout. Fails with its stderr if the exit code is not `code`."""
         pipe = subprocess.PIPE
         process = self.start(*arguments, stdin=None if stdin is None else pipe, stdout=pipe, stderr=pipe)

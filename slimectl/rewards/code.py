@@ -42,7 +42,9 @@ class Code(Verifier):
     statements run in a process that the program cannot reach: the values of the program that they use cross as plain
     data, or as a proxy that the program answers for, and are compared there. A value that cannot cross fails the test.
 
-    `timeout_s` covers all tests together and should stay below score.timeout_s: past that the whole sample gets 0.
+    `timeout_s` and `test_timeout_s` are seconds of CPU time, of all tests together and of one; by the wall clock ten
+    times as long may pass. Ten times `timeout_s` should stay below score.wall_timeout_s: past that the whole sample
+    gets 0.
     Raises RecordError for malformed tests, BackendError where there is no sandbox.
     """
 

@@ -172,13 +172,14 @@ def _run_judges(job: dict[str, Any], proc: int, control: socket.socket, tests_fd
             return
         number, seconds = json.loads(message)
         read, write = os.pipe()
+        clock = supervisor.clock(seconds)
         child = os.fork()
         if child == 0:
             null = os.open(os.devnull, os.O_RDWR)
             start(partial(judge_case, job, tests[str(number)]), null, null, null, fds[0], write)
         os.close(write)
         os.close(fds[0])
-        texts, status = supervisor.watch({read: "verdict"}, seconds)
+        texts, status = supervisor.watch({read: "verdict"}, clock)
         supervisor.end_case()
         os.close(read)
         verdict = json.loads(texts["verdict"] or "{}") if status == "ended" else {"reason": status}

@@ -1,4 +1,4 @@
-"""Descendants of this process: how many there are, what memory they hold, and their end."""
+"""Descendants of this process: how many there are, what memory and time they use, and their end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -36,6 +37,7 @@ class ProcessTree:
     def __init__(self, proc: int) -> None:
         self._proc = proc
         self._pid = os.readlink("self", dir_fd=proc)
+        self._ticks: dict[str, int] = {}
 
     def pids(self) -> dict[str, int]:
         """Return the tasks of every descendant by process id, as this folder of /proc counts them."""
@@ -47,6 +49,19 @@ class ProcessTree:
                 children, tasks[pid] = self._children(pid)
                 unseen += children
         return tasks
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all descendants since `reset_cpu`; of one that has ended, those seen last."""
+        for pid in self.pids():
+            # The name of a process, in parentheses, may hold anything.
+            fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
+            if fields:
+                self._ticks[pid] = max(self._ticks.get(pid, 0), int(fields[11]) + int(fields[12]))
+        return sum(self._ticks.values()) / TICKS_PER_S
+
+    def reset_cpu(self) -> None:
+        """Begin to count CPU seconds anew; no descendant may be left."""
+        self._ticks.clear()
 
     def usage(self, limit: int, *, isolated: bool) -> Usage:
         """Return what the descendants hold; pages in common are told apart only where their sum exceeds `limit`.

@@ -18,6 +18,7 @@ from typing import Any
 from slimectl.errors import BackendError
 from slimectl.sandbox.processes import clear_folder
 from slimectl.sandbox.seccomp import call_filter
+from slimectl.sandbox.supervisor import WALL_FACTOR
 
 START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
@@ -39,13 +40,13 @@ ENDING_S = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that a program may use. Time is by the wall clock."""
+    """Resources that a program may use. Time is CPU time, and ten times as much by the wall clock."""
 
     timeout_s: float = 4.0
-    """Seconds for all cases together."""
+    """CPU seconds of all cases together."""
 
     test_timeout_s: float = 2.0
-    """Seconds for one case."""
+    """CPU seconds of one case."""
 
     memory_mib: int = 512
     """Memory of all processes of a case together, and the address space of each."""
@@ -202,7 +203,7 @@ def _run_jail(
             jail.stdin.write(json.dumps(job).encode())
         count = len(job["cases"]) + 1
         max_bytes = count * 8 * (limits.max_output + 4096)
-        texts = _read({jail.stdout.fileno(): max_bytes, verdicts_read: max_bytes}, limits.timeout_s)
+        texts = _read({jail.stdout.fileno(): max_bytes, verdicts_read: max_bytes}, limits.timeout_s * WALL_FACTOR)
     finally:
         jail.kill()
         jail.wait()

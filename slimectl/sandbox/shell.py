@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,12 +25,15 @@ from slimectl.sandbox.namespaces import kill_with_parent
 from slimectl.sandbox.privileges import confine
 from slimectl.sandbox.processes import clear_folder
 from slimectl.sandbox.program import start, write_all
-from slimectl.sandbox.supervisor import Supervisor, reap
+from slimectl.sandbox.supervisor import Clock, Supervisor, reap
 
 START = (
     "import sys, types; package = types.ModuleType('slimectl'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['slimectl'] = package; from slimectl.sandbox.shell import start_from; start_from(int(sys.argv[2]))"
 )
+
+REAP_S = 1.0
+"""Seconds for a shell to be collected once it has ended, or has closed its output."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,17 @@ def _run(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, str]:
         os.chdir(request["folder"])
         os.execve("/bin/bash", ["bash", "-c", request["command"]], request["environment"])
 
+    # A command may wait for others: its time is by the wall clock.
+    clock = Clock(supervisor.tree, math.inf, request["seconds"])
     child = os.fork()
     if child == 0:
         start(execute, null, write, write)
     os.close(null)
     os.close(write)
     ended = os.pidfd_open(child)  # it may end before what it started, which holds its output open
-    texts, status = supervisor.watch({output: "output"}, request["seconds"], ended)
+    texts, status = supervisor.watch({output: "output"}, clock, ended)
     if status in ("ended", "judged"):
-        status = reap(child, 1.0)
+        status = reap(child, Clock(supervisor.tree, math.inf, REAP_S))
     supervisor.end_case()
     os.set_blocking(output, False)
     with contextlib.suppress(BlockingIOError):

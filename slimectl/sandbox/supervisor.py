@@ -23,6 +23,29 @@ CHECK_S = 0.005
 """Seconds between two looks at the memory of a case."""
 
 DISK_CHECK_S = 0.05
+WALL_FACTOR = 10.0
+"""Seconds by the wall clock for each second of CPU time, for a program that sleeps or a machine that is busy."""
+
+
+class Clock:
+    """Time of a case: the CPU seconds of its processes, with the wall clock far behind them.
+
+    What a program earns must not depend on what else the machine does.
+    """
+
+    def __init__(self, tree: ProcessTree, cpu_s: float, wall_s: float) -> None:
+        tree.reset_cpu()
+        self._tree = tree
+        self._cpu_limit_s = cpu_s
+        self.deadline = time.monotonic() + wall_s
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds so far."""
+        return self._tree.cpu_s()
+
+    def has_expired(self) -> bool:
+        """Return whether the time is up."""
+        return time.monotonic() >= self.deadline or self.cpu_s() >= self._cpu_limit_s
 
 
 @dataclass
@@ -32,19 +55,25 @@ class Supervisor:
     job: dict[str, Any]
     tree: ProcessTree
 
-    def watch(self, pipes: dict[int, str], seconds: float, stop: int = -1) -> tuple[dict[str, bytes], str]:
+    def clock(self, seconds: float) -> Clock:
+        """Return a clock for a case that may take `seconds` of CPU time; none of its processes may be there yet."""
+        return Clock(self.tree, seconds, seconds * WALL_FACTOR)
+
+    def watch(self, pipes: dict[int, str], clock: Clock, stop: int = -1) -> tuple[dict[str, bytes], str]:
         """Read pipes until all are closed, or `stop` has something to read, or a limit is reached.
 
         Returns what came out of each and "ended", "judged" (of `stop`) or the limit.
         """
         texts = dict.fromkeys(pipes.values(), b"")
-        deadline, next_check, next_disk_check = time.monotonic() + seconds, 0.0, 0.0
+        next_check, next_disk_check = 0.0, 0.0
         unclosed = set(pipes)
         while unclosed:
             now = time.monotonic()
-            if now >= deadline:
+            if now >= clock.deadline:
                 return texts, "out of time"
             if now >= next_check:
+                if clock.has_expired():
+                    return texts, "out of time"
                 count_files = not self.job["isolated"] and now >= next_disk_check
                 if excess := self._excess(count_files=count_files):
                     return texts, excess
@@ -52,7 +81,7 @@ class Supervisor:
                 next_check = time.monotonic() + max(CHECK_S, 2 * (time.monotonic() - now))
                 next_disk_check = next_check + DISK_CHECK_S if count_files else next_disk_check
             watched = [*unclosed, stop] if stop >= 0 else list(unclosed)
-            ready = select.select(watched, [], [], max(0.0, min(deadline, next_check) - now))[0]
+            ready = select.select(watched, [], [], max(0.0, min(clock.deadline, next_check) - now))[0]
             if stop in ready:
                 return texts, "judged"
             for pipe in ready:
@@ -86,13 +115,16 @@ class Supervisor:
 
     def run_cases(self, play: Callable[[dict[str, Any]], None], judges: socket.socket | None, out: int) -> None:
         """Run every case in turn, until the time for all of them is used up; write one JSON line a case."""
-        deadline = time.monotonic() + self.job["timeout_s"]
+        remaining_s = self.job["timeout_s"]
+        deadline = time.monotonic() + remaining_s * WALL_FACTOR
         for number, case in enumerate(self.job["cases"]):
-            seconds = min(deadline - time.monotonic(), self.job["test_timeout_s"])
+            seconds = min(remaining_s, (deadline - time.monotonic()) / WALL_FACTOR, self.job["test_timeout_s"])
             if seconds < 0.01:
                 return
             case["folder"] = f"{os.getcwd()}/{number}"
-            report = self.run_test_case(number, case, seconds, play, judges)
+            clock = self.clock(seconds)
+            report = self.run_test_case(number, case, seconds, clock, play, judges)
+            remaining_s -= clock.cpu_s()
             for folder in self.job["writable"]:
                 clear_folder(folder)
             write_all(out, json.dumps(report).encode() + b"\n")
@@ -102,6 +134,7 @@ class Supervisor:
         number: int,
         case: dict[str, Any],
         seconds: float,
+        clock: Clock,
         play: Callable[[dict[str, Any]], None],
         judges: socket.socket | None,
     ) -> dict[str, Any]:
@@ -124,10 +157,9 @@ class Supervisor:
             channel[0].close()
             channel[1].close()
         stop = judges.fileno() if channel and judges else -1
-        started = time.monotonic()
-        texts, status = self.watch({read: name for name, (read, _) in pipes.items()}, seconds, stop)
+        texts, status = self.watch({read: name for name, (read, _) in pipes.items()}, clock, stop)
         if status == "ended":
-            status = reap(child, started + seconds - time.monotonic())
+            status = reap(child, clock)
         status = "ended" if status == "judged" else status
         self.end_case()
         if channel and judges:
@@ -148,15 +180,15 @@ def _sealed_file(text: bytes) -> int:
     return file
 
 
-def reap(child: int, seconds: float) -> str:
+def reap(child: int, clock: Clock) -> str:
     """Return how the child ended; one that has closed its pipes and goes on is out of time at the end of it."""
-    deadline, pause = time.monotonic() + seconds, 0.0005
+    pause = 0.0005
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
             return "ended" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        if time.monotonic() >= deadline:
+        if clock.has_expired():
             return "out of time"
         time.sleep(pause)
         pause = min(2 * pause, CHECK_S)

@@ -41,7 +41,7 @@ def test_the_list_of_commands_is_complete():
 def test_help_has_an_example_and_says_what_every_option_is(command: list[str], tmp_path: Path):
     environment = {"COLUMNS": "200", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
     process = forkserver.start([*command, "--help"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
-    text = process.communicate(timeout=30)[0].decode()
+    text = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0
     assert f"slimectl {' '.join(command)}" in text.split("Example", 1)[1]
     wordless = [line for line in text.splitlines() if re.fullmatch(r"│ +\*? +-{1,2}[\w-]+ +(<\w+>)? +│", line)]

@@ -122,7 +122,7 @@ def on_terminal(
             interrupt = False
             os.kill(process.pid, signal.SIGINT)
     os.close(ours)
-    return text.decode(), process.wait(30)
+    return text.decode(), process.wait(300)
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(slow: Workshop, monkeypatch: pytest.MonkeyPatch):

@@ -58,7 +58,7 @@ def test_at_a_terminal_explanations_are_lines(workshop: Workshop):
     ours, theirs = pty.openpty()
     options = ("--rm-type", "numeric", "--explain")
     with workshop.start("score", name, *options, stdout=theirs, stderr=subprocess.DEVNULL) as process:
-        assert process.wait(timeout=90) == 0
+        assert process.wait(timeout=300) == 0
     os.close(theirs)
     lines = os.read(ours, 100_000).decode().splitlines()
     os.close(ours)

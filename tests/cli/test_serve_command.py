@@ -75,7 +75,7 @@ def received(client: socket.socket) -> bytes:
 
 
 def ended(process: ForkedProcess) -> tuple[int | None, str]:
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=300)
     return process.returncode, words.decode()
 
 
@@ -145,7 +145,7 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})
     builders.workers(settings, [f"http://127.0.0.1:{port}"]).wake()
     process.terminate()
-    assert process.communicate(timeout=30) == (None, "")
+    assert process.communicate(timeout=300) == (None, "")
     assert not file.exists()
 
 

@@ -20,7 +20,7 @@ def test_a_terminal_gets_a_table_and_a_pipe_gets_records(workshop: Workshop) -> 
     master, slave = os.openpty()
     process = workshop.start(*TRAINING, stdout=slave, stderr=subprocess.PIPE)
     os.close(slave)
-    _, stderr = process.communicate(timeout=90)
+    _, stderr = process.communicate(timeout=300)
     shown = os.read(master, 1 << 16).decode()
     os.close(master)
     assert process.returncode == 0, stderr.decode()

@@ -253,7 +253,7 @@ def test_weights_that_arrive_from_another_thread_are_used_while_it_writes(
     started = threading.Event()
 
     def sync() -> None:
-        started.wait(timeout=10)
+        started.wait(timeout=300)
         engine.load_weights(HFCheckpoint().read(model_dir("llama")), version="1")
 
     async def drive() -> Completion:

@@ -62,7 +62,7 @@ def slimectl(workshop: Workshop, installed: Path, *arguments: str) -> str:
     environment = workshop.environment | {"PYTHONPATH": str(installed)}
     pipe = subprocess.PIPE
     process = forkserver.start([*arguments], cwd=workshop.folder, env=environment, stdout=pipe, stderr=pipe)
-    stdout, stderr = process.communicate(timeout=90)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr.decode()
     return stdout.decode()
 

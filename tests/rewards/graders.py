@@ -56,7 +56,7 @@ def grading(answer: Answer) -> Iterator[Server]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(lived(),))
     thread.start()
-    assert up.wait(10)
+    assert up.wait(300)
     try:
         yield made
     finally:

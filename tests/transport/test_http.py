@@ -56,7 +56,7 @@ def test_what_is_closed_last_is_closed_after_all_others_were_cancelled():
         order.append("closed")
 
     waiting = background.submit(wait())
-    assert started.wait(10)
+    assert started.wait(300)
     background.stop(close)
     assert order == ["cancelled", "closed"]
     assert waiting.cancelled()

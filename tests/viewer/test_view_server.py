@@ -150,6 +150,6 @@ def test_the_command_prints_an_address_and_ends_by_a_signal(folder: Path, number
     address = process.stdout.readline().decode().strip()
     assert View(address, 0).ask("catalogue")["runs"][0]["name"] == "a"
     process.send_signal(number)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=300)
     assert process.returncode == code
     assert b"Traceback" not in words

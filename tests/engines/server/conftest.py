@@ -111,7 +111,7 @@ def served(
 
     thread = threading.Thread(target=loop.run_until_complete, args=(lived(),))
     thread.start()
-    assert up.wait(30)
+    assert up.wait(300)
     try:
         yield Server(url, found[0])
     finally:

@@ -147,7 +147,7 @@ def test_from_a_broadcast(way: str, server: Any, other: Path, tensors: Tensors, 
         assert written(server) == (wanted, "5")
         server.good("/destroy_weights_update_group", {"group_name": "g"})
     finally:
-        trainer.communicate(timeout=30)
+        trainer.communicate(timeout=300)
     assert trainer.returncode == 0
     assert "does not exist" in server.ask("/destroy_weights_update_group", {"group_name": "g"})[1]["message"]
 
