@@ -112,8 +112,9 @@ def run_to_end(
 
     def say_settings() -> None:
         on_start()
-        if resume and (changes := ", ".join(_changed_settings(result, resume / "run.toml"))):
-            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {changes}")
+        if resume and (changes := [*_changed_settings(result, resume / "run.toml")]):
+            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {', '.join(changes)}")
+            job.folder.note_changes(changes)
 
     check_complete(result.settings.model_dump(by_alias=True))
     grace = GracePeriod()
