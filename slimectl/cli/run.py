@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @with_options(
-    "recipe model data input_key label_key agent env backend name seed resume",
+    "recipe model data input_key label_key agent env n backend lr name seed resume",
     CLUSTER,
     ENGINES,
     "eval_config custom_config",

@@ -82,3 +82,9 @@ def test_a_resume_notes_the_settings_that_changed_in_the_file_of_the_run(worksho
     heading, *changes = note.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, slimectl \S+: resumed at round 2 with", heading)
     assert changes == ["#   train.lr = 0.002 (was 0.001)", "#   run.num_rollout = 2 (was 1)"]
+
+
+def test_a_run_takes_answers_and_learning_rate_as_rollout_and_train_do(workshop: Workshop):
+    shown = workshop.slimectl("run", "--dry-run", "-n", "2", "--lr", "3e-4", "-s", "score.rm_type=exact").decode()
+    values = {words[0]: words[1] for line in shown.splitlines() if len(words := line.split()) > 1}
+    assert (values["rollout.n_samples_per_prompt"], values["train.lr"]) == ("2", "0.0003")
