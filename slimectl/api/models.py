@@ -59,7 +59,7 @@ class Sampler(_Closing):
         self.settings = settings
         self.folder = folder or builders.model_folder(settings.model.path, verify=settings.model.verify)
         self.tokenizer: Any = builders.tokenizer(self.folder)
-        self.engine: Engine = self._closing.enter_context(builders.engines(settings, self.folder, self.tokenizer))
+        self.engine: Engine = self._closing.enter_context(builders.start_engines(settings, self.folder, self.tokenizer))
 
     def rollout(
         self, prompts: Iterable[Prompt], *, source: Any = None, left_out: LeftOut = lambda prompt: None

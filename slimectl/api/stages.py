@@ -13,15 +13,12 @@ from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.streams import tee
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
-from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
 from slimectl.settings.layers import Layer, from_environment, from_file, nested
 from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete
-from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, with_summary
-from slimectl.stages.evaluate import evaluate as evaluate_stage
 from slimectl.stages.score import score as score_stage
 from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
 
@@ -129,6 +126,8 @@ class Evaluation:
     """
 
     def __init__(self, settings: Settings) -> None:
+        from slimectl.stages.evaluate import resolve_dataset_settings
+
         if not settings.eval.data:
             raise SettingsError("eval.data: no datasets are given; add eval.data.NAME = PROMPTS")
         builders.check_trackers(settings)
@@ -153,6 +152,10 @@ class Evaluation:
 
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
         """Yield the graded samples of every dataset; trackers get the metrics after the last."""
+        from slimectl.hooks.user_hooks import UserHooks
+        from slimectl.stages.evaluate import answer_extractor, with_summary
+        from slimectl.stages.evaluate import evaluate as evaluate_stage
+
         with closing(builders.graders()) as graders:
             for name, (settings, questions, reward, agent) in self._datasets.items():
                 if getattr(sampler.engine, "addresses", None):

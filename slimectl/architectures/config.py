@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimectl.architectures.config_checks import check_config
+from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, open_file, read_json
 
@@ -126,12 +127,13 @@ def dense(config: Config, **fields: Any) -> Architecture:
     )
 
 
-STAND_INS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-"""Architectures with a class in the checkpoint only, and the class of transformers with the same defaults."""
-
-
 def with_defaults(raw: Config) -> Config:
-    """Return the configuration with every key of its class; `model_type` is unchanged. Raises CheckpointError."""
+    """Return the configuration with every key of its class that says what the model is; `model_type` is unchanged.
+
+    Supported families need no transformers for it. Raises CheckpointError.
+    """
+    if (config := with_known_defaults(raw)) is not None:
+        return config
     from transformers import AutoConfig
 
     model_type = raw.get("model_type", "")

@@ -1,121 +1,73 @@
-"""Builds parts from settings: the only package that knows adapters by name; each is imported on first use."""
+"""Builds parts from settings: the only package that knows adapters by name; each is imported on first use.
 
-from slimectl.builders.data import (
-    agent,
-    check_pipes,
-    check_rows,
-    count_rows,
-    data_source,
-    has_plain_rows,
-    hook_settings,
-    prompts,
-    reward,
-    rollout_samples,
-    training_samples,
-)
-from slimectl.builders.engines import engine, engine_reads, keys
-from slimectl.builders.executors import check_executor, executor, graders, placement
-from slimectl.builders.frozen_models import (
-    PeriodicReference,
-    TrainableModels,
-    reference,
-    sampling_models,
-    teacher,
-    trainable_models,
-)
-from slimectl.builders.models import (
-    TOKENIZER_REMEDY,
-    context_length,
-    convert,
-    create_model,
-    device,
-    has_tokenizer,
-    is_gguf,
-    model_folder,
-    source_of,
-    tokenizer,
-    version_of,
-)
-from slimectl.builders.policies import check_policy, critic, frozen, policy, round_timer, total_steps
-from slimectl.builders.servers import auxiliary_servers, check_engine, client, engine_gpus, engines, server_pool
-from slimectl.builders.shared_run import tracked_executor
-from slimectl.builders.streaming import stream_answer
-from slimectl.builders.trackers import (
-    check_trackers,
-    evaluation_trackers,
-    flush_trackers,
-    identity,
-    log_samples,
-    sample_table,
-    step_table,
-    trackers,
-)
-from slimectl.builders.trainers import layout
-from slimectl.builders.weight_sync import in_process, keyed, synchronizer, to_servers, urls, workers
+So are the modules of this package: a command imports those whose parts it builds. `__init__.pyi` has their types.
+"""
 
-__all__ = [
-    "TOKENIZER_REMEDY",
-    "PeriodicReference",
-    "TrainableModels",
-    "agent",
-    "auxiliary_servers",
-    "check_engine",
-    "check_executor",
-    "check_pipes",
-    "check_policy",
-    "check_rows",
-    "check_trackers",
-    "client",
-    "context_length",
-    "convert",
-    "count_rows",
-    "create_model",
-    "critic",
-    "data_source",
-    "device",
-    "engine",
-    "engine_gpus",
-    "engine_reads",
-    "engines",
-    "evaluation_trackers",
-    "executor",
-    "flush_trackers",
-    "frozen",
-    "graders",
-    "has_plain_rows",
-    "has_tokenizer",
-    "hook_settings",
-    "identity",
-    "in_process",
-    "is_gguf",
-    "keyed",
-    "keys",
-    "layout",
-    "log_samples",
-    "model_folder",
-    "placement",
-    "policy",
-    "prompts",
-    "reference",
-    "reward",
-    "rollout_samples",
-    "round_timer",
-    "sample_table",
-    "sampling_models",
-    "server_pool",
-    "source_of",
-    "step_table",
-    "stream_answer",
-    "synchronizer",
-    "teacher",
-    "to_servers",
-    "tokenizer",
-    "total_steps",
-    "tracked_executor",
-    "trackers",
-    "trainable_models",
-    "training_samples",
-    "urls",
-    "version_of",
-    "workers",
-]
+from importlib import import_module
+
+_NAMES = {
+    "data": (
+        "agent",
+        "check_pipes",
+        "check_rows",
+        "count_rows",
+        "data_source",
+        "has_plain_rows",
+        "hook_settings",
+        "prompts",
+        "reward",
+        "rollout_samples",
+        "training_samples",
+    ),
+    "engines": ("engine", "engine_reads", "keys"),
+    "executors": ("check_executor", "executor", "graders", "placement"),
+    "frozen_models": (
+        "PeriodicReference",
+        "TrainableModels",
+        "reference",
+        "sampling_models",
+        "teacher",
+        "trainable_models",
+    ),
+    "models": (
+        "TOKENIZER_REMEDY",
+        "context_length",
+        "convert",
+        "create_model",
+        "device",
+        "has_tokenizer",
+        "is_gguf",
+        "model_folder",
+        "source_of",
+        "tokenizer",
+        "version_of",
+    ),
+    "policies": ("check_policy", "critic", "frozen", "policy", "round_timer", "total_steps"),
+    "servers": ("auxiliary_servers", "check_engine", "client", "engine_gpus", "server_pool", "start_engines"),
+    "shared_run": ("tracked_executor",),
+    "streaming": ("stream_answer",),
+    "trackers": (
+        "check_trackers",
+        "evaluation_trackers",
+        "flush_trackers",
+        "identity",
+        "log_samples",
+        "sample_table",
+        "start_trackers",
+        "step_table",
+    ),
+    "trainers": ("layout",),
+    "weight_sync": ("in_process", "keyed", "synchronizer", "to_servers", "urls", "workers"),
+}
+"""Names of every module that other packages use."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    """Import a part's module when it is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value

@@ -207,7 +207,7 @@ def client(
 
 
 @contextmanager
-def engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
+def start_engines(settings: Settings, model: Path, text: Any) -> Iterator[Engine]:
     """Yield an engine with the model's own weights, for a stage that runs alone; its servers end with the block."""
     with ExitStack() as closing:
         if not engine_reads(settings, model):

@@ -19,7 +19,6 @@ from slimectl.redaction import redact
 from slimectl.registry import TRACKERS
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
-from slimectl.stages.evaluate import resolve_dataset_settings, table_of
 from slimectl.types import Metrics, Sample, StepReport, TableRow
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _check_shared_mode(settings: Settings) -> None:
             )
 
 
-def trackers(
+def start_trackers(
     settings: Settings,
     folder: Path,
     *,
@@ -137,6 +136,8 @@ def sample_table(
 ) -> list[TableRow]:
     """Return the samples of the dataset `name` that its trackers get: track.samples, or what the terminal shows."""
     rows = max((_table_rows(tracker, settings) for tracker in trackers), default=0)
+    from slimectl.stages.evaluate import resolve_dataset_settings, table_of
+
     return table_of(samples, rows, reward_key=resolve_dataset_settings(settings, name).score.reward_key)
 
 
@@ -167,7 +168,7 @@ def evaluation_trackers(settings: Settings) -> list[Tracker]:
     folder = Path(settings.run.dir) / "-".join(filter(None, (settings.run.name, "eval")))
     folder.mkdir(parents=True, exist_ok=True)
     track = settings.track.model_copy(update={"with_": names, "prometheus_port": None})
-    return trackers(settings.model_copy(update={"track": track}), folder)
+    return start_trackers(settings.model_copy(update={"track": track}), folder)
 
 
 def _start(name: str, run: TrackedRun, settings: Settings) -> Tracker:

@@ -248,12 +248,13 @@ def _state() -> str:
 
 def _computed() -> dict[str, Any]:
     from slimectl.settings.algorithm import ALGORITHMS
-    from slimectl.settings.reference import entries
+    from slimectl.settings.reference import descriptions, entries
 
     settings = {entry.key: [entry.kind, entry.text] for entry in entries() if entry.key.count(".") == 1}
     for name, cls in ALGORITHMS.items():
         settings.pop(f"algorithm.{name}", None)
+        texts = descriptions(cls)
         for field, info in cls.model_fields.items():
-            settings.setdefault(f"algorithm.{info.alias or field}", ["any", " ".join((info.description or "").split())])
+            settings.setdefault(f"algorithm.{info.alias or field}", ["any", " ".join(texts.get(field, "").split())])
     summaries = {name: (cls.__doc__ or "").strip().partition("\n")[0] for name, cls in ALGORITHMS.items()}
     return {"settings": settings, "algorithms": summaries}

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slimectl import builders
 from slimectl.architectures.config import raw_config
 from slimectl.cli.inspect_samples import heading, texts_of
 from slimectl.cli.run_summary import run_facts, show_run
@@ -19,9 +18,10 @@ from slimectl.data.manifest import manifest_path
 from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError
 from slimectl.model_files import check_model_files, read_json
-from slimectl.settings import Settings
-from slimectl.settings.algorithm import Sft
 from slimectl.types import Sample
+
+if TYPE_CHECKING:
+    from slimectl.settings import Settings
 
 MODEL_KEYS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "dtype")
 MANIFEST_KEYS = ("slimectl", "stage", "started", "finished", "counts", "parents")
@@ -123,6 +123,8 @@ def show_manifest(path: Path) -> None:
 
 def show_masks(path: Path, rows: int, settings: Settings) -> None:
     """Print the first samples of a file, or the demonstrations made of its prompts, with each token's role marked."""
+    from slimectl import builders
+
     tokenizer = builders.tokenizer(builders.model_folder(settings.model.path or _recorded_model(path)))
     coloured = has_colours()
     print(legend("mask"))
@@ -143,6 +145,9 @@ def _recorded_model(path: Path) -> str:
 
 
 def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]:
+    from slimectl import builders
+    from slimectl.settings.algorithm import Sft
+
     if settings.algorithm.trains_on == "rollouts":
         settings = settings.model_copy(update={"algorithm": Sft()})
     rows = builders.training_samples(settings, str(path), tokenizer, on_error="stop", report=lambda error: None)

@@ -98,6 +98,8 @@ class CommonOptions:
         str | None,
         typer.Option("--label-key", metavar="KEY", help="Key of the ground truth, e.g. reward_model.ground_truth"),
     ] = None
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None
     backend: Annotated[str | None, typer.Option("--backend", help="What trains: fsdp or megatron")] = None
     executor: Annotated[str | None, typer.Option("--executor", help="Where work runs: local or ray")] = None
     ray_address: Annotated[
@@ -157,6 +159,8 @@ class CommonOptions:
             "rollout.label_key": self.label_key,
             "rollout.agent": self.agent,
             "rollout.env": self.env,
+            "rollout.n_samples_per_prompt": self.n,
+            "train.lr": self.lr,
             "train.backend": self.backend,
             "cluster.executor": "ray" if self.ray_address and self.executor is None else self.executor,
             "cluster.ray_address": self.ray_address,

@@ -126,7 +126,6 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         raise SettingsError("plan: -c and -s go with --placement; without it, options say what is planned for")
     from slimectl.planner import plan as estimates
     from slimectl.planner.search import USABLE
-    from slimectl.settings.train import TrainSettings
 
     if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: says nothing without adapters; add --lora-rank")
@@ -134,7 +133,7 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
     shape = estimates.model_of(
         configuration(options.card, options.model),
         lora_rank=options.lora_rank,
-        lora_targets=options.lora_target or TrainSettings().lora_targets,
+        lora_targets=options.lora_target or _default_lora_targets() if options.lora_rank else (),
         critic=options.critic,
         reference=options.reference,
         teacher=_teacher(options.teacher) if options.teacher else None,
@@ -163,14 +162,22 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         raise typer.Exit(1)
 
 
+def _default_lora_targets() -> list[str]:
+    from slimectl.settings.train import TrainSettings
+
+    return TrainSettings().lora_targets
+
+
 def _check_recompute_modules(options: PlanOptions) -> None:
     """Raises SettingsError for modules without selective recomputation, and for unknown ones."""
+    if not options.recompute_module:
+        return
     from slimectl.settings.train import RecomputeModule
 
     known = get_args(RecomputeModule)
-    if options.recompute_module and options.recompute != "selective":
+    if options.recompute != "selective":
         raise SettingsError("--recompute-module: has no effect alone; add --recompute selective")
-    for module in options.recompute_module or ():
+    for module in options.recompute_module:
         if module not in known:
             raise SettingsError(f"--recompute-module {module}: must be one of {', '.join(known)}")
 
@@ -211,14 +218,15 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
 
 def configuration(card: str | None, model: str | None) -> dict[str, Any]:
     """The complete configuration of a card or directory. Raises SettingsError if both are passed and disagree."""
-    from slimectl import builders
     from slimectl.architectures.config import read_config, with_defaults
 
     if card is None and model is None:
         raise SettingsError("plan: which model? add --card NAME or --model DIR")
     if model is None:
         return cards.language_model(with_defaults(cards.load(card or "")["config"]))
-    config = read_config(builders.model_folder(str(Path(model))))
+    from slimectl.builders import model_folder
+
+    config = read_config(model_folder(str(Path(model))))
     if card is not None:
         cards.check(card, config, location=model)
     return cards.language_model(config)

@@ -27,7 +27,6 @@ from slimectl.cli.options import (
 )
 def rollout(
     options: CommonOptions,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Answers for each prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Softmax temperature")] = None,
     max_response_len: Annotated[
         int | None, typer.Option("--max-response-len", help="Tokens an answer may have")
@@ -39,7 +38,7 @@ def rollout(
 
         slimectl rollout --data prompts.jsonl --model models/smollm2 -n 4 > samples.jsonl
     """
-    flags = {"rollout.n_samples_per_prompt": n, "rollout.temperature": temperature}
+    flags = {"rollout.temperature": temperature}
     resolution = options.resolve(flags | {"rollout.max_response_len": max_response_len})
     if options.dry_run:
         print_preflight(resolution, "model", "data", "engine", "hooks")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @with_options(
-    "recipe model data input_key label_key agent env backend name seed resume",
+    "recipe model data input_key label_key agent env n backend lr name seed resume",
     CLUSTER,
     ENGINES,
     "eval_config custom_config",
@@ -112,8 +112,9 @@ def run_to_end(
 
     def say_settings() -> None:
         on_start()
-        if resume and (changes := ", ".join(_changed_settings(result, resume / "run.toml"))):
-            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {changes}")
+        if resume and (changes := [*_changed_settings(result, resume / "run.toml")]):
+            stdio.note(f"resuming with other settings than {resume / 'run.toml'}: {', '.join(changes)}")
+            job.folder.note_changes(changes)
 
     check_complete(result.settings.model_dump(by_alias=True))
     grace = GracePeriod()

@@ -34,7 +34,6 @@ def train(
     load: Annotated[Path | None, typer.Option("--load", metavar="DIR", help="A run's checkpoint to go on from")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, dapo, rloo, …, sft")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Folder under run.dir, as of a run")] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue a training's folder")] = None,
 ) -> None:
     """Learn from scored samples, demonstrations (sft) or preferences (dpo, reward_model); one report a step on stdout.
@@ -47,7 +46,7 @@ def train(
     """
     if options.model and load:
         raise SettingsError("--model starts from weights alone, --load goes on from a checkpoint; give one of them")
-    flags: dict[str, Any] = {"algorithm.name": algorithm, "train.lr": lr, "run.name": name}
+    flags: dict[str, Any] = {"algorithm.name": algorithm, "run.name": name}
     if load:
         flags["model.path"] = str(load)
     with resumable("train", options, flags, resume) as lock:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.architectures.config import STAND_INS, Config
+from slimectl.architectures.config import Config
+from slimectl.architectures.config_defaults import STAND_INS
 from slimectl.checkpoints.quantization import Dequantized, scheme_of
 from slimectl.conversions.sources import Source
 from slimectl.errors import BackendError, CheckpointError, SlimectlError

@@ -23,6 +23,8 @@ class Metric:
     """The value of track.naming under which it is reported: slime or roll."""
 
     def matches(self, name: str) -> bool:
+        if "{" not in self.name:
+            return self.name == name
         return re.fullmatch(re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(self.name)), name) is not None
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,17 @@ class RunDir:
                     (push / STAGED).touch()  # earlier versions did not mark folders of pushes
         if not signed:
             self._sign(manifest)
+
+    def note_changes(self, changes: Sequence[str]) -> None:
+        """Add comments to run.toml: from which round on a resume had which other settings than the file."""
+        rounds = self.checkpoints()
+        first = (rounds[-1] if rounds else 0) + 1
+        path = self.path / "run.toml"
+        text = path.read_text(encoding="utf-8").rstrip("\n")
+        resumed = f"# {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, slimectl {__version__}: resumed at round {first} with"
+        lines = [f"#   {' '.join(change.splitlines())}" for change in changes]
+        with storage_errors(path):
+            write_text(path, "\n".join([text, "", resumed, *lines, ""]))
 
     def _sweep(self) -> None:
         """Remove half-written files of a killed run, and finish interrupted renames."""

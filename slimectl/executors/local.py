@@ -13,14 +13,16 @@ from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slimectl.data.streams import prefetch
 from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
-from slimectl.executors.rank_group import LocalRanks
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, reset_signals, wall_limit
 from slimectl.protocols import Serve
 from slimectl.stdio import log_to_stderr
+
+if TYPE_CHECKING:
+    from slimectl.executors.rank_group import LocalRanks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,6 +43,8 @@ class LocalExecutor:
 
     def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> LocalRanks:
         """Start N processes that join one torch.distributed group, then run `serve(build, pipe)`."""
+        from slimectl.executors.rank_group import LocalRanks
+
         self._groups = [group for group in self._groups if not group.ended]
         rank_group = LocalRanks(serve, build, ranks=ranks, logs=self._logs, living=len(self._groups))
         self._groups.append(rank_group)

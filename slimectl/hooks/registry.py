@@ -9,7 +9,6 @@ from functools import cache
 
 from slimectl.errors import HookError
 from slimectl.hooks import signatures
-from slimectl.hooks.slime.modules import offer_modules
 from slimectl.hooks.slime.shapes import PARAMETERS
 from slimectl.settings import Settings
 from slimectl.user_code import Hook, parameter_names
@@ -45,6 +44,8 @@ class HookSpec:
 
     def load(self, path: str) -> Hook:
         """Load the callable at `path`. Raises HookError if its parameters do not fit."""
+        from slimectl.hooks.slime.modules import offer_modules
+
         offer_modules()
         first = self.shapes[0]
         if first is signatures.DataSource:

@@ -234,7 +234,7 @@ class TrainingRun:
         self.progress.expect(self.rounds.count(), done=self.state.rollout_id)
 
     def _start_trackers(self, ending: ExitStack) -> None:
-        self.journal.trackers = builders.trackers(
+        self.journal.trackers = builders.start_trackers(
             self.settings,
             self.folder.path,
             resumed=self.journal.resumed,

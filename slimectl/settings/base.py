@@ -17,12 +17,16 @@ Texts = Annotated[list[str], ListOfTexts]
 
 
 class Section(BaseModel):
-    """An immutable section that rejects unknown keys; the docstring under each field documents it."""
+    """An immutable section that rejects unknown keys; the docstring under each field documents it.
+
+    Docstrings are read when the reference is asked for (`settings/reference.py`), and validators are built when they
+    are first used: every command pays for what it needs of the classes.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
+        defer_build=True,
         coerce_numbers_to_str=True,
         populate_by_name=True,
         protected_namespaces=(),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+from pydantic import BaseModel
 
 from slimectl import __version__
 from slimectl.settings.algorithm import ALGORITHMS
@@ -34,9 +40,30 @@ def entries() -> Iterator[Entry]:
     yield from _section_entries("algorithm", type(Settings().algorithm))
 
 
+def descriptions(cls: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings under the fields of a section, inherited fields included, by the name of the field."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is BaseModel or not issubclass(base, BaseModel):
+            continue
+        try:
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, ValueError):  # written without a file
+            continue
+        for field, text in pairwise([*getattr(definition, "body", ()), None]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                texts.pop(field.target.id, None)
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    texts[field.target.id] = inspect.cleandoc(str(text.value.value))
+    explicit = {name: field.description for name, field in cls.model_fields.items() if field.description}
+    return {name: text for name, text in texts.items() if name in cls.model_fields} | explicit
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a settings file: [algorithm] by its name, and "none" where a setting may be none."""
     schema: dict[str, Any] = _with_none(Settings.model_json_schema(by_alias=True))
+    for cls in _classes(Section):
+        _describe(schema["$defs"].get(cls.__name__, {}), cls)
     references = schema["properties"]["algorithm"]["discriminator"]["mapping"]
     default = Settings().algorithm.name
     choices = [
@@ -53,6 +80,23 @@ def json_schema() -> dict[str, Any]:
     return dialect | schema
 
 
+def _classes(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield the classes of settings that derive from a class; those of other packages are in no schema."""
+    for subclass in cls.__subclasses__():
+        if subclass.__module__.startswith("slimectl.settings."):
+            yield subclass
+        yield from _classes(subclass)
+
+
+def _describe(schema: dict[str, Any], cls: type[BaseModel]) -> None:
+    """Put the docstrings of a class's fields into its schema."""
+    texts = descriptions(cls)
+    for name, field in cls.model_fields.items():
+        properties = schema.get("properties", {})
+        if (text := texts.get(name)) and (shown := field.alias or name) in properties:
+            properties[shown] = dict(sorted({**properties[shown], "description": text}.items()))
+
+
 def _with_none(schema: Any) -> Any:
     """Return a schema in which "none" is allowed where null is, since TOML has no null."""
     if isinstance(schema, list):
@@ -66,14 +110,14 @@ def _with_none(schema: Any) -> Any:
 
 
 def _section_entries(prefix: str, cls: type[Section]) -> Iterator[Entry]:
-    properties = cls.model_json_schema(by_alias=True)["properties"]
+    properties, texts = cls.model_json_schema(by_alias=True)["properties"], descriptions(cls)
     for name, field in cls.model_fields.items():
         shown = field.alias or name
         yield Entry(
             f"{prefix}.{shown}",
             field.get_default(call_default_factory=True),
             _kind(properties[shown]),
-            " ".join((field.description or "").split()),
+            " ".join(texts.get(name, "").split()),
         )
 
 

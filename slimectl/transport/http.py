@@ -1,25 +1,15 @@
-"""Single HTTP requests, and the reading of answers: their JSON, their error messages, what is worth a retry."""
+"""Reading of HTTP answers: their JSON, their error messages, what is worth a retry and when."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import aiohttp
-
-from slimectl.errors import BackendError
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
 
 LONGEST_MESSAGE = 500
-
-UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-"""Errors of a server that is not running, or ends while it answers."""
 
 
 def parsed(text: str) -> Any:
@@ -48,41 +38,3 @@ def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
     It is 50 to 100 % of `first_s`, twice that, four times that, … up to `longest_s`.
     """
     return min(longest_s, first_s * 2.0 ** (tries - 1)) * random.uniform(0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Response of a server: the status, and the body, parsed if it is JSON."""
-
-    status: int
-    body: Any
-
-    @property
-    def words(self) -> str:
-        """Error message of the server, in one line."""
-        return error_message(self.body)
-
-
-async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:
-    """Send a GET request. Raises BackendError if nobody answers in time."""
-    return await request("GET", url, timeout_s=timeout_s, headers=headers)
-
-
-async def request(
-    method: str,
-    url: str,
-    *,
-    timeout_s: float,
-    body: Mapping[str, Any] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Reply:
-    """Send one request on a separate connection. Raises BackendError if nobody answers in time."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, url, json=body, headers=headers) as reply,
-        ):
-            return Reply(reply.status, parsed(await reply.text()))
-    except UNREACHABLE as error:
-        raise BackendError(f"{url} is not answering: {short(error)}") from error

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from slimectl.architectures.config import STAND_INS, with_defaults
+from slimectl.architectures.config import with_defaults
+from slimectl.architectures.config_defaults import STAND_INS
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slimectl.architectures import cards
-from slimectl.architectures.config import STAND_INS, head_dim, rope, with_defaults
+from slimectl.architectures.config import head_dim, rope, with_defaults
+from slimectl.architectures.config_defaults import STAND_INS
 from slimectl.architectures.registry import Parameters, family_of, parameters
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.planner import plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Annotated
 
 import typer
@@ -66,3 +67,24 @@ def test_a_resume_names_the_settings_that_changed(workshop: Workshop):
     )
     workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=1")
     assert "run.num_rollout" not in workshop.stderr.splitlines()[0]
+
+
+def test_a_resume_notes_the_settings_that_changed_in_the_file_of_the_run(workshop: Workshop):
+    short = ("-s", "eval.interval=none")
+    workshop.slimectl("run", "-s", "run.num_rollout=1", *short)
+    file = workshop.folder / "runs" / "a" / "run.toml"
+    before = file.read_text()
+    workshop.slimectl("run", "--resume", "runs/a")
+    assert file.read_text() == before
+    workshop.slimectl("run", "--resume", "runs/a", "-s", "run.num_rollout=2", "-s", "train.lr=2e-3")
+    settings, _, note = file.read_text().partition("\n# ")
+    assert settings == before.rstrip("\n") + "\n"
+    heading, *changes = note.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, slimectl \S+: resumed at round 2 with", heading)
+    assert changes == ["#   train.lr = 0.002 (was 0.001)", "#   run.num_rollout = 2 (was 1)"]
+
+
+def test_a_run_takes_answers_and_learning_rate_as_rollout_and_train_do(workshop: Workshop):
+    shown = workshop.slimectl("run", "--dry-run", "-n", "2", "--lr", "3e-4", "-s", "score.rm_type=exact").decode()
+    values = {words[0]: words[1] for line in shown.splitlines() if len(words := line.split()) > 1}
+    assert (values["rollout.n_samples_per_prompt"], values["train.lr"]) == ("2", "0.0003")

@@ -159,7 +159,7 @@ def test_a_broken_package_is_one_line_with_its_name(tmp_path: Path, monkeypatch:
 
 def test_a_tracker_that_rejects_its_arguments_is_a_wrong_setting(package: Path, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"track.kwargs.csv: .*unexpected keyword argument 'fiel'"):
-        builders.trackers(settings("track.with=['csv']", 'track.kwargs.csv={fiel = "a"}'), tmp_path)
+        builders.start_trackers(settings("track.with=['csv']", 'track.kwargs.csv={fiel = "a"}'), tmp_path)
 
 
 def test_an_engine_without_servers_is_refused_in_several(package: Path):

@@ -273,7 +273,7 @@ def on_megatron(place: Workplace, settings: Settings) -> Lines:
 
 def tracked(place: Workplace, settings: Settings) -> Lines:
     """The run as services know it, its folder for curves, and where they stand."""
-    from slimectl.builders.trackers import identity, tracked_run, trackers
+    from slimectl.builders.trackers import identity, start_trackers, tracked_run
 
     folder = place.folder / hashlib.sha256(repr(settings.track).encode()).hexdigest()[:12]
     folder.mkdir(exist_ok=True)
@@ -282,7 +282,7 @@ def tracked(place: Workplace, settings: Settings) -> Lines:
     lines = [f"{name} = {value}" for name, value in known.items() if name != "config"]
     if "wandb" in settings.track.with_:
         return lines  # tests/trackers/test_services.py reads what it writes
-    for tracker in trackers(settings, folder):
+    for tracker in start_trackers(settings, folder):
         tracker.log({"rollout/raw_reward": 0.5, "rollout/step": 1.0}, step=4)
         tracker.close()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -33,7 +33,7 @@ def scraped(port: int) -> dict[str, tuple[str, float]]:
 
 
 def test_the_endpoint_has_the_last_value_of_every_metric_and_closes_with_the_run(tmp_path: Path):
-    [tracker] = builders.trackers(settings("track.naming=both"), tmp_path / 'a "run"')
+    [tracker] = builders.start_trackers(settings("track.naming=both"), tmp_path / 'a "run"')
     endpoint: PrometheusTracker = tracker.tracker.tracker
     try:
         assert scraped(endpoint.port) == {}
@@ -55,7 +55,7 @@ def test_the_endpoint_has_the_last_value_of_every_metric_and_closes_with_the_run
 
 def test_the_endpoint_is_not_reached_from_other_machines_unless_asked_for(tmp_path: Path):
     for host, address in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")):
-        [tracker] = builders.trackers(settings(f"track.prometheus_host={host}"), tmp_path)
+        [tracker] = builders.start_trackers(settings(f"track.prometheus_host={host}"), tmp_path)
         listening = tracker.tracker._server.socket.getsockname()[0]
         tracker.close()
         assert listening == address
@@ -65,14 +65,14 @@ def test_a_port_in_use_and_an_unknown_host_are_one_line_each(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BackendError, match=rf"^track\.prometheus_port: 127\.0\.0\.1:{port} .*in use; set another"):
-            builders.trackers(settings(f"track.prometheus_port={port}"), tmp_path)
+            builders.start_trackers(settings(f"track.prometheus_port={port}"), tmp_path)
     words = r"^track\.prometheus_port: no\.such\.host\.invalid:0 cannot be opened: .*; set another"
     with pytest.raises(BackendError, match=words):
-        builders.trackers(settings("track.prometheus_host=no.such.host.invalid"), tmp_path)
+        builders.start_trackers(settings("track.prometheus_host=no.such.host.invalid"), tmp_path)
 
 
 def test_two_metrics_that_prometheus_cannot_tell_apart_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    [tracker] = builders.trackers(settings(), tmp_path)
+    [tracker] = builders.start_trackers(settings(), tmp_path)
     tracker.log({"mine/a-b": 1.0}, step=1)
     tracker.log({"mine/a_b": 2.0, "mine/c": 3.0}, step=1)
     values = scraped(tracker.tracker.port)

@@ -107,7 +107,7 @@ def test_scores_of_several_datasets_weigh_by_their_answers():
 )
 def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, wanted: set[str], unwanted: set[str]):
     settings = resolve([from_assignments(["track.with=['jsonl']", f"track.naming={naming}"])]).settings
-    [tracker] = builders.trackers(settings, tmp_path)
+    [tracker] = builders.start_trackers(settings, tmp_path)
     tracker.log(ROUND, step=4)
     tracker.close()
     names = set(json.loads((tmp_path / "tracked.jsonl").read_text())["metrics"])
@@ -118,7 +118,7 @@ def test_trackers_get_the_names_that_are_asked_for(tmp_path: Path, naming: str, 
 @pytest.mark.usefixtures("capsys")  # stderr is no terminal
 def test_the_words_on_the_terminal_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     settings = resolve([from_assignments(["track.with=['stdout','jsonl']", "track.naming=roll"])]).settings
-    tracker, _ = builders.trackers(settings, tmp_path)
+    tracker, _ = builders.start_trackers(settings, tmp_path)
     with caplog.at_level(logging.INFO, logger="slimectl"):
         tracker.log(ROUND, step=4)
     assert "reward 0.75" in caplog.text

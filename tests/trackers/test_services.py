@@ -39,7 +39,7 @@ def settings(*assignments: str) -> Any:
 
 def track(folder: Path, *assignments: str, rounds: tuple[int, ...] = (1, 2)) -> None:
     """Four optimizer steps a round, tracked."""
-    [tracker] = builders.trackers(settings(*assignments), folder)
+    [tracker] = builders.start_trackers(settings(*assignments), folder)
     for number in rounds:
         tracker.log({"train/lr": 0.5, "rollout/raw_reward": 0.25, "rollout/step": float(number)}, step=4 * number)
     tracker.log({"eval/small_accuracy": 0.75, "eval/step": float(rounds[-1])}, step=4 * rounds[-1])
@@ -83,7 +83,7 @@ def test_all_metrics_may_stand_on_the_train_step(tmp_path: Path):
 def test_wandb_gets_the_key_and_the_server_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", OTHER_KEY)
     access = ("track.api_key=env:MY_KEY", "track.host=http://127.0.0.1:9")
-    [tracker] = builders.trackers(settings("track.with=['wandb']", *access), tmp_path)
+    [tracker] = builders.start_trackers(settings("track.with=['wandb']", *access), tmp_path)
     reached = tracker.tracker._run.settings
     tracker.close()
     assert (reached.api_key, reached.base_url) == (OTHER_KEY, "http://127.0.0.1:9")
@@ -174,7 +174,7 @@ def test_tensorboard_writes_where_its_own_log_dir_says(tmp_path: Path):
 def test_a_hook_logs_into_the_run_by_wandb_itself(tmp_path: Path):
     import wandb
 
-    [tracker] = builders.trackers(settings("track.with=['wandb']"), tmp_path)
+    [tracker] = builders.start_trackers(settings("track.with=['wandb']"), tmp_path)
     wandb.log({"mine/verdict": 0.5})
     tracker.log({"train/lr": 0.25}, step=4)
     tracker.close()
@@ -188,7 +188,7 @@ def test_a_run_of_the_programs_own_stays_the_global_one(tmp_path: Path):
     import wandb
 
     own = wandb.init(mode="disabled")
-    [tracker] = builders.trackers(settings("track.with=['wandb']"), tmp_path)
+    [tracker] = builders.start_trackers(settings("track.with=['wandb']"), tmp_path)
     assert wandb.run is own
     tracker.close()
     own.finish()
@@ -206,12 +206,12 @@ def test_one_that_cannot_start_stops_the_run_with_the_way_out(name: str, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     with pytest.raises(BackendError, match=f"{name} cannot start: .*; set {name.upper()}_API_KEY"):
-        builders.trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
+        builders.start_trackers(settings(f"track.with=['{name}']", f"track.dir={blocked}"), tmp_path)
 
 
 def test_an_argument_that_the_library_does_not_take_is_a_wrong_setting(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"track\.kwargs\.wandb: .*notez"):
-        builders.trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
+        builders.start_trackers(settings("track.with=['wandb']", 'track.kwargs.wandb={notez = "x"}'), tmp_path)
 
 
 @pytest.mark.parametrize(

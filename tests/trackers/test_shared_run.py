@@ -103,7 +103,7 @@ def test_ranks_and_driver_write_into_one_run(
 ):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     shared = settings(f"track.host=http://127.0.0.1:{server.server_port}", "track.entity=team", "track.project=maths")
-    [tracker] = builders.trackers(shared, tmp_path)
+    [tracker] = builders.start_trackers(shared, tmp_path)
     group = builders.tracked_executor(executor, shared, tmp_path).group(serve, one, ranks=2)
     assert list(group.answers()) == [1]
     tracker.log({"train/lr": 0.5}, step=4)

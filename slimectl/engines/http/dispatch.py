@@ -16,7 +16,8 @@ from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.engines.http.stream import generate
 from slimectl.errors import BackendError
-from slimectl.transport.http import UNREACHABLE, backoff_s, request, short
+from slimectl.transport.http import backoff_s, short
+from slimectl.transport.request import UNREACHABLE, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0

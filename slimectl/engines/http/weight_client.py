@@ -22,7 +22,8 @@ from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.errors import BackendError, StorageError
-from slimectl.transport.http import Reply, parsed
+from slimectl.transport.http import parsed
+from slimectl.transport.request import Reply
 
 NamedTensor = tuple[str, Tensor]
 

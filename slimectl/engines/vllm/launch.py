@@ -17,7 +17,7 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.engines.vllm.args import BOOTSTRAP, flags, interpreter
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
-from slimectl.transport.http import request
+from slimectl.transport.request import request
 
 STREAM_INTERVAL = 16
 """Tokens per chunk of a stream: chunks of one token cost a CPU its speed, and no user reads them live."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from slimectl.errors import BackendError
 from slimectl.stages.filters import nonzero_std
-from slimectl.transport.http import PASSING, backoff_s, request
+from slimectl.transport.http import PASSING, backoff_s
 from slimectl.types import Sample
 from slimectl.user_code import load_callable
 
@@ -114,6 +114,8 @@ async def get(url: str, max_retries: int = 60, headers: Mapping[str, str] | None
 
 
 async def _ask(method: str, url: str, body: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
+    from slimectl.transport.request import request
+
     for attempt in range(1, max_retries + 1):
         try:
             reply = await request(method, url, timeout_s=14400.0, body=body, headers=headers)

@@ -1,0 +1,25 @@
+"""Modules of builders are imported by the commands that build their parts."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from slimectl import builders
+
+
+def test_stubs_and_table_name_the_same_parts():
+    stub = ast.parse(Path(builders.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    declared = {
+        alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert declared == {name: f"slimectl.builders.{module}" for name, module in builders._MODULES.items()}
+
+
+def test_every_part_of_the_table_can_be_had():
+    assert all(callable(getattr(builders, name)) or name == "TOKENIZER_REMEDY" for name in builders.__all__)
+
+
+def test_no_part_has_the_name_of_a_module():
+    modules = {path.stem for path in Path(builders.__file__).parent.glob("*.py")}
+    assert modules.isdisjoint(builders.__all__)
