@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.resumable_write import HashedFile, file_bytes, grouped, one_ahead, write_parts
 from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorSpec, nbytes, write_safetensors
+from slimectl.checkpoints.tensor_memory import TensorMemory
 from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.errors import CheckpointError
 from slimectl.model_files import check_file, copy_file, plain_name, read_json
@@ -29,16 +30,20 @@ COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "t
 
 
 class HFWeights:
-    """Weights of a Hugging Face directory, read one tensor at a time. Raises CheckpointError."""
+    """Weights of a Hugging Face directory, read one tensor at a time, into `memory` if it is given.
 
-    def __init__(self, path: Path) -> None:
+    Raises CheckpointError.
+    """
+
+    def __init__(self, path: Path, memory: TensorMemory | None = None) -> None:
         self._path = path
+        self._memory = memory
 
     @cached_property
     def _files(self) -> dict[str, SafetensorsFile]:
         files: dict[str, SafetensorsFile] = {}
         for shard in shards(self._path):
-            file = SafetensorsFile(shard)
+            file = SafetensorsFile(shard, self._memory)
             for name in file.forms():
                 if name in files:
                     raise CheckpointError(

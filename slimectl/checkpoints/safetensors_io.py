@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.tensor_memory import TensorMemory
 from slimectl.errors import CheckpointError
 from slimectl.model_files import open_file
 
@@ -55,8 +56,9 @@ class SafetensorsFile:
     Raises CheckpointError if the file is cut short or not of this format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, memory: TensorMemory | None = None) -> None:
         self.path = path
+        self._empty = memory.empty if memory else _empty
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, tuple[int, TensorSpec]]]:
@@ -95,7 +97,7 @@ class SafetensorsFile:
     def get(self, name: str) -> Tensor:
         begin, tensors = self._header
         start, (shape, dtype) = tensors[name]
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = self._empty(shape, dtype)
         if not tensor.numel():
             return tensor
         with self.path.open("rb", buffering=0) as file:
@@ -108,6 +110,10 @@ class SafetensorsFile:
                     raise self._damaged_error(f"{name}: {len(view) - filled} bytes are missing")
                 filled += count
         return tensor
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _parse_entry(entry: dict[str, Any]) -> tuple[int, TensorSpec]:

@@ -15,7 +15,6 @@ from slimectl.data.io import is_pipe
 from slimectl.data.jsonl import JsonlWriter
 from slimectl.data.manifest import Manifest, is_manifest, manifest_path
 from slimectl.data.ownership import MANIFEST
-from slimectl.data.records import sample_to_json
 from slimectl.data.resumable import ResumableOutput
 from slimectl.errors import RecordError, SettingsError
 from slimectl.settings import Settings
@@ -84,7 +83,7 @@ def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: l
     counts: Counter[str] = Counter()
     with JsonlWriter(out) as writer:
         for sample in samples:
-            writer.write(sample_to_json(sample))
+            writer.write(sample)
             counts["out"] += 1
             counts[str(sample.status)] += 1
         if not counts:

@@ -137,8 +137,7 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
 @contextmanager
 def _sample_writer(destination: str) -> Iterator[Callable[[Sample], None]]:
     """Yield a function that writes a sample at once, to stdout or at the end of samples.jsonl in a folder."""
-    from slimectl.data.jsonl import encode_line
-    from slimectl.data.records import sample_to_json
+    from slimectl.data.jsonl import encode_sample
 
     with ExitStack() as ending:
         file: Any = None
@@ -153,7 +152,7 @@ def _sample_writer(destination: str) -> Iterator[Callable[[Sample], None]]:
                 ) from error
 
         def write(sample: Sample) -> None:
-            line = encode_line(sample_to_json(sample), location=f"session {sample.metadata.get('session')}")
+            line = encode_sample(sample, location=f"session {sample.metadata.get('session')}")
             if file is None:
                 stdio.emit(line.decode().rstrip("\n"))
             else:

@@ -44,7 +44,7 @@ def _open_input(path: str | Path) -> Any:
     if str(path) == "-":
         return nullcontext(stdio.input_bytes())
     source = readable(path)
-    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb")
+    return gzip.open(source, "rb") if str(path).endswith(".gz") else open(source, "rb", buffering=CHUNK_BYTES)
 
 
 _spooled: dict[str, Any] = {}

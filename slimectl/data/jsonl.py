@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from pydantic_core import from_json
-
 from slimectl.data.io import AtomicWriter, byte_lines
-from slimectl.data.records import refused_path, sample_from_json, sample_to_json
+from slimectl.data.json_codec import decode_object, encode_json, encode_with_texts, float32_text
+from slimectl.data.records import FLOAT32_LISTS, RECORD_VERSION, VERSION, refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
 from slimectl.types import Sample
@@ -32,7 +29,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     """Parse the JSON object of a line. Raises RecordError, also for NaN, Infinity and numbers too large for a float."""
     try:
-        obj = _decode_line(line)
+        obj = decode_object(line)
     except UnicodeDecodeError as error:
         raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -42,45 +39,6 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     if type(obj) is not dict:
         raise RecordError(f"{location}: expected one JSON object a line, got {type(obj).__name__}")
     return obj
-
-
-def _decode_line(line: bytes) -> Any:
-    """Parse a line by pydantic's parser, ten times as fast as json's, and by `decode_json` what that does not take.
-
-    This is a line that is not JSON, and `decode_json` says why; but also half of a surrogate pair and lists 200 deep,
-    which are. An exponent of three digits may be too large for a float, which pydantic's parser would read as infinity.
-    """
-    if _LARGE_EXPONENT_BYTES.search(line) is None:
-        with suppress(ValueError):
-            return from_json(line, allow_inf_nan=False)
-    return decode_json(line.rstrip(b"\r\n").decode())
-
-
-def _refuse_constant(token: str) -> float:
-    raise ValueError(f"{token} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text:.40} is too large for a float")
-    return number
-
-
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
-# A callback per number costs two thirds of the speed: only lines that may hold such a number pay for it.
-_decode_checked = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float).decode
-_LARGE_EXPONENT = re.compile(r"[eE]\+?\d\d\d")
-_LARGE_EXPONENT_BYTES = re.compile(rb"[eE]\+?\d\d\d")
-
-
-def decode_json(text: str) -> Any:
-    """Parse JSON text. Raises ValueError, RecursionError."""
-    return _decode_checked(text) if _LARGE_EXPONENT.search(text) else _decode(text)
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-_encode_ascii = json.JSONEncoder(allow_nan=False).encode
 
 
 def read_samples(
@@ -180,8 +138,12 @@ class JsonlWriter:
         return self
 
     def write(self, record: Sample | Mapping[str, Any]) -> None:
-        obj = sample_to_json(record) if isinstance(record, Sample) else record
-        self._sink.write(encode_line(obj, location=f"{self.path}: record {self.count + 1}"))
+        location = f"{self.path}: record {self.count + 1}"
+        if isinstance(record, Sample):
+            line = encode_sample(record, location=location)
+        else:
+            line = encode_line(record, location=location)
+        self._sink.write(line)
         self.count += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -191,13 +153,24 @@ class JsonlWriter:
             self._sink.discard()
 
 
+def encode_sample(sample: Sample, *, location: str) -> bytes:
+    """Encode a sample as a line, in record version 2 where all its log-probabilities are float32.
+
+    Raises RecordError as `encode_line` does.
+    """
+    obj = sample_to_json(sample)
+    texts = {name: float32_text(values) for name in FLOAT32_LISTS if (values := obj.get(name))}
+    short = {name: text for name, text in texts.items() if text is not None}
+    if short and len(short) == len(texts):
+        with suppress(TypeError, ValueError):  # `encode_line` encodes it, or names the culprit
+            return encode_with_texts({RECORD_VERSION: VERSION, **obj}, short) + b"\n"
+    return encode_line(obj, location=location)
+
+
 def encode_line(obj: Mapping[str, Any], *, location: str) -> bytes:
     """Encode an object as a line of UTF-8. Raises RecordError for NaN, infinity and values that are not JSON."""
     try:
-        try:
-            return (_encode(obj) + "\n").encode()
-        except UnicodeEncodeError:  # half of a surrogate pair: only an escape can represent it
-            return (_encode_ascii(obj) + "\n").encode()
+        return encode_json(obj) + b"\n"
     except (ValueError, TypeError, RecursionError) as error:
         culprit = next((key for key, value in obj.items() if not _is_json(value)), "record")
         raise RecordError(f"{location}: {culprit} cannot be written as JSON: {error}") from None
@@ -205,7 +178,7 @@ def encode_line(obj: Mapping[str, Any], *, location: str) -> bytes:
 
 def _is_json(value: Any) -> bool:
     try:
-        _encode(value)
+        encode_json(value)
     except (ValueError, TypeError, RecursionError):
         return False
     return True

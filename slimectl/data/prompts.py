@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
 from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, column, read_columns
 from slimectl.data.json_values import jsonable
+from slimectl.data.records import RECORD_VERSION
 from slimectl.data.sources import NamedTables, open_table
 from slimectl.data.tables import Row, Table
 from slimectl.errors import RecordError, SettingsError
@@ -61,7 +62,8 @@ def shuffled_order(size: int, seed: int | str, epoch: int) -> array[int]:
     return order
 
 
-SAMPLE_FIELDS = frozenset(field.name for field in fields(Sample))
+SAMPLE_FIELDS = frozenset([*(field.name for field in fields(Sample)), RECORD_VERSION])
+"""Keys of a sample's record, which no prompt hands on."""
 
 
 def open_prompts(

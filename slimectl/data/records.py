@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -17,6 +18,7 @@ from slimectl.data.checks import (
     a_reward,
     a_status,
     a_text,
+    float32_numbers,
     floats,
     mask_values,
     optional,
@@ -62,6 +64,15 @@ CHECKS: dict[str, Check] = {
 }
 PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs")
 ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
+RECORD_VERSION = "record_version"
+"""Key of a line's version. Without it the line has version 1, whose log-probabilities are doubles."""
+VERSION = 2
+"""Newest version: log-probabilities are float32 numbers, in the shortest decimals that tell them apart."""
+FLOAT32_LISTS = ("rollout_log_probs", "teacher_log_probs", "ref_log_probs")
+CHECKS_BY_VERSION: dict[object, dict[str, Check]] = {
+    1: CHECKS,
+    VERSION: {**CHECKS, **dict.fromkeys(FLOAT32_LISTS, optional(float32_numbers))},
+}
 # Null means "absent" for these: other programs write every key of their schema.
 EMPTY_WHEN_NULL = frozenset({"weight_versions", "metadata"})
 
@@ -91,11 +102,13 @@ def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
     """
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
+    checks = CHECKS if (version := obj.get(RECORD_VERSION)) is None else _checks_of(version)
     for key, value in obj.items():
-        check = CHECKS.get(key)
+        check = checks.get(key)
         if check is None:
-            warn_near_miss("Sample", key, CHECKS)
-            extra[key] = value
+            if key != RECORD_VERSION:
+                warn_near_miss("Sample", key, CHECKS)
+                extra[key] = value
         elif value is not None or key not in EMPTY_WHEN_NULL:
             try:
                 values[key] = check(value)
@@ -106,6 +119,29 @@ def sample_from_json(obj: Mapping[str, Any], *, position: int = 0) -> Sample:
     sample = Sample(**values, extra=extra)
     _check_lengths(sample)
     return sample
+
+
+def _checks_of(version: Any) -> dict[str, Check]:
+    """Return the checks of a line of that version. Raises RecordError if there is no such version."""
+    if type(version) is not int or version < 1:
+        raise RecordError(f"Sample.{RECORD_VERSION}: expected a whole number from 1 on, got {shown(version)}")
+    if version > VERSION:
+        raise RecordError(
+            f"Sample.{RECORD_VERSION}: {shown(version)} is newer than this slimectl reads ({VERSION}); update slimectl"
+        )
+    return CHECKS_BY_VERSION[version]
+
+
+def with_float32(obj: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a line of any version as that of version 1: its log-probabilities as doubles.
+
+    Values that are no lists of numbers stay as they are.
+    """
+    if obj.pop(RECORD_VERSION, None) == VERSION:
+        for name in obj.keys() & set(FLOAT32_LISTS):
+            with suppress(ValueError):
+                obj[name] = CHECKS_BY_VERSION[VERSION][name](obj[name])
+    return obj
 
 
 def _check_lengths(sample: Sample) -> None:
@@ -134,7 +170,8 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
             obj[key] = value
     obj["status"] = Status(sample.status).value
     for key, value in sample.extra.items():  # attributes that users set may be of any kind
-        obj.setdefault(key, value if value is None or type(value) in PLAIN else jsonable(value))
+        if key != RECORD_VERSION:
+            obj.setdefault(key, value if value is None or type(value) in PLAIN else jsonable(value))
     return obj
 
 

@@ -11,11 +11,10 @@ from types import TracebackType
 from typing import BinaryIO
 
 from slimectl.data.io import AtomicWriter
-from slimectl.data.jsonl import encode_line, read_sample
+from slimectl.data.jsonl import encode_sample, read_sample
 from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest, is_manifest, manifest_path
 from slimectl.data.ownership import file_size
-from slimectl.data.records import sample_to_json
 from slimectl.errors import RecordError, StorageError
 from slimectl.types import Sample
 
@@ -111,7 +110,7 @@ class ResumableOutput:
 
     def write(self, sample: Sample) -> None:
         """Append a sample. Raises StorageError for errors of the system, RecordError for values that are not JSON."""
-        line = encode_line(sample_to_json(sample), location=f"{self._out}: record {self.count + 1}")
+        line = encode_sample(sample, location=f"{self._out}: record {self.count + 1}")
         try:
             if self._file is None:
                 self._file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__ and commit

@@ -23,6 +23,7 @@ import numpy as np
 
 from slimectl.data.io import byte_lines
 from slimectl.data.jsonl import parse_line
+from slimectl.data.records import with_float32
 from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Status
 
@@ -133,7 +134,7 @@ class SampleIndex:
 
     def record(self, row: int) -> dict[str, Any]:
         """Return the JSON object of a sample. Raises RecordError if the file was changed since."""
-        return parse_line(self.line(row), location=f"{self.path}: sample {row}")
+        return with_float32(parse_line(self.line(row), location=f"{self.path}: sample {row}"))
 
     def records(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         return map(self.record, rows)

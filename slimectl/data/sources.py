@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from slimectl.data.generators import generated
 from slimectl.data.hugging_face import arrow_rows, hub_files, saved_files
 from slimectl.data.io import byte_lines, readable, spool
-from slimectl.data.jsonl import decode_json, parse_line
+from slimectl.data.json_codec import decode_json
+from slimectl.data.jsonl import parse_line
 from slimectl.data.tables import Chained, JsonLines, Listed, Row, Sliced, Spooled, Table
 from slimectl.errors import MissingExtraError, RecordError, SettingsError
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from workshop import Workshop
 
-from slimectl.data.jsonl import decode_json, parse_line
+from slimectl.data.json_codec import decode_json
+from slimectl.data.jsonl import parse_line
 from slimectl.data.skip_counts import SkippedLines, locate
 from slimectl.errors import RecordError
 

@@ -170,7 +170,7 @@ def test_every_record_is_on_the_pipe_at_once_and_its_end_is_heard():
         assert child.stdin
         assert child.stdout
         assert child.stderr
-        assert child.stdout.readline() == b'{"n": 1}\n'  # while the writer waits for us
+        assert child.stdout.readline() == b'{"n":1}\n'  # while the writer waits for us
         child.stdout.close()
         child.stdin.write(b"\n")
         child.stdin.close()
