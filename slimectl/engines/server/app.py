@@ -23,6 +23,7 @@ from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
 from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
 from slimectl.errors import BackendError, SettingsError
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 BACKLOG = 4096
@@ -31,7 +32,15 @@ GRACE_S = 0.5
 LOOK_S = 0.25
 """Seconds between checks for requests that wait too long."""
 
-Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+class Generate(Protocol):
+    """Continues tokens; `on_tokens` is called with new ones, in the engine's thread."""
+
+    def __call__(
+        self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> Awaitable[Completion]: ...
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 GET, POST = ("GET",), ("POST",)
