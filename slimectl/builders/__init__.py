@@ -33,6 +33,7 @@ from slimectl.builders.models import (
     is_gguf,
     model_folder,
     source_of,
+    token_decoder,
     tokenizer,
     version_of,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "synchronizer",
     "teacher",
     "to_servers",
+    "token_decoder",
     "tokenizer",
     "total_steps",
     "tracked_executor",

@@ -18,13 +18,6 @@ from slimectl.settings.secret import reveal
 from slimectl.types import Sample
 
 
-def listening(host: str, port: int) -> socket:
-    """Bind the socket of a server, before the model is read. Raises BackendError if the port is taken."""
-    from slimectl.engines.server.app import bound
-
-    return bound(host, port)
-
-
 def admin_key(settings: Settings) -> tuple[str, bool]:
     """Return the key for all requests that change the server's state, and whether it was generated here."""
     from slimectl.engines.api_keys import new_key

@@ -19,8 +19,9 @@ from slimectl.architectures.config import read_config
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.access import Guard, own_names
-from slimectl.engines.server.app import bound, running
+from slimectl.engines.server.app import running
 from slimectl.engines.server.state import ServerConfig, Service
+from slimectl.transport.listening import bound
 
 ADMIN_KEY = "admin-key-of-the-tests"
 
