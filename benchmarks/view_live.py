@@ -7,7 +7,8 @@ those of the run's own process and the children that it waited for (wait4), what
 a clock that it shares with the viewer still count.
 
 The watcher asks for what an open page of curves asks for, every two seconds, and for the groups of the newest round.
-Its own CPU time is printed beside the run's: on a machine without an idle core the run waits for that, too.
+Its own CPU time is printed beside the run's, that of its start and that of following apart: on a machine without an
+idle core the run waits for both.
 """
 
 from __future__ import annotations
@@ -37,24 +38,26 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="runs of each kind")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each run")
     arguments = parser.parse_args()
-    ratios, shares = [], []
+    ratios, start_shares, shares = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(arguments.pairs):
             order = (False, True) if pair % 2 == 0 else (True, False)
             seconds = {watched: run(Path(folder), f"{pair}-{watched}", arguments.rounds, watched=watched)
                        for watched in order}  # fmt: skip
-            (alone_s, _), (watched_s, viewer_s) = seconds[False], seconds[True]
+            (alone_s, _, _), (watched_s, start_s, viewer_s) = seconds[False], seconds[True]
             ratios.append(watched_s / alone_s)
+            start_shares.append(start_s / watched_s)
             shares.append(viewer_s / watched_s)
             first = "alone" if pair % 2 == 0 else "watched"
             print(f"run alone {alone_s:.2f} CPU-s, watched {watched_s:.2f} CPU-s ({first} first); "
-                  f"the viewer {viewer_s:.2f} CPU-s", flush=True)  # fmt: skip
+                  f"the viewer's start {start_s:.2f} CPU-s, following {viewer_s:.2f}", flush=True)  # fmt: skip
     print(f"watched / alone: median {statistics.median(ratios):.4f}, from {min(ratios):.4f} to {max(ratios):.4f}; "
-          f"viewer / run: median {statistics.median(shares):.4f}")  # fmt: skip
+          f"viewer / run: start {statistics.median(start_shares):.4f}, "
+          f"following {statistics.median(shares):.4f}")  # fmt: skip
 
 
-def run(folder: Path, name: str, rounds: int, *, watched: bool) -> tuple[float, float]:
-    """Run the quickstart; return the CPU-seconds of the run and of the viewer (0 without one)."""
+def run(folder: Path, name: str, rounds: int, *, watched: bool) -> tuple[float, float, float]:
+    """Run the quickstart; return the CPU-seconds of the run, of the viewer's start and of its following (0 without)."""
     words = ["run", "quickstart", "--name", name, "-s", f"run.num_rollout={rounds}", "-s", "run.keep_samples=train"]
     training = subprocess.Popen([sys.executable, "-m", "slimectl", *words], cwd=folder, stdout=subprocess.DEVNULL,
                                 stderr=subprocess.DEVNULL)  # fmt: skip
@@ -62,7 +65,9 @@ def run(folder: Path, name: str, rounds: int, *, watched: bool) -> tuple[float, 
     run_s = cpu_s_to_end(training)
     if training.returncode != 0:
         raise SystemExit(f"the run ended with {training.returncode}")
-    return run_s, 0.0 if viewer is None else viewer.stop()
+    if viewer is None:
+        return run_s, 0.0, 0.0
+    return run_s, viewer.start_s, viewer.stop() - viewer.start_s
 
 
 def cpu_s_to_end(process: subprocess.Popen[Any]) -> float:
@@ -70,6 +75,12 @@ def cpu_s_to_end(process: subprocess.Popen[Any]) -> float:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_utime + usage.ru_stime
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU-seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Viewer:
@@ -82,6 +93,8 @@ class Viewer:
         self.process = subprocess.Popen([sys.executable, "-m", "slimectl", *words], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip() + "api/"
+        self.start_s = cpu_s(self.process.pid)
+        """CPU-seconds until it answers."""
         self.looks = 0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._look)

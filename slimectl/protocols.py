@@ -17,8 +17,18 @@ Result = TypeVar("Result")
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
+OnTokens = Callable[[int, list[int]], None]
+"""Called with the place of the first of some new tokens of an answer, and these tokens; place 0 begins the answer anew.
+
+It is cheap, and may be called in any thread.
+"""
+
+
 class Engine(Protocol):
-    """Samples text; many requests in flight at once."""
+    """Samples text; many requests in flight at once.
+
+    An engine whose `generate` has a parameter `on_tokens` (OnTokens, or None) calls it as it samples.
+    """
 
     async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
         """Continue `tokens`. Raises SettingsError if they leave no room in the context."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from slimectl.agents.chat_request import ChatRequest, RequestRefused
 from slimectl.data.answers import THINK, ParsedAnswer, format_of
-from slimectl.data.chat_messages import call_ids
+from slimectl.data.growing_text import GrowingText, before_stop
 from slimectl.types import Completion, JsonGrammar
 
 
@@ -20,7 +21,6 @@ class Answer:
     completion: Completion
     parts: ParsedAnswer
     call_ids: tuple[str, ...]
-    prompt_tokens: int
 
     @property
     def is_cut(self) -> bool:
@@ -30,22 +30,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """All answers to one request; there are several only where a client asked for n."""
+    """All answers to one request: none while they are sampled, several only where a client asked for n."""
 
     request: ChatRequest
-    answers: Sequence[Answer]
     model: str
     created: int
+    prompt_tokens: int
+    answers: Sequence[Answer] = ()
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
-    def prompt_tokens(self) -> int:
-        return self.answers[0].prompt_tokens
-
-    @property
     def cached_tokens(self) -> int:
-        """Number of the prompt's tokens that the engine had computed before."""
-        return min(self.prompt_tokens, self.answers[0].completion.cached_tokens)
+        """Number of the prompt's tokens that the engine had computed before, as far as it is known."""
+        return min(self.prompt_tokens, self.answers[0].completion.cached_tokens) if self.answers else 0
 
     @property
     def completion_tokens(self) -> int:
@@ -57,19 +54,36 @@ class AnswerReader:
 
     def __init__(self, tokenizer: Any) -> None:
         template = tokenizer.chat_template
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._format = format_of(template if isinstance(template, str) else "")
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
         self._marks_are_special = bool(special & set(self._format.marks))
-        self._special = tuple(special)
+        self._unmarked = tuple(token for token in special if token and token not in self._format.marks)
 
-    def read(self, completion: Completion, request: ChatRequest, prompt: Sequence[int]) -> Answer:
+    def read(
+        self, completion: Completion, request: ChatRequest, prompt: Sequence[int], stop: Sequence[str]
+    ) -> ParsedAnswer:
         """Divide a completion of these prompt tokens; calls are looked for if the request has tools."""
         if request.prompt is not None:
-            return Answer(completion, ParsedAnswer(completion.text), (), len(prompt))
-        ending = self._tokenizer.decode(prompt[-16:], skip_special_tokens=False)
-        parts = self._format.parse(self._text(completion, request), request.tools, prompt=ending)
-        return Answer(completion, parts, call_ids(parts.tool_calls), len(prompt))
+            return ParsedAnswer(completion.text)
+        return self._format.parse(self._text(completion, stop), request.tools, prompt=self._prompt_end(prompt))
+
+    def growing(self, request: ChatRequest, prompt: Sequence[int], stop: Sequence[str]) -> GrowingAnswer:
+        """Return the answer to a request that is about to be sampled, and ends at a stop string."""
+        backend = self.tokenizer.backend_tokenizer
+        if request.prompt is not None:
+            return GrowingAnswer(GrowingText(backend), stop, ParsedAnswer)
+        prompt_end, with_marks = self._prompt_end(prompt), self._marks_are_special
+
+        def parse(text: str) -> ParsedAnswer:
+            text = self._without_end(text) if with_marks else text
+            return self._format.parse(text, request.tools, prompt=prompt_end, complete=False)
+
+        return GrowingAnswer(GrowingText(backend, keep_special=with_marks), stop, parse)
+
+    def _prompt_end(self, prompt: Sequence[int]) -> str:
+        """Return the end of the prompt, where a template may have opened the reasoning."""
+        return str(self.tokenizer.decode(prompt[-16:], skip_special_tokens=False))
 
     def grammar(self, request: ChatRequest, prompt: Sequence[int]) -> JsonGrammar | None:
         """Return the grammar of the answer that a request asks for; None without one.
@@ -79,7 +93,7 @@ class AnswerReader:
         """
         if request.json_schema is None and request.forced_tool is None:
             return None
-        opened = self._tokenizer.decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith(THINK)
+        opened = self._prompt_end(prompt).rstrip().endswith(THINK)
         if request.json_schema is None:
             notation = None if opened else self._format.notation
             return None if notation is None else notation.call_grammar(request.tools, request.forced_tool or "")
@@ -90,14 +104,31 @@ class AnswerReader:
             )
         return JsonGrammar(request.json_schema)
 
-    def _text(self, completion: Completion, request: ChatRequest) -> str:
+    def _text(self, completion: Completion, stop: Sequence[str]) -> str:
         """Return the text of a completion, with the special tokens that its notation needs."""
         if not self._marks_are_special:
             return completion.text
-        text = str(self._tokenizer.decode(completion.tokens, skip_special_tokens=False))
-        for stop in request.stop:
-            text = text.partition(stop)[0]
-        unmarked = [token for token in self._special if token not in self._format.marks]
-        while end := next((token for token in unmarked if token and text.endswith(token)), ""):
+        decode = partial(self.tokenizer.decode, completion.tokens, clean_up_tokenization_spaces=False)
+        text = str(decode(skip_special_tokens=False))
+        if stop and completion.text != decode(skip_special_tokens=True):  # the engine has cut a stop string
+            text = min((text.partition(each)[0] for each in stop), key=len)
+        return self._without_end(text)
+
+    def _without_end(self, text: str) -> str:
+        """Return a text without the special tokens at its end that mark nothing in an answer."""
+        while end := next((token for token in self._unmarked if text.endswith(token)), ""):
             text = text.removesuffix(end)
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingAnswer:
+    """An answer that is still being sampled."""
+
+    text: GrowingText
+    stop: Sequence[str]
+    parse: Callable[[str], ParsedAnswer]
+
+    def parts(self, tokens: Sequence[int]) -> ParsedAnswer:
+        """Return the parts of the tokens so far that can no longer change: more tokens only add to each."""
+        return self.parse(before_stop(self.text.read(tokens), self.stop))

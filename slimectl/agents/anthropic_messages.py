@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.chat_request import (
     Body,
     ChatRequest,
@@ -15,6 +16,10 @@ from slimectl.agents.chat_request import (
 )
 from slimectl.agents.openai_chat import refuse_empty
 from slimectl.data.chat_messages import function_call, plain_text
+from slimectl.data.tool_calls import ToolCall
+
+BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}
+"""Types of the blocks of an answer's text, and their fields of it."""
 
 
 def read_messages(values: Any) -> ChatRequest:
@@ -80,61 +85,86 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
 def response(reply: Reply) -> dict[str, Any]:
     """Return the body of a response."""
     [answer] = reply.answers
+    return _opening(reply) | {"content": _blocks(answer), "stop_reason": _stop_reason(answer)}
+
+
+def _opening(reply: Reply) -> dict[str, Any]:
+    """Return a message that has no content yet."""
     return {
         "id": f"msg_{reply.identity}", "type": "message", "role": "assistant", "model": reply.model,
-        "content": _blocks(answer), "stop_reason": _stop_reason(answer), "stop_sequence": None,
-        "usage": {
-            "input_tokens": reply.prompt_tokens - reply.cached_tokens, "cache_read_input_tokens": reply.cached_tokens,
-            "output_tokens": reply.completion_tokens,
-        },
+        "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply),
     }  # fmt: skip
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {
+        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "output_tokens": reply.completion_tokens,
+    }
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
     parts = answer.parts
     blocks: list[dict[str, Any]] = []
     if parts.reasoning is not None:
-        blocks.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
+        blocks.append(_text_block("reasoning", parts.reasoning))
     if parts.content or not parts.tool_calls:
-        blocks.append({"type": "text", "text": parts.content})
-    for call, call_id in zip(parts.tool_calls, answer.call_ids, strict=True):
-        blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)})
-    return blocks
+        blocks.append(_text_block("text", parts.content))
+    return blocks + list(map(_call_block, parts.tool_calls, answer.call_ids))
+
+
+def _text_block(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
+def _call_block(call: ToolCall, call_id: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 
 def _stop_reason(answer: Answer) -> str:
     return "max_tokens" if answer.is_cut else "tool_use" if answer.parts.tool_calls else "end_turn"
 
 
-def events(reply: Reply) -> Iterator[tuple[str, str]]:
-    """Yield the name and the data of each event of a stream."""
-    message = response(reply)
-    blocks, stop_reason = message["content"], message["stop_reason"]
-    message |= {"content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
-    yield _event("message_start", message=message)
-    for i, block in enumerate(blocks):
-        empty, delta = _opening(block)
-        yield _event("content_block_start", index=i, content_block=empty)
-        yield _event("content_block_delta", index=i, delta=delta)
-        yield _event("content_block_stop", index=i)
-    end = {"stop_reason": stop_reason, "stop_sequence": None}
-    yield _event("message_delta", delta=end, usage={"output_tokens": reply.completion_tokens})
-    yield _event("message_stop")
+class MessageEventWriter(BlockEventWriter):
+    """Writes the events of a streamed message."""
+
+    def begin(self) -> Iterator[Event]:
+        yield _event("message_start", message=_opening(self.reply))
+
+    def _open(self, kind: str) -> Iterator[Event]:
+        yield _event("content_block_start", index=self._index, content_block=_text_block(kind, ""))
+
+    def _grow(self, kind: str, text: str) -> Iterator[Event]:
+        name = BLOCK_TYPES[kind]
+        yield _event("content_block_delta", index=self._index, delta={"type": f"{name}_delta", name: text})
+
+    def _close(self, kind: str, text: str) -> Iterator[Event]:
+        yield _event("content_block_stop", index=self._index)
+
+    def _call(self, number: int, call: ToolCall, call_id: str) -> Iterator[Event]:
+        block = _call_block(call, call_id)
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield _event("content_block_start", index=self._index, content_block={**block, "input": {}})
+        yield _event("content_block_delta", index=self._index, delta=delta)
+        yield _event("content_block_stop", index=self._index)
+
+    def _end(self, reply: Reply) -> Iterator[Event]:
+        end = {"stop_reason": _stop_reason(reply.answers[0]), "stop_sequence": None}
+        yield _event("message_delta", delta=end, usage=_usage(reply))
+        yield _event("message_stop")
+
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        yield "error", json.dumps(error_body(status, message, code))
 
 
-def _opening(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a block without its content, and the delta that brings it."""
-    if block["type"] == "tool_use":
-        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-    name = "thinking" if block["type"] == "thinking" else "text"
-    return {**block, name: ""}, {"type": f"{name}_delta", name: block[name]}
-
-
-def _event(name: str, **values: Any) -> tuple[str, str]:
+def _event(name: str, /, **values: Any) -> Event:
     return name, json.dumps({"type": name, **values})
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
     """Return the body of an error response."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")

@@ -5,6 +5,7 @@ A session is a path, `/s/NAME/v1/…`, whose name is secret where the endpoint d
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from slimectl.agents import anthropic_messages, openai_chat, openai_responses
 from slimectl.agents.answer import Reply
+from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
 from slimectl.agents.chat_request import Body, ChatRequest, RequestRefused
 from slimectl.agents.session import Session, reward_value
 from slimectl.data.chat_messages import MessageError
@@ -24,23 +26,26 @@ from slimectl.errors import SlimectlError
 
 LONGEST_BODY = 64 << 20
 """Bytes of a request."""
+SEND_S = 60.0
+"""Seconds that a client may read nothing of a stream."""
 
 Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
 """Method, path and handler."""
 FindSession = Callable[[web.Request], Session]
 """Returns the session of a request. Raises RequestRefused for an unknown one."""
+ErrorBody = Callable[[int, str, str | None], dict[str, Any]]
+"""Returns the body of an error: its status, message and OpenAI's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One way to ask: how its requests are read, and its responses and streams written."""
+    """One way to ask: how its requests are read, and its responses, streams and errors written."""
 
     path: str
     read: Callable[[Any, Session], ChatRequest]
     body: Callable[[Reply], dict[str, Any]]
-    events: Callable[[Reply], Iterable[tuple[str | None, str]]]
-    anthropic: bool = False
-    """Whether errors have Anthropic's form."""
+    writer: Callable[[Reply], EventWriter]
+    error_body: ErrorBody = openai_chat.error_body
 
 
 def _message_request(values: Any, session: Session) -> ChatRequest:
@@ -52,24 +57,28 @@ APIS = (
         "/v1/chat/completions",
         lambda values, session: openai_chat.read_chat(values),
         openai_chat.chat_response,
-        openai_chat.chat_events,
+        openai_chat.ChatEventWriter,
     ),
     Api(
         "/v1/completions",
         lambda values, session: openai_chat.read_completion(values),
         openai_chat.completion_response,
-        openai_chat.completion_events,
+        openai_chat.CompletionEventWriter,
     ),
     Api(
         "/v1/responses",
         lambda values, session: openai_responses.read_response(values, session.history),
         openai_responses.response,
-        openai_responses.events,
+        openai_responses.ResponseEventWriter,
     ),
     Api(
-        "/v1/messages", _message_request, anthropic_messages.response, anthropic_messages.events, anthropic=True
+        "/v1/messages",
+        _message_request,
+        anthropic_messages.response,
+        anthropic_messages.MessageEventWriter,
+        anthropic_messages.error_body,
     ),
-)  # fmt: skip
+)
 
 
 class Endpoint:
@@ -88,19 +97,19 @@ class Endpoint:
 
     async def _ask(self, api: Api, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            reply = await session.answer(api.read(await _json(request), session))
-            if reply.request.stream:
-                return await _stream(request, api.events(reply))
-            return web.json_response(api.body(reply))
+            chat = api.read(await _json(request), session)
+            if chat.stream:
+                return await _stream(request, session, chat, api.writer)
+            return web.json_response(api.body(await session.answer(chat)))
 
-        return await self._answer(request, answer, anthropic=api.anthropic)
+        return await self._answer(request, answer, api.error_body)
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
             tokens = session.count_tokens(_message_request(await _json(request), session))
             return web.json_response({"input_tokens": tokens})
 
-        return await self._answer(request, answer, anthropic=True)
+        return await self._answer(request, answer, anthropic_messages.error_body)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
@@ -121,28 +130,29 @@ class Endpoint:
         return await self._answer(request, answer)
 
     async def _answer(
-        self, request: web.Request, answer: Callable[[Session], Any], *, anthropic: bool = False
+        self,
+        request: web.Request,
+        answer: Callable[[Session], Any],
+        error_body: ErrorBody = openai_chat.error_body,
     ) -> web.StreamResponse:
         """Answer a request; a refusal becomes an error body of its API."""
         session = None
         try:
             session = self._find(request)
             response: web.StreamResponse = await answer(session)
-        except (RequestRefused, MessageError) as error:
-            refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
-            if session is not None:
+        except (RequestRefused, MessageError, SlimectlError) as error:
+            if session is not None and not isinstance(error, SlimectlError):
                 session.counts["refused_requests"] += 1
-            return _error(refusal.status, str(refusal), refusal.code, anthropic=anthropic)
-        except SlimectlError as error:
-            return _error(500, str(error), None, anthropic=anthropic)
+            status, message, code = _refusal(error)
+            return web.json_response(error_body(status, message, code), status=status)
         return response
 
 
-def _error(status: int, message: str, code: str | None, *, anthropic: bool) -> web.Response:
-    if anthropic:
-        return web.json_response(anthropic_messages.error_body(status, message), status=status)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+def _refusal(error: Exception) -> tuple[int, str, str | None]:
+    """Return the status, message and code of an error of HTTP."""
+    if isinstance(error, RequestRefused):
+        return error.status, str(error), error.code
+    return 400 if isinstance(error, MessageError) else int(getattr(error, "status", 500)), str(error), None
 
 
 async def _json(request: web.Request) -> Any:
@@ -154,14 +164,59 @@ async def _json(request: web.Request) -> Any:
         raise RequestRefused(f"the body is not JSON: {str(error)[:100]}") from None
 
 
-async def _stream(request: web.Request, events: Iterable[tuple[str | None, str]]) -> web.StreamResponse:
-    """Send events that are there already, as a client that streams reads them."""
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
+async def _stream(
+    request: web.Request, session: Session, chat: ChatRequest, new_writer: Callable[[Reply], EventWriter]
+) -> web.StreamResponse:
+    """Send an answer while it is sampled; it ends, unrecorded, with a client that leaves.
+
+    Nothing is sent before the first token: until then a refusal still has a status of HTTP.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    stream = AnswerStream(session.stream_interval)
+    answering = asyncio.ensure_future(session.answer(chat, stream))
+    writer: EventWriter | None = None
+    try:
+        async for parts in stream.readings(answering):
+            if writer is None:
+                assert stream.reply is not None
+                writer = await _begin(request, response, new_writer(stream.reply))
+            await _send(response, writer.add(parts, stream.call_ids))
+        reply = await answering
+        writer = writer or await _begin(request, response, new_writer(reply))
+        await _send(response, writer.add(stream.parts, stream.call_ids))
+        await _send(response, writer.end(reply))
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if writer is None:
+            raise
+        session.counts["refused_requests"] += isinstance(error, RequestRefused)
+        await _send(response, writer.fail(*_refusal(error)))
+        if not isinstance(error, (RequestRefused, SlimectlError)) and not hasattr(error, "status"):
+            raise  # a defect: it belongs into the log
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+    await response.write_eof()
+    return response
+
+
+async def _begin(request: web.Request, response: web.StreamResponse, writer: EventWriter) -> EventWriter:
+    await response.prepare(request)
+    await _send(response, writer.begin())
+    return writer
+
+
+async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
+    """Send events in one packet. Raises ConnectionResetError if the client reads nothing."""
     lines = [(f"event: {name}\n" if name else "") + f"data: {data}\n\n" for name, data in events]
-    await stream.write("".join(lines).encode())
-    await stream.write_eof()
-    return stream
+    if not lines:
+        return
+    try:
+        async with asyncio.timeout(SEND_S):
+            await response.write("".join(lines).encode())
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
 
 
 class SessionServer:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer_stream import Event, EventWriter
 from slimectl.agents.chat_request import (
     Body,
     ChatRequest,
     RequestRefused,
     schema_text,
 )
-from slimectl.data.chat_messages import assistant_message, checked_text, template_message, token_usage
+from slimectl.data.chat_messages import (
+    assistant_message,
+    checked_text,
+    template_message,
+    token_usage,
+    written_calls,
+)
+from slimectl.data.tool_calls import ToolCall
 
 
 def read_chat(values: Any) -> ChatRequest:
@@ -110,26 +119,66 @@ def completion_response(reply: Reply) -> dict[str, Any]:
     return {**_head(reply, "text_completion", "cmpl"), "choices": choices, "usage": usage(reply)}
 
 
-def chat_events(reply: Reply) -> Iterator[tuple[None, str]]:
-    """Yield the chunks of a streamed answer: its role, its parts, its end with the usage."""
-    [answer] = reply.answers
-    message = assistant_message(answer.parts, answer.call_ids)
-    calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-    deltas += [{"tool_calls": [call]} for call in calls]
-    head = _head(reply, "chat.completion.chunk", "chatcmpl")
-    for delta in deltas:
-        yield None, json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    end = {"index": 0, "delta": {}, "finish_reason": _finish(answer), **_log_probs(reply, answer)}
-    yield None, json.dumps({**head, "choices": [end], "usage": usage(reply)})
-    yield None, "[DONE]"
+class ChatEventWriter(EventWriter):
+    """Writes the chunks of a streamed chat: its role, its parts, each call as a whole, its end with the usage."""
+
+    def begin(self) -> Iterator[Event]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def _new_parts(
+        self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
+    ) -> Iterator[Event]:
+        if reasoning:
+            yield self._chunk({"reasoning_content": reasoning})
+        if content:
+            yield self._chunk({"content": content})
+        for call in written_calls(calls, ids):
+            yield self._chunk({"tool_calls": [{"index": self._call_count, **call}]})
+            self._call_count += 1
+
+    def end(self, reply: Reply) -> Iterator[Event]:
+        [answer] = reply.answers
+        end = {"finish_reason": _finish(answer), **_log_probs(reply, answer)}
+        yield self._chunk({}, end, usage=usage(reply))
+        yield None, "[DONE]"
+
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        yield None, json.dumps(error_body(status, message, code))
+
+    _call_count = 0
+
+    def _chunk(
+        self, delta: dict[str, Any], end: Mapping[str, Any] = MappingProxyType({"finish_reason": None}), **values: Any
+    ) -> Event:
+        head = _head(self.reply, "chat.completion.chunk", "chatcmpl")
+        return None, json.dumps({**head, "choices": [{"index": 0, "delta": delta, **end}], **values})
 
 
-def completion_events(reply: Reply) -> Iterator[tuple[None, str]]:
-    """Yield the chunks of a streamed completion."""
-    yield None, json.dumps(completion_response(reply))
-    yield None, "[DONE]"
+class CompletionEventWriter(EventWriter):
+    """Writes the chunks of a streamed completion."""
+
+    def _new_parts(
+        self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
+    ) -> Iterator[Event]:
+        if content:
+            yield self._chunk(content, None)
+
+    def end(self, reply: Reply) -> Iterator[Event]:
+        yield self._chunk("", _finish(reply.answers[0]), usage=usage(reply))
+        yield None, "[DONE]"
+
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        yield None, json.dumps(error_body(status, message, code))
+
+    def _chunk(self, text: str, finish: str | None, **values: Any) -> Event:
+        choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+        return None, json.dumps({**_head(self.reply, "text_completion", "cmpl"), "choices": [choice], **values})
+
+
+def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
+    """Return the body of an error response."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _finish(answer: Answer) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.chat_request import (
     Body,
     ChatRequest,
@@ -15,7 +16,12 @@ from slimectl.agents.chat_request import (
 )
 from slimectl.agents.openai_chat import forced_tool, refuse_empty
 from slimectl.data.chat_messages import checked_text, function_call, plain_text
+from slimectl.data.tool_calls import ToolCall
 
+TEXT_EVENTS = {"reasoning": "reasoning_text", "text": "output_text"}
+"""Names of the events of a block's text."""
+LOG_PROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "text": {"logprobs": []}}
+"""Field that the events of a block's text have further."""
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
 History = Callable[[str], list[dict[str, Any]]]
@@ -96,12 +102,9 @@ def response_id(reply: Reply) -> str:
 def response(reply: Reply) -> dict[str, Any]:
     """Return the body of a response."""
     [answer] = reply.answers
-    return {
-        "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
+    return _opening(reply) | {
         "status": "incomplete" if answer.is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut else None,
-        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
-        "tools": [], "temperature": reply.request.temperature, "top_p": reply.request.top_p,
         "output": _items(reply, answer),
         "usage": {
             "input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens,
@@ -112,59 +115,91 @@ def response(reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _opening(reply: Reply) -> dict[str, Any]:
+    """Return a response that is under way."""
+    return {
+        "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
+        "status": "in_progress", "incomplete_details": None,
+        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
+        "tools": [], "temperature": reply.request.temperature, "top_p": reply.request.top_p,
+        "output": [], "usage": None,
+    }  # fmt: skip
+
+
 def _items(reply: Reply, answer: Answer) -> list[dict[str, Any]]:
     """Return the items of an answer: its reasoning, its text, its calls."""
     parts, items = answer.parts, list[dict[str, Any]]()
     if parts.reasoning is not None:
-        content = [{"type": "reasoning_text", "text": parts.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.identity}", "summary": [], "content": content})
+        items.append(_text_item(reply, "reasoning", parts.reasoning))
     if parts.content or not parts.tool_calls:
-        text = {"type": "output_text", "text": parts.content, "annotations": [], "logprobs": []}
-        items.append({"type": "message", "id": f"msg_{reply.identity}", "status": "completed", "role": "assistant",
-                      "content": [text]})  # fmt: skip
-    for i, (call, call_id) in enumerate(zip(parts.tool_calls, answer.call_ids, strict=True)):
-        items.append({"type": "function_call", "id": f"fc_{reply.identity}{i}", "call_id": call_id, "name": call.name,
-                      "arguments": call.arguments, "status": "completed"})  # fmt: skip
-    return items
+        items.append(_text_item(reply, "text", parts.content))
+    calls = zip(parts.tool_calls, answer.call_ids, strict=True)
+    return items + [_call_item(reply, number, call, call_id) for number, (call, call_id) in enumerate(calls)]
 
 
-def events(reply: Reply) -> Iterator[tuple[str, str]]:
-    """Yield the name and the data of each event of a stream."""
-    result = response(reply)
-    opening = {**result, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    numbered: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", {"response": opening}),
-        ("response.in_progress", {"response": opening}),
-    ]
-    for index, item in enumerate(result["output"]):
-        numbered += _item_events(index, item)
-    ending = "response.incomplete" if result["status"] == "incomplete" else "response.completed"
-    numbered.append((ending, {"response": result}))
-    for number, (name, values) in enumerate(numbered):
-        yield name, json.dumps({"type": name, "sequence_number": number, **values})
+def _text_item(reply: Reply, kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": f"rs_{reply.identity}", "summary": [], "content": content}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": f"msg_{reply.identity}", "status": "completed", "role": "assistant",
+            "content": [part]}  # fmt: skip
 
 
-def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    at = {"output_index": index, "item_id": item["id"]}
-    if item["type"] == "message":
+def _call_item(reply: Reply, number: int, call: ToolCall, call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "id": f"fc_{reply.identity}{number}", "call_id": call_id, "name": call.name,
+            "arguments": call.arguments, "status": "completed"}  # fmt: skip
+
+
+class ResponseEventWriter(BlockEventWriter):
+    """Writes the numbered events of a streamed response."""
+
+    _number = 0
+
+    def begin(self) -> Iterator[Event]:
+        yield self._event("response.created", response=_opening(self.reply))
+        yield self._event("response.in_progress", response=_opening(self.reply))
+
+    def _open(self, kind: str) -> Iterator[Event]:
+        item = _text_item(self.reply, kind, "")
         [part] = item["content"]
-        text = part["text"]
-        yield (
-            "response.output_item.added",
-            {"output_index": index, "item": {**item, "status": "in_progress", "content": []}},
-        )
-        yield "response.content_part.added", {**at, "content_index": 0, "part": {**part, "text": ""}}
-        yield "response.output_text.delta", {**at, "content_index": 0, "delta": text, "logprobs": []}
-        yield "response.output_text.done", {**at, "content_index": 0, "text": text, "logprobs": []}
-        yield "response.content_part.done", {**at, "content_index": 0, "part": part}
-    elif item["type"] == "function_call":
-        name, arguments = item["name"], item["arguments"]
-        yield (
-            "response.output_item.added",
-            {"output_index": index, "item": {**item, "status": "in_progress", "arguments": ""}},
-        )
-        yield "response.function_call_arguments.delta", {**at, "delta": arguments}
-        yield "response.function_call_arguments.done", {**at, "name": name, "arguments": arguments}
-    else:
-        yield "response.output_item.added", {"output_index": index, "item": item}
-    yield "response.output_item.done", {"output_index": index, "item": item}
+        in_progress = {"status": "in_progress"} if "status" in item else {}
+        yield self._item_event("added", item | in_progress | {"content": []})
+        yield self._event("response.content_part.added", **self._place(item), part=part)
+
+    def _grow(self, kind: str, text: str) -> Iterator[Event]:
+        item = _text_item(self.reply, kind, "")
+        yield self._event(f"response.{TEXT_EVENTS[kind]}.delta", **self._place(item), delta=text, **LOG_PROBS[kind])
+
+    def _close(self, kind: str, text: str) -> Iterator[Event]:
+        item = _text_item(self.reply, kind, text)
+        [part] = item["content"]
+        yield self._event(f"response.{TEXT_EVENTS[kind]}.done", **self._place(item), text=text, **LOG_PROBS[kind])
+        yield self._event("response.content_part.done", **self._place(item), part=part)
+        yield self._item_event("done", item)
+
+    def _call(self, number: int, call: ToolCall, call_id: str) -> Iterator[Event]:
+        item = _call_item(self.reply, number, call, call_id)
+        at = {"output_index": self._index, "item_id": item["id"]}
+        yield self._item_event("added", item | {"status": "in_progress", "arguments": ""})
+        yield self._event("response.function_call_arguments.delta", **at, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.arguments)
+        yield self._item_event("done", item)
+
+    def _end(self, reply: Reply) -> Iterator[Event]:
+        result = response(reply)
+        yield self._event(f"response.{result['status']}", response=result)
+
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        yield self._event("error", code=code, message=message, param=None)
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"output_index": self._index, "item_id": item["id"], "content_index": 0}
+
+    def _item_event(self, change: str, item: dict[str, Any]) -> Event:
+        return self._event(f"response.output_item.{change}", output_index=self._index, item=item)
+
+    def _event(self, name: str, /, **values: Any) -> Event:
+        data = json.dumps({"type": name, "sequence_number": self._number, **values})
+        self._number += 1
+        return name, data

@@ -37,6 +37,7 @@ class SessionRecorder:
     params: SamplingParams
     context: int
     idle_s: float = 1800.0
+    stream_interval: int = 1
     count: int = 0
     """Sessions that have been written."""
     _generate: Generate | None = None
@@ -73,8 +74,14 @@ class SessionRecorder:
         assert self._generate is not None
         limits = SessionLimits(MOST_TURNS, self.context, self.context)
         return Session(
-            self.tokenizer, self._reader, self._generate, self.params, limits, obeys_requests=True
-        )  # fmt: skip
+            self.tokenizer,
+            self._reader,
+            self._generate,
+            self.params,
+            limits,
+            obeys_requests=True,
+            stream_interval=self.stream_interval,
+        )
 
     async def end(self, request: web.Request) -> web.Response:
         """End a session, with the reward that the body may have, and answer with the number of its samples."""

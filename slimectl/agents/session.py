@@ -7,17 +7,28 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from slimectl.agents.answer import AnswerReader, Reply
+from slimectl.agents.answer import Answer, AnswerReader, Reply
+from slimectl.agents.answer_stream import AnswerStream
 from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
+from slimectl.data.chat_messages import call_ids
 from slimectl.errors import SettingsError
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, Sample, SamplingParams
 
-Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+class Generate(Protocol):
+    """Continues tokens; `on_tokens` is given only for an answer that is streamed."""
+
+    def __call__(
+        self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> Awaitable[Completion]: ...
+
 
 MOST_IN_FLIGHT = 64
 """Requests of one session at the same time."""
@@ -47,6 +58,8 @@ class Session:
     limits: SessionLimits
     model: str = "*"
     obeys_requests: bool = False
+    stream_interval: int = 1
+    """Least number of tokens between two chunks of a stream."""
     tree: TrajectoryTree = field(init=False)
     is_closed: bool = False
     is_aborted: bool = False
@@ -68,12 +81,12 @@ class Session:
         """Whether the policy is at work for this attempt."""
         return self._in_flight > 0
 
-    async def answer(self, request: ChatRequest) -> Reply:
-        """Answer a request and record the turn. Raises RequestRefused."""
+    async def answer(self, request: ChatRequest, stream: AnswerStream | None = None) -> Reply:
+        """Answer a request and record the turn; `stream` gets the answer while it is sampled. Raises RequestRefused."""
         self._check(request)
         self._in_flight += 1
         try:
-            return await self._answer(request)
+            return await self._answer(request, stream)
         finally:
             self._in_flight -= 1
 
@@ -91,15 +104,25 @@ class Session:
             self.is_cut = True
             raise RequestRefused(f"the attempt has had its {self.limits.turns} turns", code="turn_limit")
 
-    async def _answer(self, request: ChatRequest) -> Reply:
+    async def _answer(self, request: ChatRequest, stream: AnswerStream | None) -> Reply:
         continuation = self.tree.continuation(request)
+        prompt = continuation.tokens
         params = self._params(request, self._room(continuation))
-        completions = await self._completions(request, continuation.tokens, params)
+        reply = Reply(request, request.model or self.model, int(time.time()), len(prompt))
+        if stream is not None:
+            stream.begin(reply, partial(self.reader.growing, request, prompt, params.stop))
+        completions = await self._completions(request, prompt, params, stream)
         if any(completion.finish_reason == "abort" for completion in completions):
             self.is_aborted = True
             raise RequestRefused("the round ended before the answer did", status=503, code="aborted")
-        answers = [self.reader.read(completion, request, continuation.tokens) for completion in completions]
-        reply = Reply(request, answers, request.model or self.model, int(time.time()))
+        read = [self.reader.read(completion, request, prompt, params.stop) for completion in completions]
+        if stream is not None:
+            stream.finish(read[0])
+        answers = [
+            Answer(completion, parts, call_ids(parts.tool_calls) if stream is None else stream.call_ids)
+            for completion, parts in zip(completions, read, strict=True)
+        ]
+        reply = dataclasses.replace(reply, answers=answers)
         for answer in answers:
             message = answer_message(answer.parts, answer.call_ids)
             turn = self.tree.add(request, continuation, answer.completion, message, params.temperature)
@@ -107,18 +130,21 @@ class Session:
         self._responses[reply.identity] = turn
         return reply
 
-    async def _completions(self, request: ChatRequest, tokens: list[int], params: SamplingParams) -> list[Completion]:
+    async def _completions(
+        self, request: ChatRequest, tokens: list[int], params: SamplingParams, stream: AnswerStream | None
+    ) -> list[Completion]:
         """Return n completions; a call that the engine cannot force is left to the policy, and counted."""
+        generate = self.generate if stream is None else partial(self.generate, on_tokens=stream.add)
         grammar = self.reader.grammar(request, tokens)
         if grammar is not None:
             constrained = dataclasses.replace(params, grammar=grammar, min_tokens=0)
             try:
-                return await asyncio.gather(*(self.generate(tokens, constrained) for _ in range(request.n)))
+                return await asyncio.gather(*(generate(tokens, constrained) for _ in range(request.n)))
             except SettingsError as error:
                 if request.json_schema is not None:
                     raise RequestRefused(str(error)) from None
         self.counts["unforced_tool_choices"] += request.forced_tool is not None
-        return await asyncio.gather(*(self.generate(tokens, params) for _ in range(request.n)))
+        return await asyncio.gather(*(generate(tokens, params) for _ in range(request.n)))
 
     def _room(self, continuation: Continuation) -> int:
         """Return the number of tokens that an answer may have. Raises RequestRefused if there is none."""

@@ -39,6 +39,7 @@ _NAMES = {
         "is_gguf",
         "model_folder",
         "source_of",
+        "token_decoder",
         "tokenizer",
         "version_of",
     ),

@@ -31,6 +31,7 @@ from slimectl.builders.models import has_tokenizer as has_tokenizer
 from slimectl.builders.models import is_gguf as is_gguf
 from slimectl.builders.models import model_folder as model_folder
 from slimectl.builders.models import source_of as source_of
+from slimectl.builders.models import token_decoder as token_decoder
 from slimectl.builders.models import tokenizer as tokenizer
 from slimectl.builders.models import version_of as version_of
 from slimectl.builders.policies import check_policy as check_policy

@@ -132,6 +132,25 @@ def tokenizer(folder: Path) -> Any:
     return loaded
 
 
+def token_decoder(folder: Path) -> Any:
+    """Load what decodes the tokens of a model directory: the tokenizer without transformers, where its files allow it.
+
+    Importing transformers costs seconds of CPU, which a viewer beside a run would take from it.
+    """
+    import tokenizers
+
+    try:
+        added = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+        with _without_panics():
+            loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if all(loaded.id_to_token(int(token)) is not None for token in added):
+            return loaded
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+    return tokenizer(folder)
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a model directory has a vocabulary."""
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab.*", "*.tiktoken"))

@@ -18,13 +18,6 @@ from slimectl.settings.secret import reveal
 from slimectl.types import Sample
 
 
-def listening(host: str, port: int) -> socket:
-    """Bind the socket of a server, before the model is read. Raises BackendError if the port is taken."""
-    from slimectl.engines.server.app import bound
-
-    return bound(host, port)
-
-
 def admin_key(settings: Settings) -> tuple[str, bool]:
     """Return the key for all requests that change the server's state, and whether it was generated here."""
     from slimectl.engines.api_keys import new_key
@@ -110,14 +103,16 @@ def serve(
     guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
     if record is not None:
-        limits["extension"] = session_recorder(settings, text, embedded.max_context, record)
+        limits["extension"] = session_recorder(settings, text, embedded.max_context, record, interval)
     return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
 
 
-def session_recorder(settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None]) -> Any:
+def session_recorder(
+    settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None], stream_interval: int
+) -> Any:
     """Return the recorder of a server's sessions; [rollout] has the sampling parameters that a request leaves out."""
     from slimectl.agents.recorder import SessionRecorder
     from slimectl.stages.generation import sampling_params
 
     params = replace(sampling_params(settings.rollout), max_tokens=context)
-    return SessionRecorder(record, tokenizer, params, context)
+    return SessionRecorder(record, tokenizer, params, context, stream_interval=stream_interval)

@@ -104,12 +104,13 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
     """Serve until a signal comes; return its number, and whether all threads have ended."""
     from slimectl import builders
     from slimectl.builders import serving
+    from slimectl.transport.listening import bound
 
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     _import_models()
     key, drawn = serving.admin_key(settings)
     with ExitStack() as ending:
-        at = ending.enter_context(serving.listening(options.host, options.port))
+        at = ending.enter_context(bound(options.host, options.port))
         bound_port = at.getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         activity = "waiting for weights" if options.wait_for_weights else f"serving {folder}"

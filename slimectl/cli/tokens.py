@@ -146,4 +146,4 @@ def decoder(folder: Path | None) -> Any:
     from slimectl import builders
     from slimectl.viewer.token_view import Decoders
 
-    return Decoders(builders.tokenizer).decoder(folder)
+    return Decoders(builders.token_decoder).decoder(folder)

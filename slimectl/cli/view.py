@@ -43,7 +43,7 @@ def view(
 
     if not paths and not DEFAULT.is_dir():
         raise SettingsError(f"{DEFAULT}: no such folder; name a run's folder or a samples file: slimectl view RUN")
-    api = ViewApi(Library(paths or [DEFAULT]), builders.tokenizer)
+    api = ViewApi(Library(paths or [DEFAULT]), builders.token_decoder)
     if html is not None:
         from slimectl.viewer.export import write_page
 
@@ -58,11 +58,11 @@ def _serve(api: object, port: int, *, open_browser: bool) -> None:
     import asyncio
     import webbrowser
 
-    from slimectl.builders.serving import listening as bind
+    from slimectl.transport.listening import bound
     from slimectl.viewer.server import serve
 
     token = secrets.token_urlsafe(16)
-    listening = bind("127.0.0.1", port)
+    listening = bound("127.0.0.1", port)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
 
     def ready() -> None:

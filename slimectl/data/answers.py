@@ -76,9 +76,11 @@ def format_of(chat_template: str | None) -> AnswerFormat:
 def _whole_call(
     content: str, reasoning: str | None, notation: CallNotation, tools: Tools, *, complete: bool
 ) -> ParsedAnswer:
-    """Parse an answer that is a call as a whole, or none; nothing is decided before its end."""
+    """Parse an answer that is a call as a whole, or none; while it may be one, it has no content."""
     if not complete:
-        return ParsedAnswer("", reasoning)
+        begin = content.lstrip()
+        may_be_call = PYTHON_TAG.startswith(begin) or notation.may_begin(begin.removeprefix(PYTHON_TAG), tools)
+        return ParsedAnswer("" if may_be_call else content[: _stable(content, ())], reasoning)
     calls = notation.read(content.strip().removeprefix(PYTHON_TAG), tools)
     return ParsedAnswer("" if calls else content, reasoning, tuple(calls))
 

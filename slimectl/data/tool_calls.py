@@ -34,8 +34,9 @@ class CallNotation:
     """How a family writes calls: in blocks from `opening` to `closing`, each with one call or several.
 
     `markers` stand in the chat template of the family and of no notation before it in NOTATIONS. `read` returns the
-    calls of the inside of a block, none if it is not well formed. Without `opening` the whole answer is a block.
-    Where a call is a JSON object of name and arguments, `arguments_key` is the key of these.
+    calls of the inside of a block, none if it is not well formed. Without `opening` the whole answer is a block, and
+    `may_begin` says whether the beginning of an answer may be that of one. Where a call is a JSON object of name and
+    arguments, `arguments_key` is the key of these.
     """
 
     name: str
@@ -44,6 +45,7 @@ class CallNotation:
     closing: str
     read: Callable[[str, Tools], list[ToolCall]]
     arguments_key: str = ""
+    may_begin: Callable[[str, Tools], bool] = lambda text, tools: True
 
     def call_grammar(self, tools: Tools, name: str = "") -> JsonGrammar | None:
         """Return the grammar of one call of a tool, of any without `name`; None where calls are not JSON objects."""
@@ -105,6 +107,17 @@ def _declared_json_calls(text: str, tools: Tools) -> list[ToolCall]:
         calls += call
         position = len(text) - len(text[end:].lstrip("; \n"))
     return calls
+
+
+def _begins_object(text: str, tools: Tools) -> bool:
+    return text == "" or text.startswith("{")
+
+
+def _begins_tool_name(text: str, tools: Tools) -> bool:
+    """Whether the first line is the name of a declared tool, or the beginning of one."""
+    line, newline, _ = text.partition("\n")
+    names = [str(_function(tool).get("name")) for tool in tools]
+    return line in names if newline else any(name.startswith(line) for name in names)
 
 
 def _named_json_call(text: str, tools: Tools) -> list[ToolCall]:
@@ -193,8 +206,9 @@ NOTATIONS = (
     CallNotation("glm45", ("<arg_key>", "<tool_call>"), "<tool_call>", "</tool_call>", _glm_call),
     CallNotation("qwen3_coder", ("<function=", "<tool_call>"), "<tool_call>", "</tool_call>", _function_call),
     CallNotation("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, "arguments"),
-    CallNotation("llama3", ("dictionary of argument name and its value",), "", "", _declared_json_calls, "parameters"),
-    CallNotation("glm4", ("<|observation|>", "metadata"), "", "", _named_json_call),
+    CallNotation("llama3", ("dictionary of argument name and its value",), "", "", _declared_json_calls, "parameters",
+                 _begins_object),
+    CallNotation("glm4", ("<|observation|>", "metadata"), "", "", _named_json_call, may_begin=_begins_tool_name),
 )  # fmt: skip
 """Notations of the families; the first whose markers a chat template has is that of its model."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
 from slimectl.errors import HookError, RecordError, SlimectlError
-from slimectl.protocols import Agent, Engine, SampleHook
+from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
@@ -141,6 +142,11 @@ class GroupGenerator:
         """Maximum context of the engine in tokens, prompt and answer together; None if the engine states none."""
         return getattr(self.engine, "max_context", self.settings.max_context_len)
 
+    @functools.cached_property
+    def engine_reports_tokens(self) -> bool:
+        """Whether the engine can report tokens as it samples them."""
+        return "on_tokens" in inspect.signature(self.engine.generate).parameters
+
     def excess(self, prompt: Prompt) -> str:
         """Return the reason why the prompt is too long; "" if it is not."""
         tokens = len(self.prompt_tokens(prompt))
@@ -266,14 +272,18 @@ class _GenerationSession:
         seed = None if self._together else sample_seed(settings.seed, text, sample.index)
         self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
 
-    async def generate(self, tokens: list[int], params: SamplingParams | None = None) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
+    ) -> Completion:
         if self._attempts.interrupting:  # interrupted between two turns: the next one is not started
             self.aborted = True
             return Completion([], [], "", "abort")
         context = self._attempts.context
         if context is not None and len(tokens) >= context:
             return self._full_context_answer(len(tokens), context)
-        completion = await self._attempts.engine.generate(tokens, params=self._with_seed(params or self.params))
+        options = {"on_tokens": on_tokens} if on_tokens is not None and self._attempts.engine_reports_tokens else {}
+        params = self._with_seed(params or self.params)
+        completion = await self._attempts.engine.generate(tokens, params=params, **options)
         self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._requests.append((len(tokens), completion))

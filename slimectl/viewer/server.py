@@ -32,6 +32,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+COMPRESSED_CHARS = 1 << 20
+"""Least length of an answer that is compressed, since a browser of another machine may read it through a tunnel."""
 INDEX_SLICE_S = 0.2
 """Seconds between two looks at whether the server ends, while an index grows in the background."""
 
@@ -48,15 +50,16 @@ def application(api: ViewApi, token: str) -> web.Application:
         return web.Response(body=resource.read_bytes(), content_type=TYPES[kind], charset="utf-8")
 
     async def question(request: web.Request) -> web.StreamResponse:
+        name, parameters = request.match_info["question"], dict(request.query)
         try:
-            answer = await asyncio.to_thread(api.answer, request.match_info["question"], dict(request.query))
+            text = await asyncio.to_thread(lambda: json_text(api.answer(name, parameters)))
         except SlimectlError as error:
             return _error(400, str(error))
         except OSError as error:
             return _error(400, f"{error.filename}: {error.strerror or error}")
-        text = await asyncio.to_thread(json_text, answer)
         response = web.Response(text=text, content_type="application/json")
-        response.enable_compression()
+        if len(text) > COMPRESSED_CHARS:
+            response.enable_compression()
         return response
 
     @web.middleware

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slimectl.agents.answer import AnswerReader
 from slimectl.agents.session import Session, SessionLimits
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 CALLS = (
@@ -84,9 +86,15 @@ def _merging_backend() -> Any:
     return backend
 
 
-def merging_tokenizer(template: str = CHATML) -> Any:
-    """A byte-level BPE tokenizer with some merges, so that a text has several tokenisations."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_merging_backend(), eos_token="<|im_end|>")
+def merging_tokenizer(template: str = CHATML, *, special: Sequence[str] = ()) -> Any:
+    """A byte-level BPE tokenizer with some merges, so that a text has several tokenisations; `special` are tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    backend = _merging_backend()
+    if special:
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     tokenizer.chat_template = template
     return tokenizer
 
@@ -99,10 +107,18 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self.log: list[tuple[list[int], list[int], SamplingParams]] = []
 
-    async def generate(self, tokens: list[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> Completion:
         answer = self._answers(len(self.log))[: params.max_tokens]
         self.log.append((list(tokens), answer, params))
+        if on_tokens is not None:
+            for i, token in enumerate(answer):
+                on_tokens(i, [token])
+                await asyncio.sleep(0)
         text = self._tokenizer.decode(answer, skip_special_tokens=True)
+        for stop in params.stop:
+            text = text.partition(stop)[0]
         ended = bool(answer) and answer[-1] == self._tokenizer.eos_token_id
         log_probs = [-0.25 - i / 100 for i in range(len(answer))]
         return Completion(answer, log_probs, text, "stop" if ended else "length", weight_versions=["0"])

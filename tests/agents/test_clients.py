@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.agents.command import CommandAgent, CommandOptions
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, Sample, SamplingParams
 
 PYTHON = os.environ.get("AGENT_CLIENTS_PYTHON", "")
@@ -41,8 +42,8 @@ def test_its_episode_becomes_samples_of_the_tokens_that_the_engine_sampled(
         pytest.skip("needs tests/agents/requirements.txt in an environment that AGENT_CLIENTS_PYTHON names")
     log: list[tuple[list[int], Completion]] = []
 
-    async def generate(tokens: list[int], params: SamplingParams) -> Completion:
-        completion = await engine.generate(tokens, params=params)
+    async def generate(tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None) -> Completion:
+        completion = await engine.generate(tokens, params=params, on_tokens=on_tokens)
         log.append((list(tokens), completion))
         return completion
 

@@ -156,6 +156,23 @@ def test_an_object_is_a_call_of_llama_s_if_a_tool_has_its_name(text: str, names:
 
 
 @pytest.mark.parametrize(
+    ("family", "text", "content"),
+    [
+        (LLAMA, "It is", "It is"),
+        (LLAMA, "<|python", ""),  # the token may still come
+        (LLAMA, "<|python_tag|>print", "<|python_tag|>print"),
+        (LLAMA, ' {"name', ""),
+        (GLM4, "get_wea", ""),
+        (GLM4, "get_well soon", "get_well soon"),
+        (GLM4, "get_weather\n", ""),
+        (GLM4, "get_weather now\n", "get_weather now"),
+    ],
+)
+def test_an_answer_that_is_no_call_as_a_whole_is_content_at_once(family: str, text: str, content: str):
+    assert format_of(family).parse(text, TOOLS, complete=False) == ParsedAnswer(content)
+
+
+@pytest.mark.parametrize(
     ("text", "prompt", "reasoning", "content"),
     [
         ("<think>\na\n</think>\n\nb", "", "a", "b"),

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forkserver
@@ -50,6 +51,22 @@ def test_the_page_comes_with_rules_that_forbid_everything_foreign(view: View, na
         assert response.headers["Referrer-Policy"] == "no-referrer"
         text = response.read().decode()
     assert name == "uplot.js" or "://" not in text  # uPlot's comments name pages that it learnt from
+
+
+def test_it_serves_and_decodes_without_the_libraries_that_run_models(folder: Path, model_dir: Callable[[str], Path]):
+    code = (
+        "import pathlib, sys; from slimectl import builders; from slimectl.transport.listening import bound; "
+        "from slimectl.viewer import server; from slimectl.viewer.api import ViewApi; "
+        "from slimectl.viewer.library import Library; from slimectl.viewer.token_view import Decoders; "
+        "ViewApi(Library([pathlib.Path(sys.argv[1])]), builders.token_decoder).answer('catalogue', {}); "
+        "bound('127.0.0.1', 0).close(); "
+        "print(Decoders(builders.token_decoder).decoder(pathlib.Path(sys.argv[2]))([256 + 1, *'né'.encode()])); "
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    # Their import takes CPU seconds, which a run on the same machine would lack.
+    words = [sys.executable, "-c", code, str(folder / "runs"), str(model_dir("llama"))]
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert output == "<|im_start|>né\n[]\n"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+from slimectl.data.growing_text import UNFINISHED, GrowingText
+
 LONGEST_WAIT = 16
 """Tokens after which text that still ends in a broken character is accepted: the model wrote broken bytes."""
 
@@ -21,6 +22,10 @@ class Detokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=self._skip_special))
+
+    def growing_text(self) -> GrowingText:
+        """Return the text of a new answer, which is decoded as its tokens come."""
+        return GrowingText(self._backend, keep_special=not self._skip_special)
 
 
 class StopScanner:

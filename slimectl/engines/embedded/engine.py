@@ -32,6 +32,7 @@ from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.embedded.weights import WeightLoader
 from slimectl.engines.limits import check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 MOST_GRAMMARS = 8
@@ -154,14 +155,18 @@ class EmbeddedEngine:
     def waiting(self) -> int:
         return self._runner.scheduler.waiting
 
-    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
-        """Continue `tokens`.
+    async def generate(
+        self, tokens: list[int], *, params: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> Completion:
+        """Continue `tokens`; `on_tokens` is called with every new one.
 
         Raises SettingsError if they leave no room in the context, BackendError while there are no weights.
         """
         if params.grammar is not None:
             await asyncio.to_thread(self.grammar, params.grammar)
         sequence = self.request(tokens, params)
+        if on_tokens is not None:
+            sequence.follow(on_tokens)
         self.submit(sequence)
         try:
             return await sequence.future

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +84,17 @@ class RunningSequence:
             self.finish = "length"
         if self.grown is not None:
             self.grown()
+
+    def follow(self, on_tokens: OnTokens) -> None:
+        """Call `on_tokens` with the new tokens after each token, in the engine's thread."""
+        reported = 0
+
+        def report() -> None:
+            nonlocal reported
+            start, reported = reported, len(self.tokens)
+            on_tokens(start, self.tokens[start:reported])
+
+        self.grown = report
 
     def _is_complete(self, grammar: GrammarState) -> bool:
         """Whether nothing may follow, and no end token would end the text."""

@@ -13,7 +13,7 @@ from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
 from slimectl.errors import BackendError, CheckpointError, SettingsError
-from slimectl.protocols import INCOMPLETE, NamedTensors, WeightUpdateClient
+from slimectl.protocols import INCOMPLETE, NamedTensors, OnTokens, WeightUpdateClient
 from slimectl.transport.background import Background
 from slimectl.transport.request import get
 from slimectl.types import Completion, SamplingParams
@@ -72,8 +72,10 @@ class HttpEngine:
         self._background = Background("slimectl-engine-client")
         self._dispatch: Dispatch | None = None
 
-    async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
-        """Continue `tokens`.
+    async def generate(
+        self, tokens: list[int], *, params: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> Completion:
+        """Continue `tokens`; `on_tokens` is called with those of every packet, in another thread.
 
         Raises SettingsError if they leave no room in the context or for a grammar, BackendError if no server answers.
         """
@@ -92,6 +94,7 @@ class HttpEngine:
             key=hash(tuple(tokens)),
             stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
             decode=self._decode,
+            on_tokens=on_tokens,
         )
         return await asyncio.wrap_future(self._background.submit(self._complete(flight)))
 

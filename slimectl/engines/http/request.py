@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 NO_WEIGHTS = "unpushed"
@@ -37,6 +38,7 @@ class PendingRequest:
     key: int
     stop_tokens: frozenset[int] = frozenset()
     decode: Callable[[list[int]], str] | None = None
+    on_tokens: OnTokens | None = None
     request_id: str = ""
     aborted: bool = False
     asking: bool = False
@@ -60,14 +62,17 @@ class PendingRequest:
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append new tokens, and end the answer at the first stop token among them."""
-        first = max(len(self.tokens), self.params.min_tokens - 1)
+        count_before = len(self.tokens)
+        first = max(count_before, self.params.min_tokens - 1)
         self.tokens += tokens
         self.log_probs += log_probs
         for position in range(first, len(self.tokens)) if self.stop_tokens else ():
             if self.tokens[position] in self.stop_tokens:
                 del self.tokens[position + 1 :], self.log_probs[position + 1 :]
                 self.finish, self.text_is_cut = "stop", False
-                return
+                break
+        if self.on_tokens is not None:
+            self.on_tokens(count_before, self.tokens[count_before:])
 
     def add_versions(self, spans: Sequence[Mapping[str, Any] | str]) -> None:
         """Note the weight versions of the answer so far, before its new tokens: spans of each, or the present one.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -22,16 +20,23 @@ from slimectl.engines.server.errors import NOTICES, Notices, error_middleware, l
 from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
 from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
-from slimectl.errors import BackendError, SettingsError
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
-BACKLOG = 4096
 GRACE_S = 0.5
 """Seconds that open connections get at shutdown."""
 LOOK_S = 0.25
 """Seconds between checks for requests that wait too long."""
 
-Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+class Generate(Protocol):
+    """Continues tokens; `on_tokens` is called with new ones, in the engine's thread."""
+
+    def __call__(
+        self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> Awaitable[Completion]: ...
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 GET, POST = ("GET",), ("POST",)
@@ -79,26 +84,6 @@ class ApiExtension(Protocol):
     def close(self) -> None:
         """Finish, after the last request."""
         ...
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except (socket.gaierror, UnicodeError):
-        raise SettingsError(f"--host: {host} is no address; give one of this machine, or 0.0.0.0 for all") from None
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
-        reason = os.strerror(error.errno or 0).lower()
-        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
-
-
-def _free_port(host: str) -> int:
-    with bound(host, 0) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from slimectl.engines.embedded.detokenizer import UNFINISHED, TokenBytes
+from slimectl.data.growing_text import UNFINISHED
+from slimectl.engines.embedded.detokenizer import TokenBytes
 from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.state import Service

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner, TokenBytes
+from slimectl.data.growing_text import before_stop
+from slimectl.engines.embedded.detokenizer import Detokenizer, TokenBytes
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError
@@ -40,7 +41,7 @@ class RunningAnswer:
         self.over = False  # its last part has been sent
         self._wish = wish
         self._detokenizer = detokenizer
-        self._scanner = StopScanner(detokenizer, ())
+        self._growing = detokenizer.growing_text()
         self.begun = time.monotonic()
 
     @property
@@ -71,9 +72,8 @@ class RunningAnswer:
         """Return the whole text of a finished answer, else the part that can no longer change."""
         if self.done:
             return self._final_text()
-        self._scanner.scan(self.sequence.tokens[: self.count], stopping=False)
-        text, stops = self._scanner.text, () if self._wish.keep_stop else self.sequence.params.stop
-        return text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]
+        text = self._growing.read(self.sequence.tokens[: self.count])
+        return text if self._wish.keep_stop else before_stop(text, self.sequence.params.stop)
 
     def due(self) -> bool:
         """Whether a stream has to send a chunk."""
@@ -103,11 +103,6 @@ class RunningAnswer:
             for (version, start), end in zip(spans, ends, strict=True)
             if start < count
         ]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` with which `stop` begins."""
-    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class RequestTable:

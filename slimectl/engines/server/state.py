@@ -20,6 +20,7 @@ from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.errors import SlimectlError
+from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 LONG = 20_000
@@ -85,11 +86,18 @@ class Service:
         if not self.thread.engine.accepts:
             raise RequestError(f"the engine has no weights yet: {self.status}", status=503)
 
-    async def generate(self, tokens: list[int], params: SamplingParams) -> Completion:
-        """Generate one answer. Raises RequestError or SettingsError for a prompt that cannot be continued."""
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> Completion:
+        """Generate one answer; `on_tokens` is called with new tokens, in the engine's thread.
+
+        Raises RequestError or SettingsError for a prompt that cannot be continued.
+        """
         self.check_ready()
         rid = uuid.uuid4().hex
         with self.desk.ask([(tokens, GenerationRequest(params))], [rid], rid=rid) as pending:
+            if on_tokens is not None:
+                pending.answers[0].sequence.follow(on_tokens)
             [answer] = await pending.finished()
             return answer.completion
 

@@ -19,8 +19,9 @@ from slimectl.architectures.config import read_config
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.access import Guard, own_names
-from slimectl.engines.server.app import bound, running
+from slimectl.engines.server.app import running
 from slimectl.engines.server.state import ServerConfig, Service
+from slimectl.transport.listening import bound
 
 ADMIN_KEY = "admin-key-of-the-tests"
 
@@ -89,6 +90,7 @@ def served(
     api_key: str | None = None,
     allowed_hosts: tuple[str, ...] = (),
     pause_timeout_s: float = 60.0,
+    extension: Any = None,
     **options: Any,
 ) -> Iterator[Server]:
     """A server of the model in a folder, until the block is left."""
@@ -104,7 +106,8 @@ def served(
     async def lived() -> None:
         names, loopback_only = own_names("127.0.0.1", allowed_hosts)
         guard = Guard(ADMIN_KEY, api_key=api_key, names=names, loopback_only=loopback_only)
-        async with running(engine, facts, listening, guard=guard, pause_timeout_s=pause_timeout_s) as service:
+        limits: dict[str, Any] = {"pause_timeout_s": pause_timeout_s, "extension": extension}
+        async with running(engine, facts, listening, guard=guard, **limits) as service:
             found.append(service)
             up.set()
             await over.wait()

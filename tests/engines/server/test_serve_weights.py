@@ -156,7 +156,7 @@ class SharedPort:
     """A port that nobody has."""
 
     def __enter__(self) -> int:
-        from slimectl.engines.server.app import bound
+        from slimectl.transport.listening import bound
 
         with bound("127.0.0.1", 0) as probe:
             return int(probe.getsockname()[1])

@@ -110,6 +110,36 @@ def test_streams_of_what_is_new_and_of_all_there_is_say_the_same(events: list[by
     assert answer.weight_versions == ["7"]
 
 
+def test_tokens_are_reported_while_the_server_samples():
+    reports: list[tuple[int, list[int]]] = []
+    reported = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(event([1, 2], total=2))
+        await reported.wait()  # the rest is sampled only when the beginning has been reported
+        await response.write(event([3], total=3) + event([4], total=4, finish=LENGTH))
+        return response
+
+    async def asked() -> Completion:
+        loop = asyncio.get_running_loop()
+
+        def report(start: int, tokens: list[int]) -> None:
+            reports.append((start, tokens))
+            loop.call_soon_threadsafe(reported.set)
+
+        async with listening(answer) as address, asyncio.timeout(60):
+            engine = bare(address)
+            try:
+                return await engine.generate(PROMPT, params=SHORT, on_tokens=report)
+            finally:
+                await engine.close()
+
+    assert asyncio.run(asked()).tokens == [1, 2, 3, 4]
+    assert reports == [(0, [1, 2]), (2, [3]), (3, [4])]
+
+
 def test_every_version_is_named_once_in_order():
     spans = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 4}]
     told = asked_of(streaming(event([1, 2, 3, 4], total=4, finish=LENGTH, version="2", weight_versions=spans)))

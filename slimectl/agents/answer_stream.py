@@ -1,0 +1,198 @@
+"""An answer on its way to a client: what is sampled in the engine's thread is sent by a task of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from slimectl.agents.answer import GrowingAnswer, Reply
+from slimectl.agents.chat_request import RequestRefused
+from slimectl.data.answers import ParsedAnswer
+from slimectl.data.chat_messages import call_ids
+from slimectl.data.tool_calls import ToolCall
+
+Event = tuple[str | None, str]
+"""Name and data of an event of a stream."""
+NO_PARTS = ParsedAnswer("")
+
+
+class AnswerStream:
+    """The parts of an answer that can no longer change, while it is sampled.
+
+    `add` is the engine's OnTokens; the other methods belong to the event loop of the request. A reader that is slower
+    than the engine gets several tokens at once. `interval` is the least number of tokens between two readings.
+    """
+
+    def __init__(self, interval: int = 1) -> None:
+        self.reply: Reply | None = None
+        """The answer without its content, once the request is admitted."""
+        self.parts = NO_PARTS
+        """Parts as they were read last."""
+        self.call_ids: tuple[str, ...] = ()
+        """Ids of the calls of tools in `parts`."""
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._is_waking = False
+        self._tokens: list[int] = []
+        self._count_read = 0
+        self._new_answer: Callable[[], GrowingAnswer] | None = None
+        self._growing: tuple[list[int], GrowingAnswer] | None = None
+        """The answer that is read, and the tokens whose answer it is."""
+
+    def begin(self, reply: Reply, new_answer: Callable[[], GrowingAnswer]) -> None:
+        """Take the answer without its content, and what reads the tokens of each try of the engine."""
+        self.reply, self._new_answer = reply, new_answer
+
+    def add(self, start: int, tokens: list[int]) -> None:
+        """Add tokens of the answer from a place on; place 0 begins it anew. May be called in any thread."""
+        if start == 0:
+            self._tokens, self._count_read = [], 0
+        self._tokens += tokens
+        if len(self._tokens) - self._count_read >= self._interval and not self._is_waking:
+            self._is_waking = True
+            with suppress(RuntimeError):  # the loop of the request has ended
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def readings(self, answering: asyncio.Future[Any]) -> AsyncIterator[ParsedAnswer]:
+        """Yield the parts each time that there are new tokens, until the answer is there, or will not come."""
+        answering.add_done_callback(lambda _: self._changed.set())
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self._is_waking = False
+            if answering.done():
+                return
+            self._read()
+            yield self.parts
+
+    def _read(self) -> None:
+        tokens = self._tokens
+        assert self._new_answer is not None
+        if self._growing is None or self._growing[0] is not tokens:
+            self._growing = tokens, self._new_answer()
+        self._count_read = len(tokens)
+        parts = self._growing[1].parts(tokens[: self._count_read])
+        if extends(parts, self.parts):  # else another server has begun the answer anew, and is not as far
+            self._take(parts)
+
+    def finish(self, parts: ParsedAnswer) -> None:
+        """Take the parts of the whole answer. Raises RequestRefused if it is another one than has been sent."""
+        if not extends(parts, self.parts):
+            message = "the engine failed within the answer, and another one has written a different one; ask again"
+            raise RequestRefused(message, status=503, code="answer_lost")
+        self._take(parts)
+
+    def _take(self, parts: ParsedAnswer) -> None:
+        self.parts = parts
+        self.call_ids += call_ids(parts.tool_calls[len(self.call_ids) :])
+
+
+def extends(parts: ParsedAnswer, earlier: ParsedAnswer) -> bool:
+    """Return whether an answer only adds to the parts of an earlier reading."""
+    is_longer = parts.content.startswith(earlier.content) and (
+        earlier.reasoning is None or (parts.reasoning or "").startswith(earlier.reasoning)
+    )
+    return is_longer and parts.tool_calls[: len(earlier.tool_calls)] == earlier.tool_calls
+
+
+class EventWriter(ABC):
+    """Writes one answer as the events of its API; `reply` has no answers yet."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self._sent = NO_PARTS
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the events before the first token."""
+        yield from ()
+
+    def add(self, parts: ParsedAnswer, ids: Sequence[str]) -> Iterator[Event]:
+        """Yield what is new of an answer whose calls have these ids."""
+        sent, self._sent = self._sent, parts
+        reasoning = None if parts.reasoning is None else parts.reasoning[len(sent.reasoning or "") :]
+        first = len(sent.tool_calls)
+        yield from self._new_parts(reasoning, parts.content[len(sent.content) :], parts.tool_calls[first:], ids[first:])
+
+    @abstractmethod
+    def _new_parts(
+        self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
+    ) -> Iterator[Event]:
+        """Yield the events of new reasoning (None without any so far), new content and new calls."""
+
+    @abstractmethod
+    def end(self, reply: Reply) -> Iterator[Event]:
+        """Yield the events after the last part."""
+
+    @abstractmethod
+    def fail(self, status: int, message: str, code: str | None) -> Iterator[Event]:
+        """Yield the event of an error within the stream."""
+
+
+class BlockEventWriter(EventWriter):
+    """Writes an answer as blocks, one after another: reasoning, text, and every call when the answer is there."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        self._index = 0
+        """Number of blocks that are closed."""
+        self._block = ""
+        """The open block: "reasoning", "text" or none."""
+        self._has_text = False
+
+    def _new_parts(
+        self, reasoning: str | None, content: str, calls: Sequence[ToolCall], ids: Sequence[str]
+    ) -> Iterator[Event]:
+        if reasoning is not None and not self._block and not self._has_text:
+            self._block = "reasoning"
+            yield from self._open("reasoning")
+        if reasoning:
+            yield from self._grow("reasoning", reasoning)
+        if content:
+            yield from self._open_text()
+            yield from self._grow("text", content)
+
+    def _open_text(self) -> Iterator[Event]:
+        if not self._has_text:
+            yield from self._close_block()
+            self._block, self._has_text = "text", True
+            yield from self._open("text")
+
+    def _close_block(self) -> Iterator[Event]:
+        if self._block:
+            text = self._sent.content if self._block == "text" else self._sent.reasoning or ""
+            yield from self._close(self._block, text)
+            self._block, self._index = "", self._index + 1
+
+    def end(self, reply: Reply) -> Iterator[Event]:
+        [answer] = reply.answers
+        if not answer.parts.tool_calls:
+            yield from self._open_text()
+        yield from self._close_block()
+        for number, (call, call_id) in enumerate(zip(answer.parts.tool_calls, answer.call_ids, strict=True)):
+            yield from self._call(number, call, call_id)
+            self._index += 1
+        yield from self._end(reply)
+
+    @abstractmethod
+    def _open(self, kind: str) -> Iterator[Event]:
+        """Yield the events that open a block of "reasoning" or "text"."""
+
+    @abstractmethod
+    def _grow(self, kind: str, text: str) -> Iterator[Event]:
+        """Yield the events of new text of the open block."""
+
+    @abstractmethod
+    def _close(self, kind: str, text: str) -> Iterator[Event]:
+        """Yield the events that close the open block, which has this text."""
+
+    @abstractmethod
+    def _call(self, number: int, call: ToolCall, call_id: str) -> Iterator[Event]:
+        """Yield the events of the call of this number."""
+
+    @abstractmethod
+    def _end(self, reply: Reply) -> Iterator[Event]:
+        """Yield the events after the last block."""

@@ -1,0 +1,31 @@
+"""Listening sockets of servers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from slimectl.errors import BackendError, SettingsError
+
+BACKLOG = 4096
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (socket.gaierror, UnicodeError):
+        raise SettingsError(f"--host: {host} is no address; give one of this machine, or 0.0.0.0 for all") from None
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
+        reason = os.strerror(error.errno or 0).lower()
+        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
+
+
+def _free_port(host: str) -> int:
+    with bound(host, 0) as probe:
+        return int(probe.getsockname()[1])
