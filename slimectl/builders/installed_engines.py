@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from slimectl.engines.supervisor.server_process import ServerProcess
 
 
+ROUTING_OPTION = "enable_return_routed_experts"
+"""Option with which servers of both kinds report the experts of every token."""
+
+
 class InstalledBackend(EngineBackend):
     """An engine whose section has `python`, where it is installed, and `args`, its own options."""
 
@@ -38,7 +42,8 @@ class InstalledBackend(EngineBackend):
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
         own: dict[str, Any] = getattr(settings, self.installed().section).args
-        return ({self.memory_option: True} if settings.cluster.colocate else {}) | own
+        memory = {self.memory_option: True} if settings.cluster.colocate else {}
+        return memory | ({ROUTING_OPTION: True} if settings.train.use_rollout_routing_replay else {}) | own
 
 
 class SglangBackend(InstalledBackend):
@@ -76,6 +81,11 @@ class SglangBackend(InstalledBackend):
             **server_options(settings, log),
         )
 
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi(routed_experts=(layers, choices))
+
 
 class VllmBackend(InstalledBackend):
     """vLLM servers, configured in [vllm]."""
@@ -111,3 +121,8 @@ class VllmBackend(InstalledBackend):
         from slimectl.engines.vllm.api import VllmApi
 
         return VllmApi()
+
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        from slimectl.engines.vllm.api import VllmApi
+
+        return VllmApi(routed_experts=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
+import io
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from slimectl.data.routed_experts import decoded
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
@@ -46,6 +50,17 @@ def test_events_add_up_to_an_answer_that_names_its_weights():
     answer = request.completion()
     assert (answer.tokens, answer.log_probs, answer.finish_reason) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
     assert answer.version_spans() == [["4", 0, 1], ["5", 1, 3]]
+
+
+def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
+    api, request = VllmApi(routed_experts=True), pending()
+    experts, file = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), io.BytesIO()
+    np.save(file, experts)
+    api.add_event(event([1]), request)
+    api.add_event(event([2], "length", routed_experts=base64.b64encode(file.getvalue()).decode()), request)
+    np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
+    with pytest.raises(Refused, match="routed_experts: none; start vLLM with --enable-return-routed-experts"):
+        api.add_event(event([3], "length"), pending())
 
 
 def test_an_answer_of_weights_that_nobody_pushed_is_dropped():
