@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import importlib
@@ -20,6 +21,7 @@ from slimectl.engines.api_keys import Keys
 from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
 from slimectl.engines.supervisor import bootstrap, installed
+from slimectl.engines.supervisor.bootstrap.describe import describe
 from slimectl.engines.vllm import args, launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
@@ -61,6 +63,14 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
     np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
     with pytest.raises(Refused, match="routed_experts: none; start vLLM with --enable-return-routed-experts"):
         api.add_event(event([3], "length"), pending())
+
+
+def test_a_positional_argument_of_the_server_has_no_flag():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--max-num-seqs", type=int)
+    described = describe(parser, {"model_tag", "max_num_seqs"})
+    assert {name: fields["flag"] for name, fields in described.items()} == {"max_num_seqs": "--max-num-seqs"}
 
 
 def test_an_answer_of_weights_that_nobody_pushed_is_dropped():
