@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimectl.builders.engines import EngineBackend, keys, server_options
-from slimectl.builders.models import version_of
+from slimectl.builders.models import device, version_of
+from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class VllmBackend(InstalledBackend):
 
     memory_option = "enable_sleep_mode"
 
+    def check(self, settings: Settings) -> None:
+        _require_gpu_for_routing(settings)
+        super().check(settings)
+
     def installed(self) -> InstalledServer:
         from slimectl.engines.vllm.args import VLLM
 
@@ -100,6 +105,8 @@ class VllmBackend(InstalledBackend):
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.http.request import NO_WEIGHTS
         from slimectl.engines.vllm.launch import vllm_server
+
+        _require_gpu_for_routing(settings)
 
         return vllm_server(
             spec.model.absolute(),
@@ -126,3 +133,12 @@ class VllmBackend(InstalledBackend):
         from slimectl.engines.vllm.api import VllmApi
 
         return VllmApi(routed_experts=True)
+
+
+def _require_gpu_for_routing(settings: Settings) -> None:
+    """Refuse to replay routing of vLLM on a CPU: its model runner there (0.32.0) reports no experts."""
+    if settings.train.use_rollout_routing_replay and device(settings.engine.device) == "cpu":
+        raise SettingsError(
+            "train.use_rollout_routing_replay: vLLM reports experts on a GPU alone; set engine.backend to embedded or "
+            "sglang"
+        )

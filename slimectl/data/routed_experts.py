@@ -23,8 +23,8 @@ ITEM_BYTES = {"uint8": 1, "uint16": 2}
 MOST_EXPERTS_OF_UINT8 = 256
 
 
-def encoded(experts_ILk: np.ndarray) -> Routing:
-    """Return the record of experts of any integer type; one byte an expert where that suffices.
+def encoded(experts: Any) -> Routing:
+    """Return the record of an array [I, L, k] of any integer type; one byte an expert where that suffices.
 
     >>> import numpy
     >>> encoded(numpy.array([[[0, 3]], [[2, 1]]]))
@@ -32,6 +32,9 @@ def encoded(experts_ILk: np.ndarray) -> Routing:
 
     Raises ValueError for another number of dimensions, or an expert that is none.
     """
+    import numpy as np
+
+    experts_ILk = np.asarray(experts)
     if experts_ILk.ndim != 3:
         raise ValueError(f"expected [tokens, layers, experts of a token], got {list(experts_ILk.shape)}")
     highest = int(experts_ILk.max(initial=0))

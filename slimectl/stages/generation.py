@@ -13,7 +13,7 @@ from typing import Any
 
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
-from slimectl.data.routed_experts import Routing, extended
+from slimectl.data.routed_experts import Routing, encoded, extended
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.protocols import Agent, Engine, SampleHook
 from slimectl.redaction import redact_text
@@ -315,8 +315,7 @@ class _GenerationSession:
             if self._before and sample.weight_versions == self._before:
                 sample.weight_versions = [*self._before, *self._versions]
             sample.weight_versions = sample.weight_versions or list(self._versions)
-            if not self._attempts.evaluation:
-                sample.rollout_routed_experts = self._routing(sample)
+            sample.rollout_routed_experts = None if self._attempts.evaluation else self._routing(sample)
             if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
                 sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
             if self._together and parts[sample.index] > 1:
@@ -341,7 +340,16 @@ class _GenerationSession:
         return spans
 
     def _routing(self, sample: Sample) -> Routing | None:
-        """Return the experts of the sample's tokens, from every request that began like it; None if no engine told."""
+        """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.
+
+        An agent may have set them itself, as slime's functions do: an array. Raises HookError if it is of another form.
+        """
+        experts: Any = sample.rollout_routed_experts
+        if experts is not None and not isinstance(experts, dict):
+            try:
+                return encoded(experts)
+            except (TypeError, ValueError) as error:
+                raise HookError(f"sample.rollout_routed_experts, as the agent set it: {error}") from None
         routing, readable = sample.rollout_routed_experts, len(sample.tokens) - 1
         for tokens, completion in self._requests:
             if isinstance(later := completion.extras.get("routed_experts"), dict):

@@ -17,7 +17,7 @@ from workshop import Workshop
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.routed_experts import decoded, encoded
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.errors import RecordError
+from slimectl.errors import HookError, RecordError
 from slimectl.settings import Settings
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.hooks import Hooks
@@ -133,6 +133,25 @@ def test_the_turns_of_an_agent_have_the_experts_of_all_that_was_read(model_dir: 
     read = len(sample.tokens) - len(b"end")
     assert len(found) == read
     np.testing.assert_array_equal(np.sort(found), np.sort(experts_of(engine, sample.tokens))[:read])
+
+
+@pytest.mark.parametrize(("shape", "refused"), [((9, 2, 2), ""), ((9, 4), "as the agent set it: expected")])
+def test_an_agent_may_set_the_array_that_its_server_gave_it(model_dir: ModelDir, shape: tuple[int, ...], refused: str):
+    experts = np.arange(36).reshape(shape)
+
+    async def setting(offered: dict[str, Any]) -> Sample:
+        sample = offered["sample"]
+        sample.append_response_tokens([1, 2], log_probs=[-1.0, -1.0])
+        sample.rollout_routed_experts = experts
+        return sample
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir("qwen3_moe"))
+    if refused:
+        with pytest.raises(HookError, match=refused):
+            generated(None, tokenizer, setting)
+        return
+    [sample] = generated(None, tokenizer, setting)
+    assert sample.rollout_routed_experts == encoded(experts)
 
 
 def test_an_interrupted_answer_goes_on_with_the_experts_that_it_has(model_dir: ModelDir):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slimectl.builders.installed_engines import VllmBackend
 from slimectl.data.routed_experts import decoded
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.http.api import Refused
@@ -25,6 +26,7 @@ from slimectl.engines.supervisor.bootstrap.describe import describe
 from slimectl.engines.vllm import args, launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
+from slimectl.settings import Settings
 from slimectl.types import SamplingParams
 
 API = VllmApi()
@@ -63,6 +65,12 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
     np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
     with pytest.raises(Refused, match="routed_experts: none; start vLLM with --enable-return-routed-experts"):
         api.add_event(event([3], "length"), pending())
+
+
+def test_on_a_cpu_it_reports_no_experts():
+    settings = {"train": {"use_rollout_routing_replay": True}, "engine": {"backend": "vllm", "device": "cpu"}}
+    with pytest.raises(SettingsError, match="vLLM reports experts on a GPU alone"):
+        VllmBackend().check(Settings.model_validate(settings))
 
 
 def test_a_positional_argument_of_the_server_has_no_flag():
