@@ -193,7 +193,7 @@ class Sample:
     status: SampleStatus = SampleStatus.PENDING
     weight_versions: list[str] = field(default_factory=list)
     rollout_temperature: float | None = None
-    rollout_routed_experts: dict[str, str] | None = None
+    rollout_routed_experts: dict[str, Any] | None = None
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     teacher_log_probs: list[float] | None = None
@@ -347,6 +347,9 @@ class TrainingSample:
 
     index: int | None = None
     """Index of the sample."""
+
+    routed_experts: dict[str, Any] | None = None
+    """Experts that the engine chose for the tokens, as a record has them (data/routed_experts.py)."""
 
     @property
     def prompt_length(self) -> int:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from slimectl.builders.backends import backend
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import device, first_line, is_torch_dist, version_of
+from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError
 from slimectl.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.registry import ENGINES
@@ -93,6 +94,16 @@ class EngineBackend:
 
         return SglangApi()
 
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        """Return the dialect of servers that report the experts of every token, `choices` in each of `layers` layers.
+
+        Raises SettingsError for servers that cannot.
+        """
+        raise SettingsError(
+            "train.use_rollout_routing_replay: servers of engine.backend report no experts; take embedded, sglang or "
+            "vllm"
+        )
+
 
 class EmbeddedBackend(EngineBackend):
     """The engine of slimectl itself, in this process or as `slimectl serve`."""
@@ -118,11 +129,14 @@ class EmbeddedBackend(EngineBackend):
                 max_context=settings.rollout.max_context_len,
                 end_token_ids=_end_tokens(folder),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
+                reports_experts=settings.train.use_rollout_routing_replay,
             )
         except SlimectlError:
             raise
         except Exception as error:
             raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
+        if settings.train.use_rollout_routing_replay and not embedded.has_experts:
+            raise SettingsError(NO_EXPERTS)
         if load:
             embedded.load_weights(ModelCheckpoint().read(folder), version=version_of(folder))
         return embedded
@@ -138,6 +152,11 @@ class EmbeddedBackend(EngineBackend):
             pause_timeout_s=settings.sync.timeout_s,
             **server_options(settings, log),
         )
+
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi(routed_experts=(layers, choices))
 
 
 def engine_backend(settings: Settings) -> EngineBackend:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimectl.builders.engines import EngineBackend, keys, server_options
-from slimectl.builders.models import version_of
+from slimectl.builders.models import device, version_of
+from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.installed import InstalledServer
     from slimectl.engines.supervisor.server_process import ServerProcess
+
+
+ROUTING_OPTION = "enable_return_routed_experts"
+"""Option with which servers of both kinds report the experts of every token."""
 
 
 class InstalledBackend(EngineBackend):
@@ -38,7 +43,8 @@ class InstalledBackend(EngineBackend):
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
         own: dict[str, Any] = getattr(settings, self.installed().section).args
-        return ({self.memory_option: True} if settings.cluster.colocate else {}) | own
+        memory = {self.memory_option: True} if settings.cluster.colocate else {}
+        return memory | ({ROUTING_OPTION: True} if settings.train.use_rollout_routing_replay else {}) | own
 
 
 class SglangBackend(InstalledBackend):
@@ -76,11 +82,20 @@ class SglangBackend(InstalledBackend):
             **server_options(settings, log),
         )
 
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        from slimectl.engines.sglang.api import SglangApi
+
+        return SglangApi(routed_experts=(layers, choices))
+
 
 class VllmBackend(InstalledBackend):
     """vLLM servers, configured in [vllm]."""
 
     memory_option = "enable_sleep_mode"
+
+    def check(self, settings: Settings) -> None:
+        _require_gpu_for_routing(settings)
+        super().check(settings)
 
     def installed(self) -> InstalledServer:
         from slimectl.engines.vllm.args import VLLM
@@ -90,6 +105,8 @@ class VllmBackend(InstalledBackend):
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.http.request import NO_WEIGHTS
         from slimectl.engines.vllm.launch import vllm_server
+
+        _require_gpu_for_routing(settings)
 
         return vllm_server(
             spec.model.absolute(),
@@ -111,3 +128,17 @@ class VllmBackend(InstalledBackend):
         from slimectl.engines.vllm.api import VllmApi
 
         return VllmApi()
+
+    def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
+        from slimectl.engines.vllm.api import VllmApi
+
+        return VllmApi(routed_experts=True)
+
+
+def _require_gpu_for_routing(settings: Settings) -> None:
+    """Refuse to replay routing of vLLM on a CPU: its model runner there (0.32.0) reports no experts."""
+    if settings.train.use_rollout_routing_replay and device(settings.engine.device) == "cpu":
+        raise SettingsError(
+            "train.use_rollout_routing_replay: vLLM reports experts on a GPU alone; set engine.backend to embedded or "
+            "sglang"
+        )

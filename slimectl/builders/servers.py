@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from slimectl.builders.executors import executor as executor_of
 from slimectl.builders.executors import executor_backend
 from slimectl.builders.models import convert, device, served_model
 from slimectl.builders.weight_sync import keyed, pushed_precision, urls
+from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
 from slimectl.stdio import logger
 
 if TYPE_CHECKING:
+    from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.client import HttpEngine
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_pool import ServerPool
@@ -45,6 +47,8 @@ def check_engine(settings: Settings) -> None:
     if settings.uses_servers and type(backend).server is EngineBackend.server:
         backend.server(settings, backend.specs(settings, Path("model"))[0], log=Path("log"), waiting=True)  # refuses
     backend.check(settings)
+    if settings.uses_servers and settings.train.use_rollout_routing_replay:
+        backend.reporting_api(layers=1, choices=1)  # refuses
     if settings.cluster.executor == "local" and settings.uses_servers and _router_policy(settings) is not None:
         from slimectl.engines.sglang.args import router_interpreter
 
@@ -189,7 +193,7 @@ def client(
     config = config.get("text_config", config)
     http_engine = HttpEngine(
         addresses,
-        api=engine_backend(settings).api(),
+        api=_api(settings, config),
         workers=workers,
         vocabulary=config["vocab_size"],
         max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
@@ -204,6 +208,17 @@ def client(
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
     return http_engine
+
+
+def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
+    """Return the dialect of the servers, with routed experts if the trainer replays them."""
+    backend = engine_backend(settings)
+    if not settings.train.use_rollout_routing_replay:
+        return backend.api()
+    choices = config.get("num_experts_per_tok")
+    if not choices:
+        raise SettingsError(NO_EXPERTS)
+    return backend.reporting_api(layers=config["num_hidden_layers"], choices=choices)
 
 
 @contextmanager

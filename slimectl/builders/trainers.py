@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,7 +66,9 @@ class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
-        return Packing(settings.train.max_tokens_per_gpu, settings.cluster.ranks, settings.train.share_prompt_prefix)
+        train = settings.train
+        shares = train.share_prompt_prefix and not train.use_rollout_routing_replay
+        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, shares)
 
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
@@ -79,6 +82,7 @@ class FsdpBackend(PolicyBackend):
             recompute=_recompute(settings),
             offload=settings.train.offload,
             share_prefixes=settings.train.share_prompt_prefix,
+            rollout_routing_replay=_replays_rollouts(settings, role, options),
             **options,
         )
 
@@ -109,7 +113,8 @@ class MegatronBackend(PolicyBackend):
 
         config, parallel, megatron = read_config(folder), layout(settings), settings.megatron
         transformer = family_of(config).architecture(config).transformer
-        obstacle = prefix_obstacle(parallel, transformer, megatron.args, replays_routing=megatron.use_routing_replay)
+        replays = megatron.use_routing_replay or settings.train.use_rollout_routing_replay
+        obstacle = prefix_obstacle(parallel, transformer, megatron.args, replays_routing=replays)
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.share_prompt_prefix and not obstacle)
 
@@ -129,11 +134,17 @@ class MegatronBackend(PolicyBackend):
             distributed_optimizer=megatron.use_distributed_optimizer,
             optimizer_cpu_offload=megatron.optimizer_cpu_offload or settings.train.offload == "optimizer",
             routing_replay=megatron.use_routing_replay,
+            rollout_routing_replay=_replays_rollouts(settings, role, options),
             user_functions=_user_functions(settings, store_prefix),
             args=megatron.args,
             save_format="hf" if role == "critic" else megatron.save_format,
             **options,
         )
+
+
+def _replays_rollouts(settings: Settings, role: Role, options: Mapping[str, Any]) -> bool:
+    """Return whether a model replays the engine's routing: the policy does, frozen models and critics route freely."""
+    return settings.train.use_rollout_routing_replay and role != "critic" and bool(options["trains"])
 
 
 def _recompute(settings: Settings) -> Recompute:

@@ -28,6 +28,7 @@ from slimectl.data.checks import (
     warn_near_miss,
 )
 from slimectl.data.json_values import jsonable
+from slimectl.data.routed_experts import a_routing, routed_tokens
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplerState, Status
 
@@ -47,7 +48,7 @@ CHECKS: dict[str, Check] = {
     "status": a_status,
     "weight_versions": texts,
     "rollout_temperature": optional(a_number),
-    "rollout_routed_experts": optional(a_mapping),
+    "rollout_routed_experts": optional(a_routing),
     "multimodal_inputs": optional(a_mapping),
     "multimodal_train_inputs": optional(a_mapping),
     "teacher_log_probs": optional(floats),
@@ -152,6 +153,11 @@ def _check_lengths(sample: Sample) -> None:
         values = getattr(sample, name)
         if values is not None and len(values) != count:
             raise RecordError(f"Sample.{name}: {len(values)} values for {count} response tokens")
+    if routed_tokens(sample.rollout_routed_experts) > max(0, len(sample.tokens) - 1):
+        raise RecordError(
+            f"Sample.rollout_routed_experts: experts of {routed_tokens(sample.rollout_routed_experts)} tokens, and of "
+            f"{len(sample.tokens)} the last one is not read"
+        )
 
 
 PLAIN = frozenset({str, bool, int})

@@ -78,6 +78,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from offload_conflicts(train, settings.megatron)
     yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
     yield from _save_format_contradictions(settings)
+    yield from _routing_contradictions(settings)
     yield from _hook_conflicts(settings)
     yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
@@ -97,6 +98,22 @@ def _shadowed_settings(settings: Settings) -> Iterator[str]:
         if key in sections or names:
             name = names[0] if names else f"[{key}]"
             yield f"custom.{key}: hooks read {name} as args.{key}; set that, or give yours another name"
+
+
+def _routing_contradictions(settings: Settings) -> Iterator[str]:
+    """Conflicts of the engine's routing with algorithms that sample nothing, and with another routing to replay."""
+    if not settings.train.use_rollout_routing_replay:
+        return
+    if settings.algorithm.trains_on != "rollouts" or settings.algorithm.trained_output == "values":
+        yield (
+            f"train.use_rollout_routing_replay: {settings.algorithm.name} trains on no answers of an engine; set it to "
+            f"false"
+        )
+    if settings.train.backend == "megatron" and settings.megatron.use_routing_replay:
+        yield (
+            "train.use_rollout_routing_replay and megatron.use_routing_replay exclude each other: one replays the "
+            "engine's routing, the other the trainer's own; drop one"
+        )
 
 
 def _save_format_contradictions(settings: Settings) -> Iterator[str]:

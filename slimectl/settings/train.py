@@ -127,6 +127,10 @@ class TrainSettings(Section):
     """What is in host memory: optimizer has master weights, sums of gradients and moments there, and the update;
     parameters (fsdp) has all weights too, and brings a layer to the GPU when it is computed."""
 
+    use_rollout_routing_replay: bool = False
+    """Route tokens to the experts that the engine chose when it sampled them (R3, arXiv:2510.11370): samples carry
+    them, and the policy replays them in every pass and in recomputation. For mixtures of experts."""
+
     recompute_granularity: Granularity | None = None
     """What the backward pass computes again instead of keeping it: nothing, recompute_modules (selective), or whole
     layers (full: least memory, about a third more time)."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
+from slimectl.data.routed_experts import Routing, encoded, extended
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
@@ -258,8 +259,8 @@ class _GenerationSession:
         if len(set(self._before)) == 1:
             self._spans_before = [[self._before[0], 0, sample.response_length]]
         self._versions: list[str] = []
-        self._requests: list[tuple[int, Completion]] = []
-        """Number of tokens of each request, and its answer."""
+        self._requests: list[tuple[list[int], Completion]] = []
+        """Tokens of each request, and its answer."""
         self._cached_tokens = self._prompt_tokens = self._answers = 0
         self._is_full = False
         self._speculation_counts: Counter[str] = Counter()
@@ -286,7 +287,7 @@ class _GenerationSession:
         completion = await self._attempts.engine.generate(tokens, params=params, **options)
         self._answers += 1
         self._versions.extend(completion.weight_versions)
-        self._requests.append((len(tokens), completion))
+        self._requests.append((list(tokens), completion))
         self._cached_tokens += completion.cached_tokens
         self._prompt_tokens += len(tokens)
         if "spec_verify_ct" in completion.extras:
@@ -324,6 +325,7 @@ class _GenerationSession:
             if self._before and sample.weight_versions == self._before:
                 sample.weight_versions = [*self._before, *self._versions]
             sample.weight_versions = sample.weight_versions or list(self._versions)
+            sample.rollout_routed_experts = None if self._attempts.evaluation else self._routing(sample)
             if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
                 sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
             if self._together and parts[sample.index] > 1:
@@ -341,10 +343,37 @@ class _GenerationSession:
     def _spans(self, sample: Sample) -> list[VersionSpan]:
         """Return which version wrote which tokens of the response; an answer that stands elsewhere is left out."""
         spans = list(self._spans_before)
-        for place, completion in self._requests:
+        for tokens, completion in self._requests:
+            place = len(tokens)
             if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
                 spans += completion.version_spans(place - sample.prompt_length)
         return spans
+
+    def _routing(self, sample: Sample) -> Routing | None:
+        """Return the experts of the sample's tokens, from every request that began like it; None if no engine told.
+
+        An agent may have set them itself, as slime's functions do: an array. Raises HookError if it is of another form.
+        """
+        experts: Any = sample.rollout_routed_experts
+        if experts is not None and not isinstance(experts, dict):
+            try:
+                return encoded(experts)
+            except (TypeError, ValueError) as error:
+                raise HookError(f"sample.rollout_routed_experts, as the agent set it: {error}") from None
+        routing, readable = sample.rollout_routed_experts, len(sample.tokens) - 1
+        for tokens, completion in self._requests:
+            if isinstance(later := completion.extras.get("routed_experts"), dict):
+                common = _common_length(sample.tokens, [*tokens, *completion.tokens])
+                routing = extended(routing, later, tokens=min(common, readable))
+        return routing
+
+
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(i for i in range(length) if first[i] != second[i])
 
 
 def is_per_group(agent: Agent) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.metrics import zero_std_groups
+from slimectl.data.routed_experts import Routing, routed_tokens
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
@@ -47,6 +48,9 @@ def build_training_batch(
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
     require_temperature([samples[i] for i in fresh], settings)
     batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)
+    if settings.train.use_rollout_routing_replay:
+        for row, position in zip(batch.rows, batch.positions, strict=True):
+            row.routed_experts = _routing(samples[fresh[position]])
     if rewards is not None and len(samples) == count:
         batch.reported_rewards = rewards[0]
     return batch, metrics | drops
@@ -169,6 +173,22 @@ def _require_columns(sample: Sample, algorithm: PolicyGradient) -> None:
         name, remedy = COLUMNS[need]
         if getattr(sample, name) is None:
             raise RecordError(f"sample {sample.index}: no {name}, which {setting} needs; {remedy}")
+
+
+def _routing(sample: Sample) -> Routing:
+    """Return the experts of a sample's tokens. Raises RecordError where they lack for what is trained on.
+
+    Tokens behind the last one that is trained on, such as a tool's, may have none: they change no gradient.
+    """
+    trained = [place for place, bit in enumerate(sample.mask(), sample.prompt_length) if bit]
+    count, needed = routed_tokens(sample.rollout_routed_experts), max(trained, default=0)
+    if sample.rollout_routed_experts is None or count < needed:
+        raise RecordError(
+            f"sample {sample.index}: rollout_routed_experts has {count or 'none'} of the {needed} tokens before the "
+            f"last trained one, which train.use_rollout_routing_replay needs; sample with `slimectl rollout -s "
+            f"train.use_rollout_routing_replay=true`"
+        )
+    return sample.rollout_routed_experts
 
 
 def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list[float]], Metrics]:

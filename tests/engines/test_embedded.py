@@ -22,7 +22,7 @@ END = 256
 PROMPTS = [list(b"H"), list(b"2+3="), list(b"once upon a time there was"), [3] * 40, list(b"12*9=")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 FREE = SamplingParams(max_tokens=20, ignore_eos=True)
-FAMILIES = ["llama", "llama_untied", "llama3_rope", "qwen2", "qwen3"]
+FAMILIES = ["llama", "llama_untied", "llama3_rope", "qwen2", "qwen3", "qwen3_moe"]
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

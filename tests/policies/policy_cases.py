@@ -101,5 +101,10 @@ def padded_log_probs(model: torch.nn.Module, rows: list[TrainingSample], tempera
     return [logprobs[i, row.prompt_length - 1 : len(row.tokens) - 1] for i, row in enumerate(rows)]
 
 
+def flat_log_probs(policy: Any, rows: list[TrainingSample]) -> Tensor:
+    """Log-probabilities of all rows, one after the other."""
+    return torch.tensor([value for values in policy.log_probs(rows) for value in values])
+
+
 def new_policy(model_dir: Path, **options: Any) -> FsdpPolicy:
     return FsdpPolicy(model_dir, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-3)} | options))

@@ -247,6 +247,7 @@ ROWS: dict[str, Row] = {
     "train.recompute_modules": see(on_megatron, ["mlp"], **MEGATRON, train__recompute_granularity="selective"),
     "train.gradient_checkpointing": see(on_megatron, True, **MEGATRON),
     "train.share_prompt_prefix": elsewhere("policies/test_fsdp.py::", "share_prefixes"),
+    "train.use_rollout_routing_replay": elsewhere("stages/test_rollout_routing.py::", "use_rollout_routing_replay"),
     "megatron.tensor_model_parallel_size": see(on_megatron, 2, **MEGATRON, cluster__actor_num_gpus_per_node=2),
     "megatron.pipeline_model_parallel_size": see(on_megatron, 2, **MEGATRON, cluster__actor_num_gpus_per_node=2),
     "megatron.virtual_pipeline_model_parallel_size": see(

@@ -49,6 +49,7 @@ def make_sequence(
     detokenizer: Detokenizer,
     top_count: int = 0,
     grammar: TokenGrammar | None = None,
+    reports_experts: bool = False,
 ) -> RunningSequence:
     """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError."""
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
@@ -63,6 +64,7 @@ def make_sequence(
         scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
         top_count=top_count,
         grammar=None if grammar is None else GrammarState(grammar, sorted(end_tokens)),
+        reports_experts=reports_experts,
     )
 
 
@@ -72,7 +74,9 @@ class EmbeddedEngine:
     `max_running` answers are generated at once, `max_context` (default: the model's) bounds prompt plus answer. Memory
     for keys and values grows with the running sequences; at most `prefix_cache_gib` more holds those of earlier
     prompts and answers, with which later ones may begin. `generate` may be called from successive event loops; the one
-    that awaits drives the engine. Another thread may load weights: it waits for the current step.
+    that awaits drives the engine. Another thread may load weights: it waits for the current step. With
+    `reports_experts` the extras of an answer have the "routed_experts" of its tokens (data/routed_experts.py), if the
+    model has any.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class EmbeddedEngine:
         max_context: int | None = None,
         end_token_ids: Sequence[int] = (),
         prefix_cache_gib: float = 1.0,
+        reports_experts: bool = False,
     ) -> None:
         self.max_context = max_context or int(config.max_position_embeddings)
         self.device = device
@@ -105,6 +110,7 @@ class EmbeddedEngine:
         self._grammars: dict[JsonGrammar, TokenGrammar] = {}
         self._grammar_lock = threading.Lock()
         self._intake = WeightLoader(self._model.weights)
+        self._reports_experts = reports_experts
         self._pauses: dict[str, float] = {}  # since when
         self._loader_waits = False
         self._lock = threading.RLock()
@@ -174,8 +180,18 @@ class EmbeddedEngine:
             sequence.finish = "abort"
             raise
 
-    def request(self, tokens: list[int], params: SamplingParams, *, top_count: int = 0) -> Running:
-        """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError."""
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self._model.expert_choices > 0
+
+    def request(
+        self, tokens: list[int], params: SamplingParams, *, top_count: int = 0, reports_experts: bool | None = None
+    ) -> Running:
+        """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError.
+
+        Without `reports_experts` the engine's own decides.
+        """
         return make_sequence(
             tokens,
             params,
@@ -185,6 +201,7 @@ class EmbeddedEngine:
             detokenizer=self._detokenizer,
             top_count=top_count,
             grammar=None if params.grammar is None else self.grammar(params.grammar),
+            reports_experts=self._reports_experts if reports_experts is None else reports_experts,
         )
 
     def grammar(self, grammar: JsonGrammar) -> TokenGrammar:

@@ -1,7 +1,7 @@
-"""The forward pass of the llama, qwen2 and qwen3 families.
+"""The forward pass of the llama, qwen2, qwen3 and qwen3_moe families.
 
 N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
-T tokens.
+T tokens · k experts of a token.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 CHUNK_LOGITS = 2**23
 """Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
 
@@ -31,13 +32,15 @@ class Prefix:
     """Computed prompt: its beginning in the prefix tree, keys and values of the rest, and the logits after it.
 
     `node` ends the beginning, None without one; `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
-    `cached_tokens` were not computed for it; `used` is set when the first sequence takes it.
+    `cached_tokens` were not computed for it; `used` is set when the first sequence takes it. `experts_TLk` are those of
+    the whole prompt, its beginning included, in a model that has experts.
     """
 
     node: Node | None
     keys_values: Tensor
     logits_V: Tensor
     cached_tokens: int
+    experts_TLk: Tensor | None = None
     used: bool = False
 
     @property
@@ -51,6 +54,11 @@ class Prefix:
     def own_storage(self) -> None:
         """Copy what views a whole pass, so that this one outlives the other prompts of that pass."""
         self.keys_values, self.logits_V = self.keys_values.clone(), self.logits_V.clone()
+        self.experts_TLk = None if self.experts_TLk is None else self.experts_TLk.clone()
+
+    def experts_from(self, start: int) -> Tensor | None:
+        """Return a copy of the experts of the prompt's tokens from one on."""
+        return None if self.experts_TLk is None else self.experts_TLk[start:].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,9 @@ class Model:
         self._eps = float(config.rms_norm_eps)
         self.weights = Weights(config, head_dim=self.head_dim, dtype=dtype, device=device)
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
+        self.expert_choices = mixtures[0].choices if mixtures else 0
+        """Experts of a token; 0 in a dense model."""
 
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
@@ -97,6 +108,7 @@ class Model:
         """Create a prefix tree of at most `capacity` bytes."""
         layers = len(self.weights.layers)
         token_bytes = 2 * layers * self.kv_heads * self.head_dim * self._dtype.itemsize
+        token_bytes += layers * self.expert_choices * torch.int16.itemsize
         return PrefixTree(capacity=capacity, token_bytes=token_bytes, layers=layers)
 
     @property
@@ -109,14 +121,20 @@ class Model:
         starts = [0 if node is None else node.end for node in nodes]
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
-        attend, _, stream_NE = self._prefill_pass(rests, before)
+        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
-        return [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
+        prefixes = [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
+        if experts_NLk is not None:
+            for prefix, new_TLk in zip(prefixes, experts_NLk.cpu().split(list(map(len, rests))), strict=True):
+                path = [] if prefix.node is None else prefix.node.path()
+                before_TLk = [part.experts_TLk for part in path if part.experts_TLk is not None]
+                prefix.experts_TLk = torch.cat([*before_TLk, new_TLk])
+        return prefixes
 
     def sequence_scores(self, sequences: list[tuple[int, ...]], starts: list[int], *, top: int) -> list[TokenScores]:
         """Score the tokens after position `start` of each sequence in one pass, with the `top` likeliest at each."""
-        _, tokens_N, stream_NE = self._prefill_pass(sequences, [[]] * len(sequences))
+        _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences))
         scores: list[TokenScores] = []
         first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
         for sequence, start in zip(sequences, starts, strict=True):
@@ -137,17 +155,17 @@ class Model:
 
     def _prefill_pass(
         self, prompts: list[tuple[int, ...]], prefixes: Sequence[Sequence[Tensor]]
-    ) -> tuple[Prefill, Tensor, Tensor]:
-        """Run concatenated prompts; returns the attention, the tokens [N] and the residual stream [N, E]."""
+    ) -> tuple[Prefill, Tensor, Tensor, Tensor | None]:
+        """Run concatenated prompts; returns attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
         lengths = [len(prompt) for prompt in prompts]
         layers = len(self.weights.layers)
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
-        return attend, tokens_N, self._hidden(tokens_N, rope, attend)
+        return attend, tokens_N, *self._hidden(tokens_N, rope, attend)
 
-    def decode(self, inputs: Inputs, cache: Cache) -> Tensor:
-        """Return logits [B, V] after one more token in each of the first B slots."""
+    def decode(self, inputs: Inputs, cache: Cache) -> tuple[Tensor, Tensor | None]:
+        """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k]."""
         attend = Decode(
             cache,
             inputs.positions_B,
@@ -157,14 +175,23 @@ class Model:
             offsets_B=inputs.offsets_B,
             spans=inputs.spans,
         )
-        return self._logits(self._hidden(inputs.tokens_B, self._rope.rows(inputs.positions_B, inputs.longest), attend))
+        rope = self._rope.rows(inputs.positions_B, inputs.longest)
+        stream_BE, experts_BLk = self._hidden(inputs.tokens_B, rope, attend)
+        return self._logits(stream_BE), experts_BLk
 
-    def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the residual stream [N, E] after the last block."""
+    def _hidden(
+        self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream [N, E] after the last block, and the experts [N, L, k] in a model that has them.
+
+        The part of a dense layer is zeros.
+        """
         cos_N1D, sin_N1D = rope
-        inner = self.weights.layers[0].gate_up.parts[0].shape[0]
         rotated_heads = self.heads + self.kv_heads
         rows = tokens_N.shape[0]
+        experts_NLk = None
+        if self.expert_choices:
+            experts_NLk = tokens_N.new_zeros(rows, len(self.weights.layers), self.expert_choices, dtype=torch.int16)
         stream_NE = F.embedding(tokens_N, self.weights.embedding_VE)
         for index, layer in enumerate(self.weights.layers):
             qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
@@ -174,9 +201,14 @@ class Model:
             halves_NHD = qk_NHD.roll(self.head_dim // 2, -1)
             qk_NHD.mul_(cos_N1D).addcmul_(halves_NHD, sin_N1D)
             stream_NE = layer.o.added_to(stream_NE, attend(index, qkv_NHD))
-            gate_up_NI = layer.gate_up(self._norm(stream_NE, layer.post_norm_E))
-            stream_NE = layer.down.added_to(stream_NE, F.silu(gate_up_NI[:, :inner]).mul_(gate_up_NI[:, inner:]))
-        return stream_NE
+            normed_NE = self._norm(stream_NE, layer.post_norm_E)
+            if isinstance(layer.mlp, Mlp):
+                stream_NE = layer.mlp.added_to(stream_NE, normed_NE)
+            else:
+                stream_NE, experts_Nk = layer.mlp.added_to(stream_NE, normed_NE)
+                assert experts_NLk is not None
+                experts_NLk[:, index] = experts_Nk
+        return stream_NE, experts_NLk
 
     def _logits(self, stream_BE: Tensor) -> Tensor:
         return self.weights.head(self._norm(stream_BE, self.weights.norm_E))

@@ -1,6 +1,6 @@
 """Radix tree of computed keys and values: a prompt takes from it what an earlier one, or an answer, began with.
 
-L layers · K key-value heads · T tokens · D head dimension.
+L layers · K key-value heads · T tokens · D head dimension · k experts of a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARED_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Tokens that follow those of the parent, with their keys and values [L, 2, K, T, D].
+    """Tokens that follow those of the parent, with their keys and values [L, 2, K, T, D], and experts if there are any.
 
     `end` is the position behind the last one. Nobody evicts a node that has `users` or children. A detached one has
     left the tree, and is freed by its last user.
@@ -34,6 +34,7 @@ class Node:
     keys_values: Tensor
     end: int
     parent: Node | None
+    experts_TLk: Tensor | None = None
     children: dict[int, Node] = field(default_factory=dict)
     users: int = 0
     detached: bool = False
@@ -41,6 +42,10 @@ class Node:
     @property
     def start(self) -> int:
         return self.end - len(self.tokens)
+
+    @property
+    def bytes(self) -> int:
+        return self.keys_values.nbytes + (0 if self.experts_TLk is None else self.experts_TLk.nbytes)
 
     def path(self, start: int = 0) -> list[Node]:
         """Return the nodes from position `start`, at which one begins, to this one."""
@@ -80,10 +85,16 @@ class PrefixTree:
         self._touch(node)
         return node
 
-    def insert(self, tokens: tuple[int, ...], keys_values: Callable[[int], Tensor]) -> Node | None:
+    def insert(
+        self,
+        tokens: tuple[int, ...],
+        keys_values: Callable[[int], Tensor],
+        experts: Callable[[int], Tensor | None] = lambda position: None,
+    ) -> Node | None:
         """Store the end of `tokens` that the tree lacks; None if that is too short, or there is no room for it.
 
-        `keys_values(position)` returns [L, 2, K, T, D] of the tokens from this position on, as a tensor of their own.
+        `keys_values(position)` returns [L, 2, K, T, D] of the tokens from this position on, as a tensor of their own,
+        and `experts(position)` [T, L, k] likewise.
         """
         node, length = self._walk(tokens)
         missing = len(tokens) - length
@@ -93,7 +104,7 @@ class PrefixTree:
             return None
         else:
             node = None if node is None else self._split(node, length)
-            node = self._append(node, tokens[length:], keys_values(length))
+            node = self._append(node, tokens[length:], keys_values(length), experts(length))
         self._touch(node)
         return node
 
@@ -147,21 +158,27 @@ class PrefixTree:
         # Copies: views of one storage would not be freed one by one.
         parts = node.keys_values.tensor_split([at], dim=3)
         head, tail = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        upper = Node(node.tokens[:at], head, position, node.parent, {node.tokens[at]: node})
+        upper = Node(node.tokens[:at], head, position, node.parent, children={node.tokens[at]: node})
+        if node.experts_TLk is not None:
+            upper.experts_TLk, node.experts_TLk = node.experts_TLk[:at].clone(), node.experts_TLk[at:].clone()
         self._siblings(node)[node.tokens[0]] = upper
         node.tokens, node.keys_values, node.parent = node.tokens[at:], tail, upper
         self._touch(node)
         return upper
 
-    def _append(self, node: Node | None, tokens: tuple[int, ...], keys_values: Tensor) -> Node:
-        self.bytes += keys_values.nbytes
+    def _append(
+        self, node: Node | None, tokens: tuple[int, ...], keys_values: Tensor, experts_TLk: Tensor | None
+    ) -> Node:
+        self.bytes += keys_values.nbytes + (0 if experts_TLk is None else experts_TLk.nbytes)
         if node is not None and _is_free(node) and len(node.tokens) <= MERGE_RATIO * len(tokens):
             node.keys_values = torch.cat((node.keys_values, keys_values), 3)
+            if node.experts_TLk is not None and experts_TLk is not None:
+                node.experts_TLk = torch.cat((node.experts_TLk, experts_TLk))
             node.tokens += tokens
             node.end += len(tokens)
             return node
         start = 0 if node is None else node.end
-        child = Node(tokens, keys_values, start + len(tokens), node)
+        child = Node(tokens, keys_values, start + len(tokens), node, experts_TLk)
         self._siblings(child)[tokens[0]] = child
         return child
 
@@ -182,7 +199,7 @@ class PrefixTree:
         if siblings.get(node.tokens[0]) is node:
             del siblings[node.tokens[0]]
         del self._recent[node]
-        self.bytes -= node.keys_values.nbytes
+        self.bytes -= node.bytes
 
     def _siblings(self, node: Node) -> dict[int, Node]:
         return self._roots if node.parent is None else node.parent.children

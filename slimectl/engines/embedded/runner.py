@@ -107,7 +107,11 @@ class Runner:
                 None if batch.offsets_B is None else batch.offsets_B[:decoding],
                 shared_spans([sequence.shared for sequence in batch.sequences[:decoding]], device=self._device),
             )
-            logits.insert(0, self.model.decode(inputs, self._cache))
+            logits_BV, experts_BLk = self.model.decode(inputs, self._cache)
+            logits.insert(0, logits_BV)
+            if experts_BLk is not None:
+                for sequence, row_1Lk in zip(batch.sequences[:decoding], experts_BLk.cpu().split(1), strict=True):
+                    sequence.experts.append(row_1Lk)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _compute(self, prompts: list[tuple[int, ...]]) -> None:
@@ -129,7 +133,7 @@ class Runner:
         start, node = prefix.offset, prefix.node
         self.tree.release(node)
         if self._is_reusable(prompt):
-            node = self.tree.insert(prompt, lambda position: prefix.tail(position - start))
+            node = self.tree.insert(prompt, lambda position: prefix.tail(position - start), prefix.experts_from)
         if node is not None and node.end == len(prompt):
             prefix.node, prefix.keys_values = node, prefix.keys_values[:, :, :, :0]
         if self.scheduler.awaits(prompt):
@@ -156,6 +160,8 @@ class Runner:
             slot += count
             logits += [prefix.logits_V] * count
             for i, sequence in enumerate(siblings):
+                if (experts_TLk := prefix.experts_from(sum(map(len, sequence.experts)))) is not None:
+                    sequence.experts.append(experts_TLk)
                 if not sequence.tokens:
                     sequence.cached_tokens = len(prompt) if i or prefix.used else prefix.cached_tokens
             prefix.used = True
@@ -186,7 +192,11 @@ class Runner:
         if sequence.reusable:
             tokens = (*sequence.prompt, *sequence.tokens[:-1])
             tokens = tokens[: int(min(len(tokens), self.model.reusable_tokens))]
-            self.tree.insert(tokens, lambda start: self._cache.copy(slot, start - offset, len(tokens) - offset))
+            self.tree.insert(
+                tokens,
+                lambda start: self._cache.copy(slot, start - offset, len(tokens) - offset),
+                lambda start: sequence.experts_between(start, len(tokens)),
+            )
 
     def _release(self, sequence: RunningSequence) -> None:
         self.tree.release(sequence.shared)

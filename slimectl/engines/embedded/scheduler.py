@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from slimectl.data.routed_experts import encoded
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
@@ -30,7 +34,8 @@ class RunningSequence:
     each weight version with the index of its first token. `grown` is called after every token, in the engine's thread.
     `grammar` restricts the tokens, if it is given; `top` has the `top_count` likeliest tokens in place of each token.
     `shared` is the end of what it reads from the prefix tree, its slot has the tokens behind it; `reusable` says that
-    all its keys and values are the current weights'.
+    all its keys and values are the current weights'. `experts` has those of the tokens that were read, [T, L, k] in
+    parts; a token that is computed again keeps the first ones. The answer has them if `reports_experts`.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +57,8 @@ class RunningSequence:
     prefix: tuple[int, ...] = ()
     shared: Node | None = None
     reusable: bool = False
+    experts: list[Tensor] = field(default_factory=list)
+    reports_experts: bool = False
 
     def __post_init__(self) -> None:
         self.prefix = self.prompt
@@ -113,7 +120,15 @@ class RunningSequence:
         answer = Completion(
             self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
         )
+        if self.reports_experts and (experts_TLk := self.experts_between(0, self.length - 1)) is not None:
+            answer.extras["routed_experts"] = encoded(experts_TLk.numpy())
         self._resolve(answer)
+
+    def experts_between(self, start: int, end: int) -> Tensor | None:
+        """Return the experts [T, L, k] of the tokens [start, end); None in a dense model, or if none was read."""
+        if len(self.experts) > 1:
+            self.experts = [torch.cat(self.experts)]
+        return self.experts[0][start:end].clone() if self.experts and end > start else None
 
     def fail(self, error: Exception) -> None:
         self._resolve(error)

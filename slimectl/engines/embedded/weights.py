@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from slimectl.engines.embedded.linear import Linear, can_pack
+from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.errors import CheckpointError
+
+NORMED = ("qwen3", "qwen3_moe")
+"""Families that normalize queries and keys, head by head."""
+
+
+def has_experts(config: Any, index: int) -> bool:
+    """Return whether a layer of the model is a mixture of experts."""
+    if config.model_type != "qwen3_moe" or index in (config.mlp_only_layers or ()):
+        return False
+    return bool(config.num_experts) and (index + 1) % config.decoder_sparse_step == 0
 
 
 @dataclass(slots=True)
@@ -25,8 +36,7 @@ class Layer:
     qk_norm_HD: Tensor | None
     o: Linear
     post_norm_E: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
 
 
 @dataclass(slots=True)
@@ -49,7 +59,7 @@ class Weights:
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embedding_VE = self._tensor("model.embed_tokens.weight", vocabulary, hidden)
-        self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
+        self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm_E = self._tensor("model.norm.weight", hidden)
         self.tied = bool(config.tie_word_embeddings)
         if self.tied:
@@ -110,22 +120,41 @@ class Weights:
                 self.places[f"{name}.{kind}"] = TensorSlot(view, tuple(view.shape), linear)
         return linear
 
-    def _layer(self, prefix: str) -> Layer:
-        config, attention, mlp = self._config, f"{prefix}self_attn.", f"{prefix}mlp."
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def _layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention, hidden = f"{prefix}self_attn.", config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         widths = {f"{attention}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
         biased = bool(getattr(config, "attention_bias", False))
-        biased_mlp = bool(getattr(config, "mlp_bias", False))
         return Layer(
             input_norm_E=self._tensor(f"{prefix}input_layernorm.weight", hidden),
             qkv=self._linear(hidden, widths, bias=biased or config.model_type == "qwen2"),
-            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if config.model_type == "qwen3" else None,
+            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if config.model_type in NORMED else None,
             o=self._linear(heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=biased),
             post_norm_E=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=self._linear(hidden, {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, bias=biased_mlp),
-            down=self._linear(inner, {f"{mlp}down_proj": hidden}, bias=biased_mlp),
+            mlp=self._experts(f"{prefix}mlp.") if has_experts(config, index) else self._mlp(f"{prefix}mlp."),
         )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        biased = bool(getattr(self._config, "mlp_bias", False))
+        return Mlp(
+            gate_up=self._linear(hidden, {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}, bias=biased),
+            down=self._linear(inner, {f"{prefix}down_proj": hidden}, bias=biased),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        """Create the experts of a layer; checkpoints have a tensor for each matrix of each."""
+        config = self._config
+        count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        gate_up_EIH = torch.empty(count, 2 * inner, hidden, **self._tensor_options)
+        down_EHF = torch.empty(count, hidden, inner, **self._tensor_options)
+        for expert in range(count):
+            views = (gate_up_EIH[expert, :inner], gate_up_EIH[expert, inner:], down_EHF[expert])
+            for name, view in zip(("gate_proj", "up_proj", "down_proj"), views, strict=True):
+                self.places[f"{prefix}experts.{expert}.{name}.weight"] = TensorSlot(view, tuple(view.shape))
+        gate_EH = self._tensor(f"{prefix}gate.weight", count, hidden)
+        return Experts(gate_EH, gate_up_EIH, down_EHF, config.num_experts_per_tok, bool(config.norm_topk_prob))
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
         """Create one table of both norms, head by head; a [D] tensor written to a view of it spreads over the heads."""

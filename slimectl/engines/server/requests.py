@@ -130,7 +130,9 @@ class RequestTable:
         by_rid: dict[str, list[RunningAnswer]] = {rid: []}
         for (tokens, wish), prompt_rid in zip(prompts, rids, strict=True):
             for i in range(wish.n):
-                sequence = self._thread.engine.request(tokens, wish.seeded(i), top_count=wish.top_log_probs)
+                sequence = self._thread.engine.request(
+                    tokens, wish.seeded(i), top_count=wish.top_log_probs, reports_experts=wish.routed_experts
+                )
                 name = prompt_rid if wish.n == 1 else f"{prompt_rid}_{i}"
                 detokenizer = self.detokenizers[wish.keep_special]
                 answer = RunningAnswer(sequence, wish, detokenizer, rid=name, index=len(by_rid[rid]))

@@ -48,6 +48,8 @@ class GenerationRequest:
     """Tokens between two chunks of a stream."""
     top_log_probs: int = 0
     """Likeliest tokens in place of each token, with their log-probabilities."""
+    routed_experts: bool = False
+    """Whether the answer has the experts of every token."""
 
     def seeded(self, i: int) -> SamplingParams:
         """Return the params of answer i: seeds count up, so that the first equals the answer of n = 1."""

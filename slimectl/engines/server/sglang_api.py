@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slimectl.data.routed_experts import decoded
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import TokenLogProb, answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
@@ -39,7 +41,7 @@ def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int |
 UNSUPPORTED: dict[str, tuple[float | str, ...]] = {
     "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (), "token_ids_logprob": (),
     "return_hidden_states": (), "return_sampling_mask": (),
-    "lora_path": (), "session_params": (), "custom_logit_processor": (), "return_routed_experts": (),
+    "lora_path": (), "session_params": (), "custom_logit_processor": (), "routed_experts_start_len": (0,),
 }  # fmt: skip
 
 
@@ -51,7 +53,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     prompts, many = await _prompts(fields, service)
     top = fields.whole("top_logprobs_num", 0, high=MOST_TOP) if fields.flag("return_logprob") else 0
     params = _wishes(fields, len(prompts), service.streaming.interval)
-    wishes = [(prompt, replace(wish, top_log_probs=top)) for prompt, wish in zip(prompts, params, strict=True)]
+    reported = _reports_experts(fields, service)
+    options = [replace(wish, top_log_probs=top, routed_experts=reported) for wish in params]
+    wishes = list(zip(prompts, options, strict=True))
     if sum(wish.n for _, wish in wishes) > MOST_ANSWERS:
         raise RequestError(f"{sum(wish.n for _, wish in wishes)} answers at once, and {MOST_ANSWERS} are the most")
     await service.prepare_grammars(wish for _, wish in wishes)
@@ -72,6 +76,14 @@ async def generate(request: web.Request) -> web.StreamResponse:
         outputs = [form.whole(answer) for answer in await pending.finished()]
     text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
     return web.Response(text=text, content_type="application/json")
+
+
+def _reports_experts(fields: RequestBody, service: Service) -> bool:
+    """Parse return_routed_experts. Raises Refused for a model without experts."""
+    wanted = fields.flag("return_routed_experts")
+    if wanted and not service.thread.engine.has_experts:
+        raise fields.refuse("return_routed_experts", "is for mixtures of experts, and this model is none")
+    return wanted
 
 
 async def _stream_answers(
@@ -222,7 +234,12 @@ class ResponseFormat:
             "weight_version": spans[-1]["version"] if spans else self._version,
             "weight_versions": spans,
         }
-        return meta if finish is None else meta | {"e2e_latency": round(answer.latency_s, 6)}
+        if finish is None:
+            return meta
+        if "routed_experts" in answer.completion.extras:  # SGLang's form: base64 of int32
+            experts = decoded(answer.completion.extras["routed_experts"]).astype("<i4")
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+        return meta | {"e2e_latency": round(answer.latency_s, 6)}
 
 
 def _join(previous: str, new: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields
 from slimectl.types import SamplingParams
 
 EXTRAS = {
-    "routed_experts": "routed_experts",
     "spec_verify_ct": "spec_verify_ct",
     "spec_num_correct_drafts": "spec_accept_token_num",
     "spec_num_proposed_drafts": "spec_draft_token_num",
@@ -29,14 +32,14 @@ PAUSED = "engine_paused"
 class SglangApi:
     """engines.http.api.ServerApi of SGLang 0.5.18 to 0.5.21 and of `slimectl serve`."""
 
-    routed_experts: bool = False
-    """Whether answers shall name the experts of every token."""
+    routed_experts: tuple[int, int] | None = None
+    """Layers of the model and experts of a token, if answers shall name the experts of every token."""
 
     name = "SGLang or `slimectl serve`"
     generate_path = "/generate"
 
     def generate_body(self, request: PendingRequest) -> dict[str, Any]:
-        options = {"return_routed_experts": True} if self.routed_experts else {}
+        options = {} if self.routed_experts is None else {"return_routed_experts": True}
         return {
             "input_ids": request.prompt,
             "sampling_params": sampling_body(request.params, limit=request.limit),
@@ -67,6 +70,8 @@ class SglangApi:
             request.finish = reason["type"] if isinstance(reason, dict) else str(reason)
             request.text_is_cut = isinstance(reason, dict) and isinstance(reason.get("matched"), str)
         request.add(ids, scored)
+        if self.routed_experts is not None and reason is not None and request.tokens:
+            request.extras["routed_experts"] = _routing(meta.get("routed_experts"), self.routed_experts)
 
     def is_paused(self, status: int, body: Any) -> bool:
         error = body.get("error") if isinstance(body, dict) else None
@@ -122,6 +127,17 @@ def _check_event(event: Mapping[str, Any]) -> None:
     reason = event["meta_info"].get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
         raise Refused(int(reason["status_code"]), reason)
+
+
+def _routing(text: Any, size: tuple[int, int]) -> Routing:
+    """Return the experts of an answer: base64 of int32, [tokens, layers, experts of a token]. Raises Refused."""
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+        return encoded(flat.reshape(-1, *size))
+    except (TypeError, ValueError):
+        shown = "none" if text is None else "another form"
+        message = f"routed_experts: {shown}; start SGLang with --enable-return-routed-experts, and this model"
+        raise Refused(400, {"error": {"message": message}}) from None
 
 
 async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[tuple[int, float]]]:

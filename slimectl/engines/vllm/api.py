@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields
 
@@ -16,6 +21,9 @@ GENERATE = "/inference/v1/generate"
 @dataclass(frozen=True)
 class VllmApi:
     """engines.http.api.ServerApi of vLLM in development mode, with --enable-scale-out."""
+
+    routed_experts: bool = False
+    """Whether answers shall name the experts of every token; its servers need --enable-return-routed-experts."""
 
     name = "vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     generate_path = GENERATE
@@ -58,6 +66,8 @@ class VllmApi:
             request.finish = choice.get("finish_reason")
             request.text_is_cut = isinstance(choice.get("stop_reason"), str)
             request.add(tokens, [entry["logprob"] for entry in scored[:space]])
+            if self.routed_experts and request.finish is not None and request.tokens:
+                request.extras["routed_experts"] = _routing(choice.get("routed_experts"))
 
     def is_paused(self, status: int, body: Any) -> bool:
         return False  # a paused vLLM keeps its requests waiting
@@ -94,3 +104,13 @@ class VllmApi:
             ]
         except (KeyError, TypeError, ValueError):
             raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None
+
+
+def _routing(text: Any) -> Routing:
+    """Return the experts of an answer: base64 of a .npy file, [tokens, layers, experts of a token]. Raises Refused."""
+    try:
+        return encoded(np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False))
+    except (TypeError, ValueError, EOFError):
+        shown = "none" if text is None else "another form"
+        message = f"routed_experts: {shown}; start vLLM with --enable-return-routed-experts"
+        raise Refused(400, {"error": {"message": message}}) from None

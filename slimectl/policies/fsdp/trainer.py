@@ -33,6 +33,7 @@ from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
+from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
@@ -52,7 +53,8 @@ class FsdpTrainer:
     `dtype` is that of forward and backward; masters, gradients and optimizer are float32. In a process group of several
     ranks, every rank builds one and makes the same calls. `trains` False: the model is only used for log-probabilities,
     so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and whatever modules
-    a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights.
+    a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights. With
+    `rollout_routing_replay` every row has the experts of its tokens, which no two rows share then.
     """
 
     def __init__(
@@ -71,16 +73,20 @@ class FsdpTrainer:
         trains: bool = True,
         lora: LoraOptions | None = None,
         offload: Literal["optimizer", "parameters"] | None = None,
+        rollout_routing_replay: bool = False,
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
-        self.max_tokens, self.share_prefixes, self.batching = max_tokens_per_pack, share_prefixes, batching
+        self.max_tokens, self.batching = max_tokens_per_pack, batching
+        # A shared token would have one routing, and the engine may have chosen another one in every sample.
+        self.share_prefixes = share_prefixes and not rollout_routing_replay
         self.device, self.seed, self.step = torch.device(device), seed, 0
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = self._mesh(grouped or offload == "parameters")
         hf: Any = empty_model(self.model_dir, recompute or Recompute())
+        self.replay = ExpertReplay(hf) if rollout_routing_replay else None
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
         if lora is not None:
@@ -143,6 +149,8 @@ class FsdpTrainer:
     def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
         """Output of the model for every response token, without gradients, on every rank; R entries per row."""
         self.memory.wake()
+        if self.replay is not None:
+            self.replay.shape.check(rows)
         outputs: dict[int, list[Any]] = {}
         with torch.no_grad():
             for pack in self._packs_of_rank(rows):
@@ -156,6 +164,8 @@ class FsdpTrainer:
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         self.memory.wake()
+        if self.replay is not None:
+            self.replay.shape.check(rows)
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
         names = available_columns(rows)
         self.model.gives_logits = getattr(loss, "needs_logits", False)
@@ -324,7 +334,11 @@ class FsdpTrainer:
         self, rows: Sequence[TrainingSample], pack: Pack, *, entropy: bool
     ) -> tuple[PackedBatch, Tensor, Tensor | None]:
         layout = build_packed_batch(rows, pack, dtype=self.compute_dtype, device=self.device)
+        if self.replay is not None:
+            self.replay.set(rows, layout)
         values_R, entropy_R = self.model(layout, entropy=entropy)
+        if self.replay is not None:
+            self.replay.check_use()
         if layout.attention_calls != len(decoder_layers(self.model.hf)):
             raise CheckpointError(
                 f"{self.model_dir}: {layout.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"

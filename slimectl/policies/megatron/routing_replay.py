@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.routed_experts import RoutingShape
 from slimectl.types import TrainingSample
 
 KEPT_PASSES = 2
@@ -66,11 +67,10 @@ class RouterRecorder:
 
 
 class RoutingReplay:
-    """Records the routing of rows in one pass and replays it in another, independent of packing and data ranks.
+    """Records the routing of rows in one pass and replays it in another, independent of packing and data ranks."""
 
-    Routing that an engine reports (Sample.rollout_routed_experts, [I, all layers, k]) would be one more recorded
-    pass, reduced to this rank's layers; rows do not carry it yet.
-    """
+    records = True
+    """Whether passes without gradients are recorded; else the routing is replayed in them, too."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self.taps: list[list[RouterRecorder]] = []
@@ -109,7 +109,7 @@ class RoutingReplay:
         """
         if not self.taps[chunk]:
             return
-        routings = [self._latest_routing(rows[i]) for i in batch.members]
+        routings = [self._routing(rows[i]) for i in batch.members]
         if not any(routings):
             for tap in self.taps[chunk]:
                 tap.given = None
@@ -123,14 +123,42 @@ class RoutingReplay:
         for i, tap in enumerate(self.taps[chunk]):
             tap.given = local_NLk[:, i]
 
-    def _latest_routing(self, row: TrainingSample) -> list[Tensor] | None:
-        """Return the routing of the row in the latest pass that contains it."""
+    def check(self, rows: Sequence[TrainingSample]) -> None:
+        """Check the rows of a run on every rank, before any of them computes. Raises RecordError."""
+
+    def _routing(self, row: TrainingSample) -> list[Tensor] | None:
+        """Return the routing of the row in the latest pass that contains it: experts [I, L, k] for each chunk."""
         name = key(row)
         return next((routing[name] for routing in reversed(self._passes) if name in routing), None)
 
     def _reset(self) -> None:
         for tap in (tap for taps in self.taps for tap in taps):
             tap.reset()
+
+
+class RolloutRoutingReplay(RoutingReplay):
+    """Replays the routing of the engine, which rows carry for all layers, in every pass.
+
+    Ma et al. 2025, arXiv:2510.11370.
+    """
+
+    records = False
+
+    def __init__(self, chunks: Sequence[nn.Module], shape: RoutingShape) -> None:
+        super().__init__(chunks)
+        self.shape = shape
+        self.layers = [
+            [int(module.layer_number or 0) - 1 for module in chunk.modules() if isinstance(module, TopKRouter)]
+            for chunk in chunks
+        ]
+        """Positions in the whole model of each chunk's layers with routers."""
+
+    def check(self, rows: Sequence[TrainingSample]) -> None:
+        self.shape.check(rows)
+
+    def _routing(self, row: TrainingSample) -> list[Tensor] | None:
+        experts_ILk = self.shape.of_row(row)
+        return [experts_ILk[:, layers] for layers in self.layers]
 
 
 def key(row: TrainingSample) -> bytes:

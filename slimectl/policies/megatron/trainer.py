@@ -32,10 +32,11 @@ from slimectl.policies.megatron.master_weights import PARAM, masters
 from slimectl.policies.megatron.moe import MoEAuxLossScaler
 from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.parameters import DistributedParameters, checked_names, trained_links
-from slimectl.policies.megatron.routing_replay import RoutingReplay
+from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
 from slimectl.policies.megatron.schedule import per_row, totals
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
+from slimectl.policies.routed_experts import RoutingShape
 from slimectl.protocols import CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
@@ -85,11 +86,14 @@ class MegatronTrainer:
         lora: LoraOptions | None = None,
         device: str | None = None,
         routing_replay: bool = False,
+        rollout_routing_replay: bool = False,
         user_functions: UserFunctions | None = None,
         save_format: str = "hf",
         seed: int = 0,
     ) -> None:
         """`trains` False: the model is only used for log-probabilities, without gradients or optimizer.
+
+        `routing_replay`: routing of the last pass for log-probabilities; `rollout_routing_replay`: that of the rows.
 
         `share_prefixes`: rows share the tokens that they begin with, unless that would change loss or gradient.
 
@@ -112,7 +116,10 @@ class MegatronTrainer:
         self.architecture, self.carried = family.architecture(config), family.carried
         self.share_prefixes = share_prefixes
         self.prefix_obstacle = prefix_obstacle(
-            self.layout, self.architecture.transformer, args or {}, replays_routing=routing_replay
+            self.layout,
+            self.architecture.transformer,
+            args or {},
+            replays_routing=routing_replay or rollout_routing_replay,
         )
         self.links = [*family.links(config), *self._extra_links()]
         self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
@@ -133,7 +140,9 @@ class MegatronTrainer:
         choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
         self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
         self.balance = MoEAuxLossScaler(self.chunks)
-        self.replay = RoutingReplay(self.chunks) if routing_replay else None
+        self.replay = None if not routing_replay else RoutingReplay(self.chunks)
+        if rollout_routing_replay:
+            self.replay = RolloutRoutingReplay(self.chunks, RoutingShape.of_config(config))
         self._read_weights(self.model_dir)
         if self.adapters is not None:
             self.adapters.begin(self.state, seed)
@@ -197,11 +206,14 @@ class MegatronTrainer:
     def run(self, rows: Sequence[TrainingSample], finish: schedule.Finish, *, forward_only: bool) -> list[Any]:
         """Outputs of `finish` for this rank's share of the rows, on the last stage; see schedule.run.
 
-        Routing is recorded in a run without gradients and replayed in one with them.
+        Routing is recorded in a run without gradients and replayed in one with them; the engine's is replayed in both.
         """
         self.memory.wake()
         if not rows:
             return []
+        records = self.replay is not None and self.replay.records and forward_only
+        if self.replay:
+            self.replay.check(rows)
         data = self.layout.data(self.ranks)
         share = self.share_prefixes and not self.prefix_obstacle
         packs_by_rank = shares(
@@ -214,16 +226,16 @@ class MegatronTrainer:
 
         def forward(batch: Batch, chunk: int) -> Tensor:
             self.balance.weigh(batch)
-            if self.replay and not forward_only:
+            if self.replay and not records:
                 self.replay.replay(rows, batch, chunk)
             hidden = self.chunks[chunk](batch.tokens_T, batch.sequences)
-            if self.replay and forward_only:
+            if self.replay and records:
                 self.replay.record(rows, batch, chunk)
             return hidden
 
         outputs = schedule.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
         if self.replay:
-            self.replay.end(recorded=forward_only)
+            self.replay.end(recorded=records)
         return outputs
 
     def of_rows(self, rows: Sequence[TrainingSample], finish: schedule.Finish) -> list[list[float]]:

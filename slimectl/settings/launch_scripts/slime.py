@@ -283,12 +283,7 @@ ALGORITHM = (
     Row("custom-tis-function-path", "train.custom_tis_function_path", convert=function_path),
     Row("custom-pg-loss-reducer-function-path", "train.custom_pg_loss_reducer_function_path", convert=function_path),
     Row("use-routing-replay", "megatron.use_routing_replay", convert=on),
-    Row(
-        "use-rollout-routing-replay",
-        "megatron.use_routing_replay",
-        "the routing of the trainer's own pass is replayed, not the engine's",
-        on,
-    ),
+    Row("use-rollout-routing-replay", "train.use_rollout_routing_replay", "goes before --use-routing-replay", on),
     Row("use-opsm", "algorithm.use_opsm", convert=on),
     Row("opsm-delta", "algorithm.opsm_delta"),
 )
@@ -455,6 +450,8 @@ def settle(conversion: Conversion) -> None:
         conversion.put(
             key, "/".join(["tensorboard_log", *filter(None, parts)]), "tb_project_name", "tb_experiment_name"
         )
+    if values.get("train.use_rollout_routing_replay"):
+        conversion.take_back("megatron.use_routing_replay", "--use-rollout-routing-replay goes before it")
     if values.get("score.custom_rm_path"):
         conversion.take_back("score.rm_type", "--custom-rm-path goes before it")
     if "launcher" in conversion.flags and "async" in conversion.text("launcher"):

@@ -170,8 +170,9 @@ ENGINE = (
     ),
     Row(f"{ROLLOUT}mode {ROLLOUT}load_format {ROLLOUT}layered_summon_param {ROLLOUT}disable_log_stats "
         f"{ROLLOUT}free_cache_engine {ROLLOUT}skip_tokenizer_init {ROLLOUT}update_weights_bucket_megabytes "
-        f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling {ROLLOUT}enable_rollout_routing_replay",
+        f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
         text="engines are servers that get weights in memory, and free it in turn with cluster.colocate"),
+    Row(f"{ROLLOUT}enable_rollout_routing_replay", "train.use_rollout_routing_replay", convert=on),
     Row(f"{ROLLOUT}calculate_log_probs", text=SAMPLED),
     Row(prefixed(f"{ROLLOUT}multi_turn.", "enable max_turns max_assistant_turns max_user_turns max_parallel_calls "
                  "tool_config_path interaction_config_path format max_tool_response_length completion_callback "

@@ -77,7 +77,7 @@ def refusing(status: int, body: Any) -> Answer:
 
 
 def bare(*urls: str, **options: Any) -> HttpEngine:
-    return HttpEngine(list(urls), api=SglangApi(), vocabulary=259, max_context=256, **options)
+    return HttpEngine(list(urls), **{"api": SglangApi(), "vocabulary": 259, "max_context": 256, **options})
 
 
 def asked_of(answer: Answer, params: SamplingParams = SHORT, **options: Any) -> Completion:
@@ -155,8 +155,14 @@ def test_every_version_is_named_once_in_order():
 
 
 def test_what_else_a_server_tells_is_kept():
-    answer = asked_of(streaming(event([1], total=1, finish=LENGTH, routed_experts="AAE=", cached_tokens=5, e2e=0.1)))
-    assert (answer.extras, answer.cached_tokens) == ({"routed_experts": "AAE="}, 5)
+    answer = asked_of(streaming(event([1], total=1, finish=LENGTH, spec_verify_ct=2, cached_tokens=5, e2e=0.1)))
+    assert (answer.extras, answer.cached_tokens) == ({"spec_verify_ct": 2}, 5)
+
+
+def test_a_server_without_the_option_to_report_experts_is_named():
+    silent = streaming(event([1], total=1), event([2], total=2, finish=LENGTH))
+    with pytest.raises(SettingsError, match=r"routed_experts: none; start SGLang with --enable-return-routed-experts"):
+        asked_of(silent, api=SglangApi(routed_experts=(2, 2)))
 
 
 def test_a_stop_token_ends_the_answer_even_where_the_server_goes_on():

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import base64
 import importlib
+import io
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from slimectl.builders.installed_engines import VllmBackend
+from slimectl.data.routed_experts import decoded
 from slimectl.engines.api_keys import Keys
 from slimectl.engines.http.api import Refused
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
 from slimectl.engines.supervisor import bootstrap, installed
+from slimectl.engines.supervisor.bootstrap.describe import describe
 from slimectl.engines.vllm import args, launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
+from slimectl.settings import Settings
 from slimectl.types import SamplingParams
 
 API = VllmApi()
@@ -46,6 +54,31 @@ def test_events_add_up_to_an_answer_that_names_its_weights():
     answer = request.completion()
     assert (answer.tokens, answer.log_probs, answer.finish_reason) == ([1, 2, 3], [-0.1, -0.2, -0.3], "length")
     assert answer.version_spans() == [["4", 0, 1], ["5", 1, 3]]
+
+
+def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
+    api, request = VllmApi(routed_experts=True), pending()
+    experts, file = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), io.BytesIO()
+    np.save(file, experts)
+    api.add_event(event([1]), request)
+    api.add_event(event([2], "length", routed_experts=base64.b64encode(file.getvalue()).decode()), request)
+    np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
+    with pytest.raises(Refused, match="routed_experts: none; start vLLM with --enable-return-routed-experts"):
+        api.add_event(event([3], "length"), pending())
+
+
+def test_on_a_cpu_it_reports_no_experts():
+    settings = {"train": {"use_rollout_routing_replay": True}, "engine": {"backend": "vllm", "device": "cpu"}}
+    with pytest.raises(SettingsError, match="vLLM reports experts on a GPU alone"):
+        VllmBackend().check(Settings.model_validate(settings))
+
+
+def test_a_positional_argument_of_the_server_has_no_flag():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--max-num-seqs", type=int)
+    described = describe(parser, {"model_tag", "max_num_seqs"})
+    assert {name: fields["flag"] for name, fields in described.items()} == {"max_num_seqs": "--max-num-seqs"}
 
 
 def test_an_answer_of_weights_that_nobody_pushed_is_dropped():

@@ -9,11 +9,17 @@ from typing import Any
 
 def describe(parser: argparse.ArgumentParser, fields: Collection[str]) -> dict[str, dict[str, Any]]:
     """Describe each of `fields` that has a flag: the flag, the values that it takes, and the default."""
-    return {action.dest: _describe_action(action) for action in parser._actions if action.dest in fields}
+    flagged = (action for action in parser._actions if action.dest in fields and _flags(action))
+    return {action.dest: _describe_action(action) for action in flagged}
+
+
+def _flags(action: argparse.Action) -> list[str]:
+    """Return the long flags of an argument; a positional one has none."""
+    return [flag for flag in action.option_strings if flag.startswith("--")]
 
 
 def _describe_action(action: argparse.Action) -> dict[str, Any]:
-    flags = [flag for flag in action.option_strings if flag.startswith("--")]
+    flags = _flags(action)
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         takes = "nothing"
     else:

@@ -1,0 +1,97 @@
+"""Routed experts of a sample: the experts that an engine chose for every token it read, as a record carries them.
+
+I tokens that were read · L layers of the model, dense ones included · k experts of a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import TYPE_CHECKING, Any
+
+from slimectl.data.checks import a_mapping, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Routing = dict[str, Any]
+"""{"shape": [I, L, k], "dtype": "uint8" or "uint16", "data": base64 of the experts in this order, little-endian}."""
+
+NO_EXPERTS = "train.use_rollout_routing_replay: this model has no experts to route to; set it to false"
+
+ITEM_BYTES = {"uint8": 1, "uint16": 2}
+MOST_EXPERTS_OF_UINT8 = 256
+
+
+def encoded(experts: Any) -> Routing:
+    """Return the record of an array [I, L, k] of any integer type; one byte an expert where that suffices.
+
+    >>> import numpy
+    >>> encoded(numpy.array([[[0, 3]], [[2, 1]]]))
+    {'shape': [2, 1, 2], 'dtype': 'uint8', 'data': 'AAMCAQ=='}
+
+    Raises ValueError for another number of dimensions, or an expert that is none.
+    """
+    import numpy as np
+
+    experts_ILk = np.asarray(experts)
+    if experts_ILk.ndim != 3:
+        raise ValueError(f"expected [tokens, layers, experts of a token], got {list(experts_ILk.shape)}")
+    highest = int(experts_ILk.max(initial=0))
+    if experts_ILk.min(initial=0) < 0 or highest >= 2**16:
+        raise ValueError(f"{int(experts_ILk.min(initial=0)) or highest} is no expert")
+    dtype = "uint8" if highest < MOST_EXPERTS_OF_UINT8 else "uint16"
+    data = experts_ILk.astype(f"<u{ITEM_BYTES[dtype]}").tobytes()
+    return {"shape": list(experts_ILk.shape), "dtype": dtype, "data": base64.b64encode(data).decode()}
+
+
+def decoded(routing: Routing) -> np.ndarray:
+    """Return the experts [I, L, k] of a record that `a_routing` accepts."""
+    import numpy as np
+
+    data = base64.b64decode(routing["data"])
+    return np.frombuffer(data, dtype=f"<u{ITEM_BYTES[routing['dtype']]}").reshape(routing["shape"])
+
+
+def a_routing(value: Any) -> Routing:
+    """Return a valid record of routed experts. Raises ValueError with the reason."""
+    routing = a_mapping(value)
+    if set(routing) != {"shape", "dtype", "data"}:
+        raise ValueError(f"expected the keys shape, dtype and data, got {', '.join(sorted(routing)) or 'none'}")
+    shape, dtype, data = routing["shape"], routing["dtype"], routing["data"]
+    sizes = shape if type(shape) is list and len(shape) == 3 else [0]
+    if any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"shape: expected [tokens, layers, experts of a token], got {shown(shape)}")
+    if type(dtype) is not str or dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype: expected uint8 or uint16, got {shown(dtype)}")
+    try:
+        size = len(base64.b64decode(data, validate=True))
+    except (TypeError, ValueError):
+        raise ValueError(f"data: expected base64, got {shown(data)}") from None
+    if size != (expected := math.prod(shape) * ITEM_BYTES[dtype]):
+        raise ValueError(f"data: {size} bytes, expected {expected} for {list(shape)} of {dtype}")
+    return routing
+
+
+def routed_tokens(routing: Routing | None) -> int:
+    """Return the number of tokens with experts."""
+    return 0 if routing is None else int(routing["shape"][0])
+
+
+def extended(routing: Routing | None, later: Routing, *, tokens: int) -> Routing | None:
+    """Return `routing` with the tokens behind its last one from `later`, up to `tokens`; both begin at the same token.
+
+    A token keeps the experts of the request that read it first: its log-probabilities were taken with them. A record
+    of another model has no common shape: then the later one stands.
+    """
+    import numpy as np
+
+    tokens = min(tokens, routed_tokens(later))
+    if routing is not None and routing["shape"][1:] != later["shape"][1:]:
+        routing = None
+    start = routed_tokens(routing)
+    if tokens <= start:
+        return routing
+    if routing is None:
+        return later if tokens == routed_tokens(later) else encoded(decoded(later)[:tokens])
+    return encoded(np.concatenate((decoded(routing), decoded(later)[start:tokens])))

@@ -1,0 +1,69 @@
+"""The second half of a block: a dense gated MLP, or a mixture of experts.
+
+N rows (one a token) · H hidden size · E experts · k experts of a token · F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimectl.engines.embedded.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; `gate_up` stacks its first two matrices."""
+
+    gate_up: Linear
+    down: Linear
+
+    def added_to(self, stream_NH: Tensor, rows_NH: Tensor) -> Tensor:
+        """Return stream + self(rows)."""
+        inner = self.gate_up.parts[0].shape[0]
+        gate_up_NI = self.gate_up(rows_NH)
+        return self.down.added_to(stream_NH, F.silu(gate_up_NI[:, :inner]).mul_(gate_up_NI[:, inner:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: a token's output is the weighted sum of its k experts'.
+
+    `gate_EH` scores the experts; `gate_up_EIH` (I is 2 F) and `down_EHF` are their matrices. `normalizes` says that the
+    weights of a token's experts sum to 1.
+    """
+
+    gate_EH: Tensor
+    gate_up_EIH: Tensor
+    down_EHF: Tensor
+    choices: int
+    normalizes: bool
+
+    def route(self, rows_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [N, k] and experts [N, k] of every row; the softmax is in float32 at every precision."""
+        probs_NE = torch.softmax(F.linear(rows_NH, self.gate_EH), -1, dtype=torch.float32)
+        weights_Nk, experts_Nk = probs_NE.topk(self.choices)
+        if self.normalizes:
+            weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        return weights_Nk.to(rows_NH.dtype), experts_Nk
+
+    def added_to(self, stream_NH: Tensor, rows_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return stream + self(rows), and the experts [N, k] of the rows; each expert reads its rows at once."""
+        weights_Nk, experts_Nk = self.route(rows_NH)
+        order = experts_Nk.flatten().argsort(stable=True)
+        counts = experts_Nk.flatten().bincount(minlength=len(self.gate_EH)).tolist()
+        outputs = [
+            self._expert(expert, part_MH)
+            for expert, part_MH in enumerate(rows_NH[order // self.choices].split(counts))
+            if len(part_MH)
+        ]
+        sorted_outputs = torch.cat(outputs)
+        unsorted = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
+        return stream_NH + (unsorted.view(*experts_Nk.shape, -1) * weights_Nk[..., None]).sum(1), experts_Nk
+
+    def _expert(self, expert: int, rows_MH: Tensor) -> Tensor:
+        gate_MF, up_MF = F.linear(rows_MH, self.gate_up_EIH[expert]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate_MF) * up_MF, self.down_EHF[expert])
