@@ -105,6 +105,7 @@ class EmbeddedBackend(EngineBackend):
         from transformers import AutoConfig
 
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+        from slimectl.data.images import processor_of
         from slimectl.engines.embedded.engine import EmbeddedEngine
 
         try:
@@ -118,6 +119,7 @@ class EmbeddedBackend(EngineBackend):
                 max_context=settings.rollout.max_context_len,
                 end_token_ids=_end_tokens(folder),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
+                images=lambda source: processor_of(str(folder)).patches(source),
             )
         except SlimectlError:
             raise

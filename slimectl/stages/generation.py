@@ -13,7 +13,8 @@ from typing import Any
 
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
-from slimectl.errors import HookError, RecordError, SlimectlError
+from slimectl.data.images import images_of
+from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.protocols import Agent, Engine, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
@@ -171,6 +172,7 @@ class GroupGenerator:
                 label=prompt.label,
                 metadata=copy.deepcopy(prompt.metadata),
                 extra=copy.deepcopy(prompt.extra),
+                multimodal_inputs={"images": list(prompt.images)} if prompt.images else None,
             )
             for i in range(n)
         ]
@@ -247,6 +249,7 @@ class _GenerationSession:
         self._attempts = attempts
         sample = self._sample = samples[0]
         self._together, self._draws = len(samples) > 1, 0
+        self._images = _image_arguments(sample, attempts.engine)
         self._before = list(sample.weight_versions)
         self._spans_before: list[VersionSpan] = sample.metadata.get(VERSION_SPANS) or []
         if len(set(self._before)) == 1:
@@ -273,7 +276,8 @@ class _GenerationSession:
         context = self._attempts.context
         if context is not None and len(tokens) >= context:
             return self._full_context_answer(len(tokens), context)
-        completion = await self._attempts.engine.generate(tokens, params=self._with_seed(params or self.params))
+        params = self._with_seed(params or self.params)
+        completion = await self._attempts.engine.generate(tokens, params=params, **self._images)
         self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._requests.append((len(tokens), completion))
@@ -335,6 +339,17 @@ class _GenerationSession:
             if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
                 spans += completion.version_spans(place - sample.prompt_length)
         return spans
+
+
+def _image_arguments(sample: Sample, engine: Engine) -> dict[str, Any]:
+    """Return the argument `images` of a request, none without images. Raises SettingsError if the engine reads none."""
+    images = images_of(sample)
+    if images and not getattr(engine, "reads_images", False):
+        raise SettingsError(
+            'engine.backend: prompts with images are sampled by "embedded" in this process only; give it, or prompts'
+            " without images"
+        )
+    return {"images": images} if images else {}
 
 
 def is_per_group(agent: Agent) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.metrics import zero_std_groups
+from slimectl.data.images import images_of
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
@@ -195,4 +196,5 @@ def _row(sample: Sample) -> TrainingSample:
         rollout_log_probs=sample.rollout_log_probs,
         group=sample.group_index,
         index=sample.index,
+        images=images_of(sample),
     )

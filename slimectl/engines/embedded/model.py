@@ -1,4 +1,4 @@
-"""The forward pass of the llama, qwen2 and qwen3 families.
+"""The forward pass of the llama, qwen2 and qwen3 families, and of qwen2_5_vl.
 
 N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
 T tokens.
@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_5_vl")
 CHUNK_LOGITS = 2**23
 """Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
 
@@ -64,7 +66,8 @@ class TokenScores:
 class Inputs(NamedTuple):
     """Last token of each sequence and its position; `longest` bounds their lengths, `longest_slot` those of the slots.
 
-    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any.
+    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any. `rope_shift_B` is added to
+    positions for the rotary embedding: images take fewer positions than tokens; None without images.
     """
 
     tokens_B: Tensor
@@ -73,13 +76,15 @@ class Inputs(NamedTuple):
     longest_slot: int
     offsets_B: Tensor | None = None
     spans: Sequence[Span] = ()
+    rope_shift_B: Tensor | None = None
 
 
 class Model:
     """Weights and forward pass; the caller owns the cache."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
-        _check(config)
+        whole, config = config, config.get_text_config()
+        _check(whole.model_type, config)
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
@@ -87,8 +92,12 @@ class Model:
         self._dtype = dtype
         self._device = device
         self._eps = float(config.rms_norm_eps)
-        self.weights = Weights(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device)
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        self.pictures: Pictures | None = None
+        tokens = ImageTokens.of(whole)
+        if tokens is not None and self.weights.vision is not None:
+            self.pictures = Pictures(tokens, self.weights.vision, dtype=dtype, device=device)
 
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
@@ -109,7 +118,8 @@ class Model:
         starts = [0 if node is None else node.end for node in nodes]
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
-        attend, _, stream_NE = self._prefill_pass(rests, before)
+        pictures = None if self.pictures is None else self.pictures.inputs(prompts, starts)
+        attend, _, stream_NE = self._prefill_pass(rests, before, pictures)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
         return [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
@@ -136,15 +146,24 @@ class Model:
         return scores
 
     def _prefill_pass(
-        self, prompts: list[tuple[int, ...]], prefixes: Sequence[Sequence[Tensor]]
+        self,
+        prompts: list[tuple[int, ...]],
+        prefixes: Sequence[Sequence[Tensor]],
+        pictures: PictureInputs | None = None,
     ) -> tuple[Prefill, Tensor, Tensor]:
         """Run concatenated prompts; returns the attention, the tokens [N] and the residual stream [N, E]."""
         lengths = [len(prompt) for prompt in prompts]
         layers = len(self.weights.layers)
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
-        return attend, tokens_N, self._hidden(tokens_N, rope, attend)
+        if pictures is None:
+            rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
+            return attend, tokens_N, self._hidden(self._embedded(tokens_N), rope, attend)
+        stream_NE = self._embedded(tokens_N.clamp(min=0))
+        if len(pictures.rows_R):
+            stream_NE[pictures.rows_R] = pictures.embeddings_RE
+        rope = self._rope.section_rows(pictures.positions_3N, attend.longest)
+        return attend, tokens_N, self._hidden(stream_NE, rope, attend)
 
     def decode(self, inputs: Inputs, cache: Cache) -> Tensor:
         """Return logits [B, V] after one more token in each of the first B slots."""
@@ -157,15 +176,23 @@ class Model:
             offsets_B=inputs.offsets_B,
             spans=inputs.spans,
         )
-        return self._logits(self._hidden(inputs.tokens_B, self._rope.rows(inputs.positions_B, inputs.longest), attend))
+        positions_B = inputs.positions_B
+        if inputs.rope_shift_B is not None:
+            positions_B = positions_B + inputs.rope_shift_B
+        rope = self._rope.rows(positions_B, inputs.longest)
+        return self._logits(self._hidden(self._embedded(inputs.tokens_B), rope, attend))
 
-    def _hidden(self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the residual stream [N, E] after the last block."""
+    def _embedded(self, tokens_N: Tensor) -> Tensor:
+        return F.embedding(tokens_N, self.weights.embedding_VE)
+
+    def _hidden(
+        self, stream_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
+        """Return the residual stream [N, E] after the last block, from that before the first."""
         cos_N1D, sin_N1D = rope
         inner = self.weights.layers[0].gate_up.parts[0].shape[0]
         rotated_heads = self.heads + self.kv_heads
-        rows = tokens_N.shape[0]
-        stream_NE = F.embedding(tokens_N, self.weights.embedding_VE)
+        rows = stream_NE.shape[0]
         for index, layer in enumerate(self.weights.layers):
             qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
             qk_NHD = qkv_NHD[:, :rotated_heads]
@@ -185,11 +212,10 @@ class Model:
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
 
 
-def _check(config: Any) -> None:
-    if config.model_type not in FAMILIES:
+def _check(model_type: str, config: Any) -> None:
+    if model_type not in FAMILIES:
         raise CheckpointError(
-            f"config.json: the embedded engine does not know model_type {config.model_type!r}; "
-            f"it runs {', '.join(FAMILIES)}"
+            f"config.json: the embedded engine does not know model_type {model_type!r}; it runs {', '.join(FAMILIES)}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(
