@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def test_logits_and_sampled_log_probs_are_those_of_transformers(folder: Path, im
     processor, model, engine = processor_of(str(folder)), reference_model(folder), new_engine(folder)
     requests = [(image_prompt(processor, chosen, "a?"), chosen) for chosen in (images[:2], images[2:], [])]
     with torch.no_grad():
-        marked = [engine._model.pictures.marked(tokens, [processor.patches(i) for i in chosen])[0]
-                  for tokens, chosen in requests]  # fmt: skip
+        pictures = engine._model.pictures
+        held = [pictures.shared([processor.patches(image) for image in chosen]) for _, chosen in requests]
+        marked = [pictures.marked(tokens, each)[0] for (tokens, _), each in zip(requests, held, strict=True)]
         for prefix, (tokens, chosen) in zip(engine._model.prefill(marked, [None] * 3), requests, strict=True):
             expected = reference_logits(model, tokens, chosen, folder)[-1]
             assert expected.abs().max() > 0.3
@@ -76,6 +78,21 @@ def test_one_prompt_with_two_images_is_two_prompts_and_siblings_share_theirs(fol
     fresh = answers(new_engine(folder), [(turn, images[:1])])[0]
     assert later.tokens == fresh.tokens
     assert later.log_probs == pytest.approx(fresh.log_probs, abs=1e-5)
+
+
+def test_an_image_stays_as_long_as_a_sequence_holds_it(folder: Path, images: list[str]):
+    """Two reads of one image are one object, which the end of one of its sequences does not take from the other."""
+    pictures, patches = new_engine(folder)._model.pictures, processor_of(str(folder)).patches(images[0])
+    first = pictures.shared([replace(patches)])
+    prompt, shift = pictures.marked(image_prompt(processor_of(str(folder)), images[:1]), first)
+    second = pictures.shared([replace(patches)])
+    assert second[0] is first[0]
+    del second
+    assert shift == 4 - 16  # four by four tokens take four positions
+    assert pictures.inputs([prompt], [0]).embeddings_RE.shape == (16, 32)
+    del first
+    with pytest.raises(KeyError):
+        pictures.inputs([prompt], [0])
 
 
 def test_tokens_that_do_not_fit_the_image_are_refused(folder: Path, images: list[str]):

@@ -17,9 +17,12 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.images import processor_of
 from slimectl.errors import RecordError
 from slimectl.executors.local import LocalExecutor
+from slimectl.policies.fsdp.critic import FsdpActorCritic
 from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
 LOSS = WeightedNegativeLogProb()
@@ -123,3 +126,20 @@ def test_tokens_that_do_not_fit_their_images_are_named_by_sample(folder: Path, r
     bad = TrainingSample([259, 261, 261, 260, 65, 66], 1, [1.0], index=7, images=rows[0].images)
     with pytest.raises(RecordError, match="sample 7: image 0 is 16 tokens for this model"):
         new(folder).log_probs([bad])
+
+
+def test_recomputation_bfloat16_adapters_and_critics_read_images(folder: Path, rows: list[TrainingSample]):
+    plain = new(folder, freeze_vision_tower=False)
+    loss, norm, _ = step(plain, rows)
+    again = step(new(folder, freeze_vision_tower=False, recompute=Recompute("full")), rows)
+    assert again[:2] == pytest.approx((loss, norm), rel=1e-6)
+    rounded = step(new(folder, freeze_vision_tower=False, dtype="bfloat16"), rows)
+    assert rounded[:2] == pytest.approx((loss, norm), rel=0.02)
+    adapted = new(folder, lora=LoraOptions(rank=2, alpha=2.0, targets=("q_proj", "down_proj")))
+    _, _, weights = step(adapted, rows)
+    before = load_file(folder / "model.safetensors")
+    moved = {name for name, tensor in weights.items() if not torch.equal(tensor, before[name])}
+    assert {name.split(".")[-2] for name in moved} == {"q_proj", "down_proj"}
+    both = FsdpActorCritic(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2))
+    assert both.log_probs(rows) == new(folder).log_probs(rows)
+    assert [len(values) for values in both.values(rows)] == [row.response_length for row in rows]

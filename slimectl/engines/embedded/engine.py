@@ -58,7 +58,10 @@ def make_sequence(
     `images` are those of the placeholder tokens, in their order; they need the `pictures` of the model.
     """
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
-    prompt, rope_shift = pictures.marked(tokens, images) if pictures is not None and images else (tuple(tokens), 0)
+    prompt, rope_shift = tuple(tokens), 0
+    if pictures is not None and images:
+        images = pictures.shared(images)
+        prompt, rope_shift = pictures.marked(tokens, images)
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
     return RunningSequence(
         prompt=prompt,

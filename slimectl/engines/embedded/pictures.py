@@ -40,8 +40,12 @@ class Pictures:
         self._dtype, self._device = dtype, device
         self._patches: WeakValueDictionary[int, Patches] = WeakValueDictionary()
 
+    def shared(self, images: Sequence[Patches]) -> tuple[Patches, ...]:
+        """Return the images that a sequence holds: of equal content the same objects as other sequences."""
+        return tuple(self._patches.setdefault(_id(image), image) for image in images)
+
     def marked(self, tokens: Sequence[int], images: Sequence[Patches]) -> tuple[tuple[int, ...], int]:
-        """Return the tokens with the ids of images, and by how much rotary positions after them differ from places.
+        """Return the tokens with the ids of `shared` images, and by how much rotary positions after them are shifted.
 
         Raises RecordError if tokens and images do not fit.
         """
@@ -49,7 +53,6 @@ class Pictures:
         spans = self.tokens.spans(tokens, grids)
         marked = list(tokens)
         for (start, end), image in zip(spans, images, strict=True):
-            self._patches[_id(image)] = image
             marked[start:end] = [_id(image)] * (end - start)
         positions_3T = self.tokens.positions(len(tokens), spans, grids)
         return tuple(marked), int(positions_3T[0, -1]) + 1 - len(tokens) if images else 0
