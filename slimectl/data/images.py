@@ -105,14 +105,11 @@ class ImageProcessor:
             )
         if not (folder / PROCESSOR).is_file():
             raise CheckpointError(f"{folder}: no {PROCESSOR}; copy it from the model's original checkpoint")
-        try:
-            import PIL.Image
-        except ImportError:
-            raise MissingExtraError("Pillow", extra="vision", wanted_by="a prompt with images") from None
+        _pillow()
         from transformers import AutoConfig
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-        self._image, self._resized = PIL.Image, smart_resize
+        self._resized = smart_resize
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
             tokens = ImageTokens.of(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
@@ -126,7 +123,7 @@ class ImageProcessor:
 
     def grid(self, source: ImageSource) -> Grid:
         """Return the grid of an image from its header alone. Raises RecordError."""
-        image = self._open(read_image(source), source)
+        image = _open(read_image(source), source)
         width, height = image.size
         if image.getexif().get(0x0112, 1) >= 5:  # a camera held upright: the picture is turned when it is decoded
             width, height = height, width
@@ -150,14 +147,8 @@ class ImageProcessor:
         if digest in self._cache:
             self._cache.move_to_end(digest)
             return self._cache[digest]
-        from PIL import ImageOps
-
-        opened = self._open(data, source)
-        try:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-            features = self._processor.preprocess([image], return_tensors="np")
-        except Exception as error:
-            raise RecordError(f"{_name(source)}: the image cannot be decoded: {error}") from None
+        image = _decoded(data, source)
+        features = self._processor.preprocess([image], return_tensors="np")
         pixels_PW = features["pixel_values"].astype("float32")
         frames, height, width = map(int, features["image_grid_thw"][0])
         patches = Patches(pixels_PW, (frames, height, width), int.from_bytes(digest[:7], "big"))
@@ -181,21 +172,50 @@ class ImageProcessor:
             counts[place] = self.tokens.count(self.grid(source))
         return counts
 
-    def _open(self, data: bytes, source: ImageSource) -> Any:
-        try:
-            image = self._image.open(io.BytesIO(data), formats=FORMATS)
-        except Exception:
-            raise RecordError(f"{_name(source)}: is no image of {', '.join(FORMATS)}; convert it") from None
-        if image.width * image.height > MAX_PIXELS:
-            raise RecordError(f"{_name(source)}: {image.width} x {image.height} pixels are too many; make it smaller")
-        return image
-
     def _keep(self, digest: bytes, patches: Patches) -> None:
         self._cache[digest] = patches
         self._cached_bytes += patches.pixels_PW.nbytes
         while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
             _, oldest = self._cache.popitem(last=False)
             self._cached_bytes -= oldest.pixels_PW.nbytes
+
+
+def thumbnail(source: ImageSource, *, side: int = 256) -> bytes:
+    """Return an image as a PNG of at most `side` pixels a side. Raises RecordError, MissingExtraError."""
+    image, output = _decoded(read_image(source), source), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(output, format="PNG")
+    return output.getvalue()
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise MissingExtraError("Pillow", extra="vision", wanted_by="a prompt with images") from None
+    return PIL
+
+
+def _open(data: bytes, source: ImageSource) -> Any:
+    """Open an image, whose pixels are not decoded yet."""
+    library = _pillow()
+    try:
+        image = library.Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception:
+        raise RecordError(f"{_name(source)}: is no image of {', '.join(FORMATS)}; convert it") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise RecordError(f"{_name(source)}: {image.width} x {image.height} pixels are too many; make it smaller")
+    return image
+
+
+def _decoded(data: bytes, source: ImageSource) -> Any:
+    """Return an image in RGB, turned as its camera was held."""
+    opened = _open(data, source)
+    try:
+        return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:
+        raise RecordError(f"{_name(source)}: the image cannot be decoded: {error}") from None
 
 
 def _name(source: ImageSource) -> str:

@@ -67,6 +67,23 @@ def resolved_inputs(value: Mapping[str, Any] | None, folder: Path) -> dict[str, 
     return {"images": [image_source(image, folder) for image in value["images"]]}
 
 
+def content_text(content: Any) -> str:
+    """Return the content of a message as one text, in which every image is a mark."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = (part if isinstance(part, dict) else {"text": part} for part in content)
+    return "".join(MARK if _is_image(part) else str(part.get("text", "")) for part in parts)
+
+
+def record_images(record: Mapping[str, Any], folder: Path) -> list[ImageSource]:
+    """Return the images of a sample's record, whose paths are relative to `folder`; none if it is not valid."""
+    value = record.get("multimodal_inputs")
+    try:
+        return (resolved_inputs(value, folder) or {}).get("images", []) if isinstance(value, dict) else []
+    except ValueError:
+        return []
+
+
 def resolve_sample(sample: Sample, location: str) -> None:
     """Make the paths of a sample's images absolute. Raises ValueError."""
     sample.multimodal_inputs = resolved_inputs(sample.multimodal_inputs, folder_of(location))
