@@ -31,7 +31,11 @@ class Engine(Protocol):
     """
 
     async def generate(self, tokens: list[int], *, params: SamplingParams) -> Completion:
-        """Continue `tokens`. Raises SettingsError if they leave no room in the context."""
+        """Continue `tokens`. Raises SettingsError if they leave no room in the context.
+
+        An engine with `reads_images` true also takes `images`: the sources of the images whose placeholders are among
+        the tokens, in their order.
+        """
         ...
 
     async def abort(self) -> None:

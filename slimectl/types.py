@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Metrics = dict[str, float]
 Reward = float | dict[str, Any] | None
 Label = str | int | float | list[Any] | dict[str, Any] | None
+ImageSource = str | dict[str, str]
+"""An image of a record: an absolute path, or {"bytes": its file in base64}."""
 TableRow = dict[str, str | float]
 """A row of a table of texts: values by column."""
 
@@ -65,6 +68,9 @@ class Prompt:
 
     extra: dict[str, Any] = field(default_factory=dict)
     """Keys of the row outside the schema, which its samples keep."""
+
+    images: list[ImageSource] = field(default_factory=list)
+    """Images, in the order of the parts of type "image" in the chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +356,14 @@ class TrainingSample:
 
     routed_experts: dict[str, Any] | None = None
     """Experts that the engine chose for the tokens, as a record has them (data/routed_experts.py)."""
+    images: list[ImageSource] = field(default_factory=list)
+    """Images of the prompt, in the order of their placeholder tokens."""
+
+    @property
+    def images_digest(self) -> bytes:
+        """16 bytes that stand for the images, by their sources: none is read."""
+        text = "\0".join(image if isinstance(image, str) else f"bytes {image['bytes']}" for image in self.images)
+        return hashlib.sha256(f"{len(self.images)} {text}".encode()).digest()[:16]
 
     @property
     def prompt_length(self) -> int:

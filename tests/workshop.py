@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ def set_up(folder: Path, model: Path) -> Workshop:
     (folder / "reward.py").write_text(REWARD)
     (folder / "slimectl.toml").write_text(SETTINGS.format(model=model))
     return Workshop(folder, model)
+
+
+def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: int) -> bool:
+    """Start a run and kill -9 it once its metrics have grown to `at_bytes`; False if it ended first."""
+    process = workshop.start(*arguments, stderr=subprocess.DEVNULL)
+    started = metrics.parent / "run.toml"
+    while process.poll() is None:
+        size = metrics.stat().st_size if metrics.exists() else (0 if started.exists() else -1)
+        if size >= at_bytes:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.002)
+    return False
 
 
 BY_ENGINE = ("prefix_cache_hit_rate", "train_rollout_", "tis", "rollout_log_probs", "train/loss", "train/pg_loss")

@@ -79,8 +79,13 @@ def build_tries(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool 
     if not share or len(rows) < 2:
         return tries
     inputs = [np.array(row.tokens[: row.input_length], dtype=">u4") for row in rows]
+    marks = 0
+    if any(row.images for row in rows):
+        # Tokens do not tell images apart: rows share tokens only if all their images are the same.
+        keys = [np.frombuffer(row.images_digest, dtype=">u4") for row in rows]
+        inputs, marks = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
     order = sorted(range(len(rows)), key=lambda i: inputs[i].tobytes())
-    shared = [_common_length(inputs[i], inputs[j]) for i, j in pairwise(order)]
+    shared = [max(0, _common_length(inputs[i], inputs[j]) - marks) for i, j in pairwise(order)]
     return sorted(_joined([tries[i] for i in order], shared, max_tokens), key=lambda trie: min(trie.rows))
 
 

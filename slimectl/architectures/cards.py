@@ -5,6 +5,7 @@ aliases = ["deepseek-r1"]   other models of this architecture, by which the card
 parameters = 596_049_920    and `activated`, if a token does not pass through all of them
 null = ["q_lora_rank"]      keys of [config] that are null in config.json: TOML has no null
 [config]                    the contents of config.json
+[image_processor]           min_pixels and max_pixels of the images of a new model
 [layout.gpus_8]             a parallel layout that fits, or a `note` why none does
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slimectl.architectures import deepseek, glm, glm_moe, llama, minimax, qwen, qwen_moe, qwen_next
+from slimectl.architectures import deepseek, glm, glm_moe, llama, minimax, qwen, qwen_moe, qwen_next, qwen_vl
 from slimectl.architectures.config import Config
 from slimectl.architectures.family import Family
 from slimectl.architectures.mapping import Shape
@@ -29,6 +29,7 @@ FAMILIES = {
         qwen_next.QWEN3_5,
         qwen_next.QWEN3_5_MOE,
         glm_moe.GLM_MOE_DSA,
+        qwen_vl.QWEN2_5_VL,
     )
 }
 

@@ -46,6 +46,7 @@ def prompts(
         label_key=options.label_key,
         metadata_key=options.metadata_key,
         tool_key=options.tool_key,
+        image_key=options.image_key,
         shuffle_seed=options.seed if options.shuffle and shuffle else None,
         weights=options.data_weights if sources == list(options.data) else None,
         mix_seed=options.seed,

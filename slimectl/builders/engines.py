@@ -116,6 +116,7 @@ class EmbeddedBackend(EngineBackend):
         from transformers import AutoConfig
 
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+        from slimectl.data.images import processor_of
         from slimectl.engines.embedded.engine import EmbeddedEngine
 
         try:
@@ -130,6 +131,7 @@ class EmbeddedBackend(EngineBackend):
                 end_token_ids=_end_tokens(folder),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
+                images=lambda source: processor_of(str(folder)).patches(source),
             )
         except SlimectlError:
             raise

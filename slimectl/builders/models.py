@@ -201,7 +201,13 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
     from slimectl.checkpoints.create import create_model
 
     spec = cards.load(card)
-    create_model(spec["config"], into, seed=seed, tokenizer=spec.get("tokenizer", "byte"))
+    create_model(
+        spec["config"],
+        into,
+        seed=seed,
+        tokenizer=spec.get("tokenizer", "byte"),
+        image_processor=spec.get("image_processor"),
+    )
 
 
 def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class FsdpBackend(PolicyBackend):
             offload=settings.train.offload,
             share_prefixes=settings.train.share_prompt_prefix,
             rollout_routing_replay=_replays_rollouts(settings, role, options),
+            freeze_vision_tower=settings.train.freeze_vision_tower,
             **options,
         )
 
@@ -97,11 +98,16 @@ class MegatronBackend(PolicyBackend):
         if path is not None and is_gguf(path):
             return
         from slimectl.architectures.config import read_config, with_defaults
+        from slimectl.architectures.image_tokens import MODEL_TYPES
         from slimectl.architectures.lora import chosen, linear_layers
         from slimectl.architectures.registry import family_of
 
         config = read_config(model_folder(path)) if path is not None else with_defaults(cards.load(str(card))["config"])
         family = family_of(config)
+        if family.name in MODEL_TYPES:
+            raise SettingsError(
+                f'train.backend: "megatron" does not train {family.name}, whose images it cannot read; give "fsdp"'
+            )
         for problem in problems(layout(settings), family.architecture(config).transformer, settings.cluster.ranks):
             raise SettingsError(problem)
         if settings.train.lora_rank is not None:

@@ -19,9 +19,12 @@ from slimectl import stdio
 from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
 from slimectl.cli.tokens import decoder, legend, tokens_text
+from slimectl.data.images import thumbnail
+from slimectl.data.prompt_images import record_images
 from slimectl.data.records import sample_from_json
 from slimectl.data.sample_index import SampleIndex
-from slimectl.errors import RecordError, SettingsError
+from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.types import ImageSource
 from slimectl.viewer import queries
 from slimectl.viewer.library import Library, SamplesFile, read_view
 from slimectl.viewer.token_view import sample_view
@@ -172,7 +175,7 @@ def show_places(library: Library, places: Sequence[Place], selection: Selection)
         if selection.color_by and record.get("tokens"):
             print(coloured_tokens(library, place, record, selection))
         else:
-            print(texts_of(record))
+            print(texts_of(record, place.file.path.parent))
         if explanation is not None:
             print(one_line(f"why: {explanation_text(explanation)}", MAX_REASON))
 
@@ -214,11 +217,41 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
 
 
-def texts_of(record: Mapping[str, Any]) -> str:
-    """Return prompt and answer of a sample as harmless text."""
+def texts_of(record: Mapping[str, Any], folder: Path = Path()) -> str:
+    """Return prompt and answer of a sample as harmless text; paths of its images are relative to `folder`."""
     prompt = record.get("prompt", "")
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    return f"{visible(text)}\n>>> {visible(record.get('response', ''))}"
+    return f"{visible(text)}\n{image_lines(record, folder)}>>> {visible(record.get('response', ''))}"
+
+
+def image_lines(record: Mapping[str, Any], folder: Path) -> str:
+    """Return a line for each image of a sample, as harmless text; with colours also the image in coarse blocks."""
+    lines = []
+    for number, source in enumerate(record_images(record, folder), start=1):
+        name = source if isinstance(source, str) else "in the record"
+        lines.append(f"image {number}: {visible(name, 500)}")
+        if has_colours():
+            try:
+                lines += picture(source)
+            except SlimectlError as error:
+                lines[-1] += f" ({visible(error, 200)})"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def picture(source: ImageSource, *, columns: int = 24) -> list[str]:
+    """Return an image in lines of half blocks, two pixels a character. Raises RecordError, MissingExtraError."""
+    import io
+
+    small = thumbnail(source, side=columns)
+    from PIL import Image  # thumbnail has said if it is missing
+
+    pixels_HWC = np.asarray(Image.open(io.BytesIO(small)).convert("RGB"))
+    pixels_HWC = pixels_HWC[: len(pixels_HWC) // 2 * 2]
+    return [
+        "".join(f"\x1b[38;2;{a};{b};{c};48;2;{d};{e};{f}m▀" for (a, b, c), (d, e, f) in zip(upper, lower, strict=True))
+        + "\x1b[0m"
+        for upper, lower in zip(pixels_HWC[::2].tolist(), pixels_HWC[1::2].tolist(), strict=True)
+    ]
 
 
 def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], selection: Selection) -> str:
@@ -226,7 +259,7 @@ def coloured_tokens(library: Library, place: Place, record: Mapping[str, Any], s
     try:
         sample_from_json(record)
     except RecordError as error:
-        return f"{texts_of(record)}\n({error})"
+        return f"{texts_of(record, place.file.path.parent)}\n({error})"
     view = sample_view(place.index, place.row, start=0, decode=selection.decoder(library, place.file))
     return tokens_text(view, selection.color_by)
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.architectures.cards import language_model
 from slimectl.architectures.config import Config
 from slimectl.architectures.config_defaults import STAND_INS
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.quantization import Dequantized, scheme_of
 from slimectl.conversions.sources import Source
 from slimectl.errors import BackendError, CheckpointError, SlimectlError
@@ -25,7 +27,7 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
     If a model cannot be run here, the result says so instead. Raises CheckpointError if the values are the same but the
     logits are not.
     """
-    tokens = torch.arange(count) * 7919 % int(source.config.get("vocab_size", 2))
+    tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))
     try:
         expected = _hf_logits(source.config, source.weights, tokens)
         actual = (
@@ -64,7 +66,10 @@ def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
     model_config["model_type"] = STAND_INS.get(model_config["model_type"], model_config["model_type"])
     try:
         hf_config = transformers.AutoConfig.for_model(**model_config)
-        kind = transformers.AutoModelForCausalLM._model_mapping[type(hf_config)]
+        auto = transformers.AutoModelForCausalLM
+        if model_config["model_type"] in MODEL_TYPES:
+            auto = transformers.AutoModelForImageTextToText
+        kind = auto._model_mapping[type(hf_config)]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
     tensors = {name: weights.get(name) for name in weights.forms()}

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from slimectl.data.images import tokenizer_processor
+from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stdio import logger
@@ -38,7 +40,20 @@ def render(
         if isinstance(prompt.text, str) and not apply_chat_template:
             return encode(tokenizer, prompt.text)
         template = Template(tokenizer, prompt, template_kwargs)
-        return encode(tokenizer, template.text(as_chat(prompt.text), header=True))
+        tokens = encode(tokenizer, template.text(as_chat(prompt.text), header=True))
+        if not prompt.images and not has_images(prompt.text):
+            return tokens
+        return repeated(tokens, image_repeats(tokens, prompt, tokenizer))
+
+
+def image_repeats(tokens: list[int], prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Return how often each token of a rendered chat stands in the model's input: those of its images several times."""
+    return tokenizer_processor(tokenizer).repeats(tokens, prompt.images)
+
+
+def repeated(values: list[int], counts: list[int]) -> list[int]:
+    """Return each value as often as its count says."""
+    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
 _warned: set[str] = set()

@@ -12,7 +12,7 @@ from slimectl.errors import RecordError
 from slimectl.stdio import logger
 from slimectl.types import Chat
 
-INPUT_KEY, LABEL_KEY = "prompt", "label"
+INPUT_KEY, LABEL_KEY, IMAGE_KEY = "prompt", "label", "images"
 ANSWERS = (
     "reward_model.ground_truth", "ground_truth", "answer", "completion", "solution", "response", "output", "target",
 )  # fmt: skip
@@ -43,6 +43,7 @@ class Keys:
     label: str
     metadata: str
     tool: str
+    image: str = IMAGE_KEY
 
 
 @dataclass(frozen=True)

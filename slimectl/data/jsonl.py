@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from slimectl.data.io import AtomicWriter, byte_lines
 from slimectl.data.json_codec import decode_object, encode_json, encode_with_texts, float32_text
+from slimectl.data.prompt_images import resolve_sample
 from slimectl.data.records import FLOAT32_LISTS, RECORD_VERSION, VERSION, refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
 from slimectl.stdio import logger
@@ -108,9 +109,15 @@ def read_sample(line: bytes, *, location: str, position: int, answered: bool = F
             f"{location}: no response and no tokens, so nothing to grade; sample it by `slimectl rollout`"
         )
     try:
-        return sample_from_json(obj, position=position)
+        sample = sample_from_json(obj, position=position)
     except RecordError as error:
         raise RecordError(f"{location}: {error}") from None
+    if sample.multimodal_inputs is not None:
+        try:
+            resolve_sample(sample, location)
+        except ValueError as error:
+            raise RecordError(f"{location}: Sample.multimodal_inputs: {error}") from None
+    return sample
 
 
 def name_of(path: str | Path) -> str:

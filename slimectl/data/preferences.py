@@ -8,6 +8,7 @@ from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
 from slimectl.data.columns import LABEL_KEY, Columns, Keys, column
+from slimectl.data.prompt_images import has_images
 from slimectl.data.prompts import nonempty_chat, ordered_rows, with_parts
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt
@@ -61,6 +62,10 @@ def open_preferences(
         has_prompt = text is not None
         columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (input_key, LABEL_KEY))
         base = with_parts((location, row), index, keys, columns, nonempty_chat if has_prompt else a_chat)
+        if base.images or has_images(chosen) or has_images(rejected):
+            raise RecordError(
+                f"{location}: images in preferences are not trained on by this version; leave the row out"
+            )
         if isinstance(chosen, str) and isinstance(rejected, str):
             yield _text_preference(location, base, has_prompt, chosen, rejected)
         elif isinstance(chosen, list) and isinstance(rejected, list):

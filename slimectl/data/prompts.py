@@ -13,13 +13,14 @@ from itertools import accumulate, count
 from typing import Any, TypeVar
 
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
-from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, column, read_columns
+from slimectl.data.columns import IMAGE_KEY, INPUT_KEY, LABEL_KEY, Columns, Keys, column, read_columns
 from slimectl.data.json_values import jsonable
+from slimectl.data.prompt_images import folder_of, place_images
 from slimectl.data.records import RECORD_VERSION
 from slimectl.data.sources import NamedTables, open_table
 from slimectl.data.tables import Row, Table
 from slimectl.errors import RecordError, SettingsError
-from slimectl.types import Label, Prompt, Sample
+from slimectl.types import ImageSource, Label, Prompt, Sample
 
 Item = TypeVar("Item")
 Source = Callable[[int], Iterator[Item]]
@@ -73,6 +74,7 @@ def open_prompts(
     label_key: str = LABEL_KEY,
     metadata_key: str = "metadata",
     tool_key: str = "tools",
+    image_key: str = IMAGE_KEY,
     shuffle_seed: int | None = None,
     weights: Sequence[float] | None = None,
     mix_seed: int = 0,
@@ -96,7 +98,7 @@ def open_prompts(
 
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt.
     """
-    keys = Keys(input_key, label_key, metadata_key, tool_key)
+    keys = Keys(input_key, label_key, metadata_key, tool_key, image_key)
     if weights:
         check_weights(weights, sources)
         ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named)
@@ -182,14 +184,21 @@ def with_parts(
 ) -> Prompt:
     """Return the prompt of a row whose text and label have been read. Raises RecordError with the source location."""
     location, value = row
+    text = _checked(location, keys.input, columns.text, check)
+    images: list[ImageSource] = []
+    if isinstance(text, list) or column(value, keys.image):
+        text, images = _checked(
+            location, keys.image, column(value, keys.image), lambda cell: place_images(text, cell, folder_of(location))
+        )
     return Prompt(
-        text=_checked(location, keys.input, columns.text, check),
+        text=text,
         label=_checked(location, keys.label, columns.label, _label),
         index=index,
         metadata=_checked(location, keys.metadata, column(value, keys.metadata), _metadata),
         tools=_checked(location, keys.tool, column(value, keys.tool), _tools),
         source_location=location,
-        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool}),
+        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool, keys.image}),
+        images=images,
     )
 
 

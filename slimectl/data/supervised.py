@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.data.chat import STAND_INS, Template, as_chat, encode, located, shared
+from slimectl.data.chat import STAND_INS, Template, as_chat, encode, image_repeats, located, repeated, shared
+from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError, SettingsError
 from slimectl.types import Chat, Label, Prompt
 
@@ -36,6 +37,9 @@ def sft_sample(
         tokens, mask = assistant_mask(
             chat, tokenizer, Template(tokenizer, prompt, template_kwargs), from_message=from_message
         )
+        if prompt.images or has_images(chat):
+            counts = image_repeats(tokens, prompt, tokenizer)
+            tokens, mask = repeated(tokens, counts), repeated(mask, counts)
         if 1 not in mask:
             raise RecordError("prompt: no message of the assistant in the chat, and no label; nothing to imitate")
     first, end = mask.index(1), len(mask) - mask[::-1].index(1)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from slimectl.data.hashing import sample_seed
+from slimectl.data.images import images_of
 from slimectl.data.json_values import plain_number
 from slimectl.data.records import refused_path
 from slimectl.errors import HookError, RecordError
@@ -220,6 +221,8 @@ class UserRollout:
 
     def _check_groups(self, groups: list[Group]) -> None:
         location = f"{FUNCTION}: {self._hook.path}"
+        if any(images_of(sample) for sample in flatten(groups)):
+            raise HookError(f"{location}: prompts with images are sampled by slimectl alone; leave the function out")
         group_indices = [group[0].group_index for group in groups]
         if len(set(group_indices)) < len(group_indices):
             raise HookError(f"{location}: two groups of a round have the same group_index; take them from data_source")

@@ -79,6 +79,8 @@ class PackLayout:
     row_R: np.ndarray
     sources_R: np.ndarray
     targets_R: np.ndarray
+    paths: list[np.ndarray]
+    """Input position of each token of a row, for the rows of a pack with images; empty without any."""
 
     def predictions(self) -> Predictions:
         """Return what the language-model head computes: each state once, and each of its tokens once."""
@@ -97,6 +99,8 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
     spans: list[Span] = []
     sources: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     members = [i for trie in pack for i in trie.rows]
+    paths: list[np.ndarray] = []
+    sees = any(rows[i].images for i in members)
     for trie in pack:
         path = np.zeros(0, dtype=np.int64)
         for i, length, shared in zip(trie.rows, trie.lengths, trie.shared, strict=True):
@@ -104,6 +108,8 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
             start, count = len(tokens), length - shared
             path = np.concatenate([context, np.arange(start, start + count)])
             tokens += rows[i].tokens[shared:length]
+            if sees:
+                paths.append(path)
             positions.append(np.arange(shared, length))
             first = rows[i].prompt_length - 1
             sources.append(path[first : first + rows[i].response_length])
@@ -116,6 +122,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
     return PackLayout(
         members, np.array(tokens, dtype=np.int64), np.concatenate(positions), spans,
         np.repeat(np.arange(len(members)), responses), np.concatenate(sources), np.array(targets, dtype=np.int64),
+        paths,
     )  # fmt: skip
 
 

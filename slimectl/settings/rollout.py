@@ -34,6 +34,10 @@ class RolloutSettings(Section):
     tool_key: str = "tools"
     """Key of the tool schemas in a row."""
 
+    image_key: str = "images"
+    """Key of the images in a row: paths from the file's folder, or objects with `path` or `bytes`; each takes the place
+    of one <image> in the prompt, or of a part of type "image" (docs/vision.md)."""
+
     apply_chat_template: bool = False
     """Wrap string prompts as one user message in the model's chat template; chat lists always are. Where it is not set
     and the model has a template, a string prompt is sampled from as it stands, with a warning."""

@@ -93,6 +93,9 @@ class TrainSettings(Section):
     only_train_params_name_list: Texts = []
     """Regular expressions; only parameters whose Hugging Face name matches one are trained."""
 
+    freeze_vision_tower: bool = True
+    """Leave the vision tower of a model that reads images as it is; false trains it with the decoder (fsdp)."""
+
     custom_advantage_function_path: str | None = None
     """Your own estimator, by path, in place of the algorithm's: (args, rollout_data); it writes
     rollout_data["advantages"]."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from slimectl.data.chat import render, warn_of_raw_prompt
 from slimectl.data.hashing import sample_seed
+from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, encoded, extended
-from slimectl.errors import HookError, RecordError, SlimectlError
+from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
@@ -178,6 +179,7 @@ class GroupGenerator:
                 label=prompt.label,
                 metadata=copy.deepcopy(prompt.metadata),
                 extra=copy.deepcopy(prompt.extra),
+                multimodal_inputs={"images": list(prompt.images)} if prompt.images else None,
             )
             for i in range(n)
         ]
@@ -254,6 +256,7 @@ class _GenerationSession:
         self._attempts = attempts
         sample = self._sample = samples[0]
         self._together, self._draws = len(samples) > 1, 0
+        self._images = _image_arguments(sample, attempts.engine)
         self._before = list(sample.weight_versions)
         self._spans_before: list[VersionSpan] = sample.metadata.get(VERSION_SPANS) or []
         if len(set(self._before)) == 1:
@@ -282,7 +285,9 @@ class _GenerationSession:
         context = self._attempts.context
         if context is not None and len(tokens) >= context:
             return self._full_context_answer(len(tokens), context)
-        options = {"on_tokens": on_tokens} if on_tokens is not None and self._attempts.engine_reports_tokens else {}
+        options: dict[str, Any] = dict(self._images)
+        if on_tokens is not None and self._attempts.engine_reports_tokens:
+            options["on_tokens"] = on_tokens
         params = self._with_seed(params or self.params)
         completion = await self._attempts.engine.generate(tokens, params=params, **options)
         self._answers += 1
@@ -374,6 +379,17 @@ def _common_length(first: list[int], second: list[int]) -> int:
     if first[:length] == second[:length]:
         return length
     return next(i for i in range(length) if first[i] != second[i])
+
+
+def _image_arguments(sample: Sample, engine: Engine) -> dict[str, Any]:
+    """Return the argument `images` of a request, none without images. Raises SettingsError if the engine reads none."""
+    images = images_of(sample)
+    if images and not getattr(engine, "reads_images", False):
+        raise SettingsError(
+            'engine.backend: prompts with images are sampled by "embedded" in this process only; give it, or prompts'
+            " without images"
+        )
+    return {"images": images} if images else {}
 
 
 def is_per_group(agent: Agent) -> bool:

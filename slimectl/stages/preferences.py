@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
+from slimectl.data.images import images_of
 from slimectl.data.preferences import Preference
 from slimectl.errors import RecordError
 from slimectl.settings.algorithm import Pairwise
@@ -133,9 +134,16 @@ def _row(sample: Sample, algorithm: Pairwise) -> TrainingSample:
     if algorithm.trained_output == "log_probs":
         weights = [float(bit) for bit in sample.mask()]
         return TrainingSample(
-            sample.tokens, sample.response_length, weights, ref_log_probs=sample.ref_log_probs, group=sample.group_index
+            sample.tokens,
+            sample.response_length,
+            weights,
+            ref_log_probs=sample.ref_log_probs,
+            group=sample.group_index,
+            images=images_of(sample),
         )
     # A value belongs to the state before a token: one more token, never read, makes the value after the last available.
     tokens = [*sample.tokens, sample.tokens[-1]]
     weights = [0.0] * sample.response_length + [1.0]
-    return TrainingSample(tokens, sample.response_length + 1, weights, group=sample.group_index)
+    return TrainingSample(
+        tokens, sample.response_length + 1, weights, group=sample.group_index, images=images_of(sample)
+    )

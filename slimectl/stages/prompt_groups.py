@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slimectl.data.images import images_of
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError
 from slimectl.stages.generation import GroupGenerator
@@ -189,7 +190,13 @@ class UserDataSource:
 
 
 def _prompt(sample: Sample) -> Prompt:
-    return Prompt(sample.prompt, label=sample.label, index=sample.group_index, tools=sample.metadata.get("tools"))
+    return Prompt(
+        sample.prompt,
+        label=sample.label,
+        index=sample.group_index,
+        tools=sample.metadata.get("tools"),
+        images=images_of(sample),
+    )
 
 
 def _is_group(value: Any) -> bool:

@@ -112,4 +112,5 @@ def demonstration(prompt: Prompt, tokenizer: Any, settings: RolloutSettings, *, 
         status=Status.COMPLETED,
         metadata=prompt.metadata,
         extra=prompt.extra,
+        multimodal_inputs={"images": list(prompt.images)} if prompt.images else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from slimectl.data.images import images_of
 from slimectl.data.json_values import kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
@@ -37,7 +38,10 @@ def attach_log_probs(
     for batch in batched(samples, BATCH):
         lacking = [sample for sample in batch if recompute or getattr(sample, field) is None]
         rows = [
-            TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in lacking
+            TrainingSample(
+                s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index, images=images_of(s)
+            )
+            for s in lacking
         ]
         for sample, log_probs in zip(lacking, model.log_probs(rows) if rows else [], strict=True):
             setattr(sample, field, log_probs)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.filters import has_signal
 from slimectl.algorithms.metrics import zero_std_groups
+from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, routed_tokens
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
@@ -215,4 +216,5 @@ def _row(sample: Sample) -> TrainingSample:
         rollout_log_probs=sample.rollout_log_probs,
         group=sample.group_index,
         index=sample.index,
+        images=images_of(sample),
     )

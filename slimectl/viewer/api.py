@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.builders.trackers import roll_metrics
+from slimectl.data.images import thumbnail
 from slimectl.data.metrics_catalogue import CATALOGUE
+from slimectl.data.prompt_images import record_images
 from slimectl.data.records import sample_from_json
 from slimectl.data.sample_index import SampleIndex
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, SlimectlError
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
@@ -48,6 +51,7 @@ class ViewApi:
             "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
             "sample": self._sample,
             "raw": self._raw,
+            "images": self._images,
             "explain": self._explain,
             "prompt": self._prompt,
             "compare": self._compare,
@@ -130,6 +134,19 @@ class ViewApi:
 
     def _raw(self, parameters: Parameters) -> Any:
         return self._index(parameters).record(_integer(parameters, "row"))
+
+    def _images(self, parameters: Parameters) -> list[dict[str, str]]:
+        """Return the images of a sample, small, as addresses that hold them; in place of one that is gone, why."""
+        record = self._index(parameters).record(_integer(parameters, "row"))
+        answers = []
+        for source in record_images(record, self._file(parameters).path.parent):
+            name = source if isinstance(source, str) else "in the record"
+            try:
+                data = base64.b64encode(thumbnail(source)).decode()
+                answers.append({"name": name, "address": f"data:image/png;base64,{data}"})
+            except SlimectlError as error:
+                answers.append({"name": name, "error": str(error)})
+        return answers
 
     def _explain(self, parameters: Parameters) -> dict[str, Any]:
         """Grade a sample again by the run's verifier and return its explanation."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.filter_expression import FilterExpression, field_of
+from slimectl.data.prompt_images import content_text
 from slimectl.data.sample_index import COLUMNS, STATUSES, SampleIndex, prompt_hash
 from slimectl.errors import SettingsError
 
@@ -144,7 +145,7 @@ def prompts_with(index: SampleIndex, text: str) -> dict[int, Any]:
 def prompt_text(prompt: Any) -> str:
     """Return the text of a prompt; of a chat, the texts of its messages."""
     if isinstance(prompt, list):
-        return "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
+        return "\n".join(content_text(message.get("content", "")) for message in prompt if isinstance(message, dict))
     return str(prompt)
 
 
@@ -337,7 +338,7 @@ def _change(
 def preview(prompt: Any) -> str:
     """Return the beginning of a prompt; of a chat, that of its last message."""
     if isinstance(prompt, list):
-        contents = [message.get("content") for message in prompt if isinstance(message, dict)]
+        contents = [content_text(message.get("content")) for message in prompt if isinstance(message, dict)]
         prompt = contents[-1] if contents else ""
     return (prompt if isinstance(prompt, str) else str(prompt))[:PREVIEW]
 

@@ -12,6 +12,7 @@ import torch
 from architectures.hf_models import CONFIGS, saved
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vision_models import vision_model
 
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
@@ -60,6 +61,17 @@ def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: P
     summary = convert_checkpoint(model(name, tmp_path / "hf"), tmp_path / "torch_dist", to="torch_dist")
     assert summary["verified"]
     assert summary["logits_max_difference"] < 1e-5
+
+
+def test_a_vision_model_goes_there_and_back_with_its_tower_and_its_processor(tmp_path: Path):
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
+    source = vision_model(tmp_path / "hf")
+    summary = convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist")
+    assert summary["logits_max_difference"] < 1e-5  # of the decoder, without images
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    same(tensors(tmp_path / "back"), tensors(source))
+    for name in ("config.json", "preprocessor_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_experts_in_one_tensor_are_taken_apart(tmp_path: Path):

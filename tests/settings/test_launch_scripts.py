@@ -149,6 +149,8 @@ def test_scripts_of_drawn_flags_become_settings_and_no_flag_vanishes(seed: int, 
          {"track.with": ["stdout", "tensorboard"],
           "track.kwargs": {"tensorboard": {"log_dir": "tensorboard_log/p/e"}}}),
         ("--num-rollout 5 --num-rollout 7", {"run.num_rollout": 7}),
+        ("""--multimodal-keys '{"image": "pictures"}'""", {"rollout.image_key": "pictures"}),
+        ("""--multimodal-keys '{"image": "pictures", "video": "clips"}'""", {"rollout.image_key": None}),
         ("--train-backend fsdp --gradient-checkpointing --tensor-model-parallel-size 2",
          {"train.backend": None, "train.gradient_checkpointing": True, "megatron.tensor_model_parallel_size": None}),
     ],
@@ -236,6 +238,13 @@ def test_a_size_that_follows_from_an_unknown_one_is_not_guessed(tmp_path: Path):
 
 def test_a_flag_whose_value_does_not_matter_needs_none(tmp_path: Path):
     assert settings_of(tmp_path, f"{TRAIN} --dump-details /dumps/$(date +%F)")["run.keep_samples"] == "train"
+
+
+def test_images_of_verl_keep_their_column_and_their_tower(tmp_path: Path):
+    tower = "actor_rollout_ref.actor.freeze_vision_tower=false"
+    text = f"python3 -m verl.trainer.main_ppo data.train_files=/d.parquet data.image_key=pictures {tower}\n"
+    settings = settings_of(tmp_path, text)
+    assert (settings["rollout.image_key"], settings["train.freeze_vision_tower"]) == ("pictures", False)
 
 
 def test_supervised_training_of_verl_is_sft(tmp_path: Path):

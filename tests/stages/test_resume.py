@@ -10,24 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workshop import Workshop, set_up
+from workshop import Workshop, killed, set_up
 
 KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 """Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
-
-
-def killed(workshop: Workshop, arguments: list[str], metrics: Path, at_bytes: int) -> bool:
-    """Start a run and kill -9 it once its metrics have grown to `at_bytes`; False if it ended first."""
-    process = workshop.start(*arguments, stderr=subprocess.DEVNULL)
-    started = metrics.parent / "run.toml"
-    while process.poll() is None:
-        size = metrics.stat().st_size if metrics.exists() else (0 if started.exists() else -1)
-        if size >= at_bytes:
-            process.kill()
-            process.wait()
-            return True
-        time.sleep(0.002)
-    return False
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +16,7 @@ from pathlib import Path
 import forkserver
 import pytest
 from views import TOKEN, View, hostile_samples, viewing
+from vision_models import image_file
 
 from slimectl.errors import SettingsError
 from slimectl.viewer.library import Library
@@ -170,3 +173,22 @@ def test_the_command_prints_an_address_and_ends_by_a_signal(folder: Path, number
     _, words = process.communicate(timeout=300)
     assert process.returncode == code
     assert b"Traceback" not in words
+
+
+def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
+    image_file(tmp_path / "a.png", width=900, height=300)
+    (tmp_path / "secret.txt").write_text("the secret")
+    images = ["a.png", "secret.txt", {"bytes": base64.b64encode((tmp_path / "a.png").read_bytes()).decode()}]
+    record = {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]}
+    lines = [record | {"index": 0, "multimodal_inputs": {"images": images}}, record | {"index": 1}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with viewing(tmp_path / "samples.jsonl") as view:
+        file = view.ask("catalogue")["files"][0]["id"]
+        first, second, third = view.ask(f"images?file={file}&row=0")
+        assert view.ask(f"images?file={file}&row=1") == []
+        assert view.ask(f"groups?file={file}")["groups"][0]["prompt"] == "<image>Why?"
+    assert (first["name"], third["name"]) == (str(tmp_path / "a.png"), "in the record")
+    assert first["address"] == third["address"]
+    data = base64.b64decode(first["address"].removeprefix("data:image/png;base64,"))
+    assert struct.unpack(">II", data[16:24]) == (256, 85)
+    assert second["error"].endswith("secret.txt: is no image of PNG, JPEG, WEBP, GIF, BMP; convert it")

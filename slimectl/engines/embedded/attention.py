@@ -40,6 +40,12 @@ class Rope:
         self._cos_P1D = torch.empty(0)
         self._sin_P1D = torch.empty(0)
         self._frequencies(1)
+        self._sections = config.rope_parameters.get("mrope_section")
+        if self._sections and (self._kind != "default" or 2 * sum(self._sections) != head_dim):
+            raise CheckpointError(
+                f"config.json: mrope_section {self._sections} with rope_type {self._kind!r} and heads of {head_dim}:"
+                " the embedded engine knows it with rope_type default and a sum of half a head"
+            )
 
     @property
     def reusable_tokens(self) -> float:
@@ -51,6 +57,13 @@ class Rope:
         if longest > self._cos_P1D.shape[0]:
             self._grow(max(longest, 2 * self._cos_P1D.shape[0], 256))
         return self._cos_P1D[positions_N], self._sin_P1D[positions_N]
+
+    def section_rows(self, positions_3N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [N, 1, D] for positions along time, height and width, of which each has its sections."""
+        axis_D = torch.repeat_interleave(torch.arange(3), torch.tensor(self._sections)).repeat(2)
+        rows = (table_3N1D.permute(3, 0, 1, 2) for table_3N1D in self.rows(positions_3N, longest))
+        cos, sin = (part[torch.arange(len(axis_D)), axis_D].permute(1, 2, 0).contiguous() for part in rows)
+        return cos, sin
 
     def prompt_rows(self, positions_N: Tensor, lengths: list[int], longest: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [N, 1, D] for prompts, concatenated; each lacks at most its first `reusable_tokens`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.data.images import Patches
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.grammar import (
     GrammarState,
@@ -26,6 +27,7 @@ from slimectl.engines.embedded.grammar import (
 )
 from slimectl.engines.embedded.json_grammar import json_grammar
 from slimectl.engines.embedded.model import Model, TokenScores
+from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
@@ -33,7 +35,7 @@ from slimectl.engines.embedded.weights import WeightLoader
 from slimectl.engines.limits import check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, JsonGrammar, SamplingParams
+from slimectl.types import Completion, ImageSource, JsonGrammar, SamplingParams
 
 MOST_GRAMMARS = 8
 """Grammars that an engine keeps, with the masks of their states."""
@@ -50,12 +52,21 @@ def make_sequence(
     top_count: int = 0,
     grammar: TokenGrammar | None = None,
     reports_experts: bool = False,
+    pictures: Pictures | None = None,
+    images: Sequence[Patches] = (),
 ) -> RunningSequence:
-    """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError."""
+    """Create the sequence that continues `tokens`; its answer is awaited in the running loop. Raises SettingsError.
+
+    `images` are those of the placeholder tokens, in their order; they need the `pictures` of the model.
+    """
     check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
+    prompt, rope_shift = tuple(tokens), 0
+    if pictures is not None and images:
+        images = pictures.shared(images)
+        prompt, rope_shift = pictures.marked(tokens, images)
     end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
     return RunningSequence(
-        prompt=tuple(tokens),
+        prompt=prompt,
         params=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
         limit=min(params.max_tokens, max_context - len(tokens)),
@@ -65,6 +76,8 @@ def make_sequence(
         top_count=top_count,
         grammar=None if grammar is None else GrammarState(grammar, sorted(end_tokens)),
         reports_experts=reports_experts,
+        images=tuple(images),
+        rope_shift=rope_shift,
     )
 
 
@@ -91,8 +104,11 @@ class EmbeddedEngine:
         end_token_ids: Sequence[int] = (),
         prefix_cache_gib: float = 1.0,
         reports_experts: bool = False,
+        images: Callable[[ImageSource], Patches] | None = None,
     ) -> None:
-        self.max_context = max_context or int(config.max_position_embeddings)
+        """`images` processes an image for a model that reads some."""
+        text_config = config.get_text_config()
+        self.max_context = max_context or int(text_config.max_position_embeddings)
         self.device = device
         torch_device = self._device = torch.device(device)
         self._model = Model(config, dtype=dtype, device=torch_device)
@@ -104,7 +120,8 @@ class EmbeddedEngine:
             device=torch_device,
         )
         self._detokenizer = Detokenizer(tokenizer)
-        self._end_tokens = _ids(config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        self._process_image = images if self._model.pictures is not None else None
+        self._end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
         self._tokenizer = tokenizer
         self._tokens: Vocabulary | None = None
         self._grammars: dict[JsonGrammar, TokenGrammar] = {}
@@ -162,15 +179,22 @@ class EmbeddedEngine:
         return self._runner.scheduler.waiting
 
     async def generate(
-        self, tokens: list[int], *, params: SamplingParams, on_tokens: OnTokens | None = None
+        self,
+        tokens: list[int],
+        *,
+        params: SamplingParams,
+        images: Sequence[ImageSource] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Continue `tokens`; `on_tokens` is called with every new one.
+        """Continue `tokens`, in which each of the `images` has its placeholder tokens.
+
+        `on_tokens` is called with every new token.
 
         Raises SettingsError if they leave no room in the context, BackendError while there are no weights.
         """
         if params.grammar is not None:
             await asyncio.to_thread(self.grammar, params.grammar)
-        sequence = self.request(tokens, params)
+        sequence = self.request(tokens, params, images=images)
         if on_tokens is not None:
             sequence.follow(on_tokens)
         self.submit(sequence)
@@ -185,8 +209,19 @@ class EmbeddedEngine:
         """Whether the model is a mixture of experts."""
         return self._model.expert_choices > 0
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether `generate` takes images."""
+        return self._process_image is not None
+
     def request(
-        self, tokens: list[int], params: SamplingParams, *, top_count: int = 0, reports_experts: bool | None = None
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        top_count: int = 0,
+        images: Sequence[ImageSource] = (),
+        reports_experts: bool | None = None,
     ) -> Running:
         """Create the sequence of a request, whose answer is awaited in the running event loop. Raises SettingsError.
 
@@ -202,7 +237,14 @@ class EmbeddedEngine:
             top_count=top_count,
             grammar=None if params.grammar is None else self.grammar(params.grammar),
             reports_experts=self._reports_experts if reports_experts is None else reports_experts,
+            pictures=self._model.pictures,
+            images=[self._patches(image) for image in images],
         )
+
+    def _patches(self, image: ImageSource) -> Patches:
+        if self._process_image is None:
+            raise SettingsError("engine: this model reads no images; give one of the family qwen2_5_vl")
+        return self._process_image(image)
 
     def grammar(self, grammar: JsonGrammar) -> TokenGrammar:
         """Return a grammar over this model's tokens. Raises SettingsError for a schema that it cannot keep.

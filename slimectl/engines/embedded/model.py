@@ -1,4 +1,4 @@
-"""The forward pass of the llama, qwen2, qwen3 and qwen3_moe families.
+"""The forward pass of the llama, qwen2, qwen3, qwen3_moe and qwen2_5_vl families.
 
 N rows (one a token) · C of them · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L layers ·
 T tokens · k experts of a token.
@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
 from slimectl.engines.embedded.scheduler import TopTokens
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
 CHUNK_LOGITS = 2**23
 """Logits in memory at once when token log-probabilities are computed: 32 MiB in float32."""
 
@@ -72,7 +74,8 @@ class TokenScores:
 class Inputs(NamedTuple):
     """Last token of each sequence and its position; `longest` bounds their lengths, `longest_slot` those of the slots.
 
-    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any.
+    `offsets_B` are the tokens that a sequence reads from `spans`; None if none reads any. `rope_shift_B` is added to
+    positions for the rotary embedding: images take fewer positions than tokens; None without images.
     """
 
     tokens_B: Tensor
@@ -81,13 +84,15 @@ class Inputs(NamedTuple):
     longest_slot: int
     offsets_B: Tensor | None = None
     spans: Sequence[Span] = ()
+    rope_shift_B: Tensor | None = None
 
 
 class Model:
     """Weights and forward pass; the caller owns the cache."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device) -> None:
-        _check(config)
+        whole, config = config, config.get_text_config()
+        _check(whole.model_type, config)
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
@@ -95,11 +100,15 @@ class Model:
         self._dtype = dtype
         self._device = device
         self._eps = float(config.rms_norm_eps)
-        self.weights = Weights(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device)
         self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
         """Experts of a token; 0 in a dense model."""
+        self.pictures: Pictures | None = None
+        tokens = ImageTokens.of(whole)
+        if tokens is not None and self.weights.vision is not None:
+            self.pictures = Pictures(tokens, self.weights.vision, dtype=dtype, device=device)
 
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
@@ -121,7 +130,8 @@ class Model:
         starts = [0 if node is None else node.end for node in nodes]
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
-        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before)
+        pictures = None if self.pictures is None else self.pictures.inputs(prompts, starts)
+        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before, pictures)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
         prefixes = [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
@@ -154,15 +164,24 @@ class Model:
         return scores
 
     def _prefill_pass(
-        self, prompts: list[tuple[int, ...]], prefixes: Sequence[Sequence[Tensor]]
+        self,
+        prompts: list[tuple[int, ...]],
+        prefixes: Sequence[Sequence[Tensor]],
+        pictures: PictureInputs | None = None,
     ) -> tuple[Prefill, Tensor, Tensor, Tensor | None]:
         """Run concatenated prompts; returns attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
         lengths = [len(prompt) for prompt in prompts]
         layers = len(self.weights.layers)
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
-        return attend, tokens_N, *self._hidden(tokens_N, rope, attend)
+        if pictures is None:
+            rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
+            return attend, tokens_N, *self._hidden(self._embedded(tokens_N), rope, attend)
+        stream_NE = self._embedded(tokens_N.clamp(min=0))
+        if len(pictures.rows_R):
+            stream_NE[pictures.rows_R] = pictures.embeddings_RE
+        rope = self._rope.section_rows(pictures.positions_3N, attend.longest)
+        return attend, tokens_N, *self._hidden(stream_NE, rope, attend)
 
     def decode(self, inputs: Inputs, cache: Cache) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k]."""
@@ -175,24 +194,30 @@ class Model:
             offsets_B=inputs.offsets_B,
             spans=inputs.spans,
         )
-        rope = self._rope.rows(inputs.positions_B, inputs.longest)
-        stream_BE, experts_BLk = self._hidden(inputs.tokens_B, rope, attend)
+        positions_B = inputs.positions_B
+        if inputs.rope_shift_B is not None:
+            positions_B = positions_B + inputs.rope_shift_B
+        rope = self._rope.rows(positions_B, inputs.longest)
+        stream_BE, experts_BLk = self._hidden(self._embedded(inputs.tokens_B), rope, attend)
         return self._logits(stream_BE), experts_BLk
 
-    def _hidden(
-        self, tokens_N: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [N, E] after the last block, and the experts [N, L, k] in a model that has them.
+    def _embedded(self, tokens_N: Tensor) -> Tensor:
+        return F.embedding(tokens_N, self.weights.embedding_VE)
 
-        The part of a dense layer is zeros.
+    def _hidden(
+        self, stream_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream [N, E] after the last block, from that before the first, and the experts.
+
+        The experts are [N, L, k] in a model that has them; the part of a dense layer is zeros.
         """
         cos_N1D, sin_N1D = rope
         rotated_heads = self.heads + self.kv_heads
-        rows = tokens_N.shape[0]
+        rows = stream_NE.shape[0]
         experts_NLk = None
         if self.expert_choices:
-            experts_NLk = tokens_N.new_zeros(rows, len(self.weights.layers), self.expert_choices, dtype=torch.int16)
-        stream_NE = F.embedding(tokens_N, self.weights.embedding_VE)
+            shape = (rows, len(self.weights.layers), self.expert_choices)
+            experts_NLk = torch.zeros(shape, dtype=torch.int16, device=stream_NE.device)
         for index, layer in enumerate(self.weights.layers):
             qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
             qk_NHD = qkv_NHD[:, :rotated_heads]
@@ -217,11 +242,10 @@ class Model:
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
 
 
-def _check(config: Any) -> None:
-    if config.model_type not in FAMILIES:
+def _check(model_type: str, config: Any) -> None:
+    if model_type not in FAMILIES:
         raise CheckpointError(
-            f"config.json: the embedded engine does not know model_type {config.model_type!r}; "
-            f"it runs {', '.join(FAMILIES)}"
+            f"config.json: the embedded engine does not know model_type {model_type!r}; it runs {', '.join(FAMILIES)}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(

@@ -106,6 +106,7 @@ class Runner:
                 batch.longest_slot,
                 None if batch.offsets_B is None else batch.offsets_B[:decoding],
                 shared_spans([sequence.shared for sequence in batch.sequences[:decoding]], device=self._device),
+                None if batch.rope_shift_B is None else batch.rope_shift_B[:decoding],
             )
             logits_BV, experts_BLk = self.model.decode(inputs, self._cache)
             logits.insert(0, logits_BV)

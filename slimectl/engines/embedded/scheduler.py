@@ -16,6 +16,7 @@ from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from slimectl.data.images import Patches
     from slimectl.engines.embedded.detokenizer import StopScanner
     from slimectl.engines.embedded.grammar import GrammarState
     from slimectl.engines.embedded.prefix_tree import Node
@@ -34,8 +35,10 @@ class RunningSequence:
     each weight version with the index of its first token. `grown` is called after every token, in the engine's thread.
     `grammar` restricts the tokens, if it is given; `top` has the `top_count` likeliest tokens in place of each token.
     `shared` is the end of what it reads from the prefix tree, its slot has the tokens behind it; `reusable` says that
-    all its keys and values are the current weights'. `experts` has those of the tokens that were read, [T, L, k] in
-    parts; a token that is computed again keeps the first ones. The answer has them if `reports_experts`.
+    all its keys and values are the current weights'. `images` are those of the prompt, which has their ids in place of
+    their tokens; `rope_shift` is what they add to later rotary positions. `experts` has those of the tokens that were
+    read, [T, L, k] in parts; a token that is computed again keeps the first ones. The answer has them if
+    `reports_experts`.
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +62,8 @@ class RunningSequence:
     reusable: bool = False
     experts: list[Tensor] = field(default_factory=list)
     reports_experts: bool = False
+    images: tuple[Patches, ...] = ()
+    rope_shift: int = 0
 
     def __post_init__(self) -> None:
         self.prefix = self.prompt

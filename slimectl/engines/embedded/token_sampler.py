@@ -155,6 +155,8 @@ class Batch:
         offsets_B = np.array([sequence.offset for sequence in sequences])
         self.offsets_B = torch.from_numpy(offsets_B).to(device) if offsets_B.any() else None
         self.longest_slot = int((state_BC[:, 1] - offsets_B).max()) + 1
+        shifts_B = np.array([sequence.rope_shift for sequence in sequences])
+        self.rope_shift_B = torch.from_numpy(shifts_B).to(device) if shifts_B.any() else None
         self._drawn_B, self._seeds_B = state_BC[:, 2].astype(np.uint64), _mix_bits(state_BC[:, 3].astype(np.uint64))
         self._steps_to_ban = int((state_BC[:, 4] - state_BC[:, 2]).max())
         knobs_BC = np.array([_sampling_values(sequence.params) for sequence in sequences], dtype=np.float32)

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimectl.architectures.qwen_vl import published_name
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.vision import VisionTower
 from slimectl.errors import CheckpointError
 
+BIASED = ("qwen2", "qwen2_5_vl_text")
+"""Model types with a bias on query, key and value without a key for it in config.json."""
 NORMED = ("qwen3", "qwen3_moe")
 """Families that normalize queries and keys, head by head."""
 
@@ -52,7 +56,9 @@ class Weights:
     """Storage that is allocated once and written in place."""
 
     def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._config = config
+        self.tied = bool(config.tie_word_embeddings)
+        vision = getattr(config, "vision_config", None)
+        self._config = config = config.get_text_config()
         self._head_dim = head_dim
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._packs = can_pack(dtype, device)
@@ -61,7 +67,9 @@ class Weights:
         self.embedding_VE = self._tensor("model.embed_tokens.weight", vocabulary, hidden)
         self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm_E = self._tensor("model.norm.weight", hidden)
-        self.tied = bool(config.tie_word_embeddings)
+        self.vision = None
+        if vision is not None:
+            self.vision = VisionTower(vision, tensor=self._tensor, linear=self._linear)
         if self.tied:
             self.head = Linear(
                 hidden, [vocabulary], bias=False, packs=self._packs, weight_OI=self.embedding_VE, **self._tensor_options
@@ -78,6 +86,7 @@ class Weights:
         # Old checkpoints carry the table that config.json defines; a tied head is the embedding.
         if name.endswith("rotary_emb.inv_freq"):
             return None
+        name = self.published_name(name)
         tied_head = self.tied and name == "lm_head.weight"
         place = self.places.get("model.embed_tokens.weight" if tied_head else name)
         if place is None:
@@ -85,6 +94,10 @@ class Weights:
         if tuple(tensor.shape) != place.shape:
             raise CheckpointError(f"weights: {name} has shape {list(tensor.shape)}, expected {list(place.shape)}")
         return None if tied_head else place
+
+    def published_name(self, name: str) -> str:
+        """Return a tensor's name in published checkpoints; transformers' modules have others in a vision model."""
+        return name if self.vision is None else published_name(name)
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -95,7 +108,7 @@ class Weights:
             place = self.place(name, tensor)
             if place is not None:
                 place.view.copy_(tensor)
-                names.add(name)
+                names.add(self.published_name(name))
                 if place.linear is not None:
                     touched[id(place.linear)] = place.linear
         for linear in touched.values():
@@ -128,7 +141,7 @@ class Weights:
         biased = bool(getattr(config, "attention_bias", False))
         return Layer(
             input_norm_E=self._tensor(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self._linear(hidden, widths, bias=biased or config.model_type == "qwen2"),
+            qkv=self._linear(hidden, widths, bias=biased or config.model_type in BIASED),
             qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if config.model_type in NORMED else None,
             o=self._linear(heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=biased),
             post_norm_E=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.architectures.fused_experts import views
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
+from slimectl.architectures.qwen_vl import published_name
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
+from slimectl.policies.fsdp.vision import decoder_input, decoder_of, tower_of
 from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
 from slimectl.policies.recompute import Recompute, recompute_layers
 
@@ -39,9 +42,9 @@ class PackedModel(nn.Module):
 
     def hidden(self, layout: PackedBatch) -> Tensor:
         """Hidden states [U, H] that predict the pack's response tokens."""
-        hidden_1TH = self.hf.base_model(
-            input_ids=layout.tokens_T[None], position_ids=layout.positions_T[None], use_cache=False, layout=layout
-        ).last_hidden_state
+        decoder = decoder_of(self.hf)
+        arguments = decoder_input(self.hf, layout.tokens_T, layout.positions_T, layout.images)
+        hidden_1TH = decoder(**arguments, use_cache=False, layout=layout).last_hidden_state
         hidden_UH: Tensor = hidden_1TH[0].index_select(0, layout.predictions.sources_U)
         return hidden_UH
 
@@ -84,7 +87,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
 
     Raises CheckpointError if packed training does not support it, SettingsError for modules that it has not.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not (model_dir / "config.json").is_file():
         raise CheckpointError(f"{model_dir}: no config.json; give a Hugging Face checkpoint directory")
@@ -92,8 +95,11 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = attention.RECOMPUTED if recompute.includes("core_attn") else attention.NAME
+        auto = AutoModelForCausalLM
+        if config.model_type in MODEL_TYPES:
+            auto, config.vision_config._attn_implementation = AutoModelForImageTextToText, "sdpa"
         with _parameters_on_meta():
-            hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            hf: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
@@ -118,7 +124,7 @@ def _set_recompute(hf: Any, recompute: Recompute) -> None:
 
 def _unsupported(hf: Any) -> str:
     """Reason why packed training cannot reproduce this model; empty if it can."""
-    config = hf.config
+    config = hf.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     head = hf.get_output_embeddings()
     if not kinds <= {"full_attention", "sliding_attention"}:
@@ -135,7 +141,7 @@ def _unsupported(hf: Any) -> str:
 
 def decoder_layers(hf: Any) -> nn.ModuleList:
     """Return the decoder layers: the units of sharding and of recomputation."""
-    layers: nn.ModuleList = hf.base_model.layers
+    layers: nn.ModuleList = decoder_of(hf).layers
     return layers
 
 
@@ -176,7 +182,10 @@ class ParameterNames:
             self.shapes[name] = tuple(parameter.shape)
         for name, buffer in persistent_buffers(hf).items():
             self.slots[name], self.shapes[name] = Slot(first.setdefault(id(buffer), name)), tuple(buffer.shape)
-        self.pieces: dict[str, list[str]] = {name: [name] for name in first.values()}
+        self._published = {name: published_name(name) for name in self.slots} if tower_of(hf) is not None else {}
+        for name, published in self._published.items():
+            self.slots[published], self.shapes[published] = self.slots[name], self.shapes[name]
+        self.pieces: dict[str, list[str]] = {name: [self._published.get(name, name)] for name in first.values()}
         """Names of the tensors that a checkpoint has for a parameter: its own, or those of the experts."""
         for name, view in views({name: self.shapes[name] for name in first.values()}).items():
             self.slots[name], self.shapes[name] = Slot(view.source, view.index), view.shape
@@ -187,8 +196,9 @@ class ParameterNames:
     @property
     def ties(self) -> Iterator[tuple[str, str]]:
         """(alias, first name) of tied parameters."""
+        published = set(self._published.values()) - self._published.keys()
         for alias, slot in self.slots.items():
-            if slot.index is None and slot.parameter != alias:
+            if slot.index is None and slot.parameter != alias and alias not in published:
                 yield alias, slot.parameter
 
     def matched(self, tensors: Iterator[tuple[str, Tensor]], path: Path) -> Iterator[tuple[str, Slot, Tensor]]:

@@ -6,7 +6,7 @@ P tokens of a context. All tensors are built once per pack and read by every lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from slimectl.algorithms.packing import Pack
+from slimectl.data.images import ImageProcessor
 from slimectl.policies.causal_attention import CHUNK
+from slimectl.policies.fsdp.vision import ImageBatch, image_batch
 from slimectl.policies.pack_layout import Predictions, Span, lay_out
 from slimectl.types import TrainingSample
 
@@ -64,13 +66,19 @@ class PackedBatch:
     """Row of the grid of each input position."""
     causal: list[CausalBucket]
     branches: list[BranchBucket]
+    images: ImageBatch | None = None
     attention_calls: int = field(default=0)
 
 
 def build_packed_batch(
-    rows: Sequence[TrainingSample], pack: Pack, *, dtype: torch.dtype, device: torch.device
+    rows: Sequence[TrainingSample],
+    pack: Pack,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    processor: Callable[[], ImageProcessor] | None = None,
 ) -> PackedBatch:
-    """Build the layout of `pack`; attention masks have `dtype`."""
+    """Build the layout of `pack`; attention masks and patches have `dtype`. `processor` reads images."""
     layout = lay_out(rows, pack)
     order, causal, branches = _grid(layout.spans, dtype=dtype, device=device)
     order_N = torch.from_numpy(order).to(device)
@@ -86,6 +94,7 @@ def build_packed_batch(
         row_R=as_tensor(layout.row_R), targets_R=as_tensor(layout.targets_R),
         predictions=layout.predictions().to(device), order_N=order_N.clamp(min=0), place_T=place_T,
         causal=causal, branches=branches,
+        images=image_batch(rows, layout, processor, dtype=dtype, device=device),
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ R response tokens of a pack.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
+from slimectl.architectures.qwen_vl import TOWER
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
+from slimectl.data.images import processor_of
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -70,6 +73,7 @@ class FsdpTrainer:
         share_prefixes: bool = True,
         freeze: Sequence[str] = (),
         train_only: Sequence[str] = (),
+        freeze_vision_tower: bool = True,
         trains: bool = True,
         lora: LoraOptions | None = None,
         offload: Literal["optimizer", "parameters"] | None = None,
@@ -99,6 +103,8 @@ class FsdpTrainer:
         self.model = self._wrap_model(hf)
         present_names = [name for name, _ in hf.named_parameters()]
         names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
+        if freeze_vision_tower:
+            names = {name for name in names if not re.search(TOWER, name)}
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
         self.masters = MasterWeights(
@@ -333,7 +339,13 @@ class FsdpTrainer:
     def _forward(
         self, rows: Sequence[TrainingSample], pack: Pack, *, entropy: bool
     ) -> tuple[PackedBatch, Tensor, Tensor | None]:
-        layout = build_packed_batch(rows, pack, dtype=self.compute_dtype, device=self.device)
+        layout = build_packed_batch(
+            rows,
+            pack,
+            dtype=self.compute_dtype,
+            device=self.device,
+            processor=partial(processor_of, str(self.model_dir)),
+        )
         if self.replay is not None:
             self.replay.set(rows, layout)
         values_R, entropy_R = self.model(layout, entropy=entropy)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
 from slimectl.architectures.parallel import ParallelLayout
+from slimectl.errors import SettingsError
 from slimectl.policies.megatron.rotary import Angles
 from slimectl.policies.pack_layout import Predictions, lay_out
 from slimectl.types import TrainingSample
@@ -161,6 +162,8 @@ def laid_out(
 ) -> Batch:
     """Build the part of `pack` for context-parallel rank `rank`; rows share tokens where there is one such rank."""
     pack_layout = lay_out(rows, pack)
+    if pack_layout.paths:
+        raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
     spans = pack_layout.spans
     sequences = packed(
         [span.length for span in spans], layout, rank=rank, device=device, contexts=[span.context for span in spans]

@@ -88,6 +88,15 @@ def json_object(flag: Flag) -> Any:
     return value
 
 
+def image_column(flag: Flag) -> str:
+    """`{"image": "COLUMN"}` as the name of the column."""
+    columns = json_object(flag)
+    others = sorted(columns.keys() - {"image"})
+    if others or not isinstance(columns.get("image"), str):
+        raise ValueError(f"names a column of {others[0] if others else 'nothing'}; this version reads images only")
+    return str(columns["image"])
+
+
 def texts(flag: Flag) -> list[str]:
     """Words, as a list."""
     return [text for text in flag.texts if text.lower() not in ("none", "null")]

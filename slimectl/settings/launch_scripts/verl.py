@@ -56,7 +56,8 @@ DATA = (
         "data.dataloader_num_workers data.trust_remote_code data.return_multi_modal_inputs",
         text="prompts are chats, and the tokenizer is the model's",
     ),
-    Row("data.image_key data.video_key", text="samples with images are not trained on by this version"),
+    Row("data.image_key", "rollout.image_key"),
+    Row("data.video_key", text="videos are not read by this version"),
     Row(
         "data.custom_cls.path data.custom_cls.name data.datagen.path data.sampler.class_path",
         text="rollout.data takes module:function, and rollout.data_source_path a class of yours",
@@ -106,7 +107,7 @@ POLICY = (
     Row(f"{ACTOR}kl_loss_type", "algorithm.kl_loss_type", "kl is k1, mse is k2",
         choice(kl="k1", k1="k1", mse="k2", k2="k2", k3="k3", low_var_kl="low_var_kl")),
     Row(f"{ACTOR}tis_imp_ratio_cap", "algorithm.tis_clip", "above 0 also algorithm.use_tis", positive),
-    Row(f"{ACTOR}freeze_vision_tower", text="set train.freeze_params_name_list to its names"),
+    Row(f"{ACTOR}freeze_vision_tower", "train.freeze_vision_tower", "where it is not given verl trains the tower", on),
     Row(f"{OPTIM}lr optim.lr", "train.lr"),
     Row(f"{OPTIM}lr_warmup_steps", "train.lr_warmup_iters", "negative is none", positive),
     Row(f"{OPTIM}warmup_style {OPTIM}lr_scheduler_type {OPTIM}lr_decay_style", "train.lr_decay_style",

@@ -65,6 +65,8 @@ export async function samplePage(context, [id, row]) {
   const record = first.record;
   const raw = h("details", {}, h("summary", {}, "Record"), h("div"));
   raw.addEventListener("toggle", async () => { if (raw.open && !raw.lastChild.children.length) raw.lastChild.append(textBlock(JSON.stringify(await ask("raw", { file: id, row }), null, 1))); });
+  const pictures = h("div", { class: "pictures" });
+  if (record.multimodal_inputs) ask("images", { file: id, row }).then((images) => replace(pictures, images.map(picture)), (error) => replace(pictures, h("p", {}, visible(error.message))));
   return {
     title: `sample ${record.index ?? row}`,
     element: h("div", {},
@@ -73,13 +75,18 @@ export async function samplePage(context, [id, row]) {
         + `${first.prompt_length} + ${first.total - first.prompt_length} tokens · `, link(`#/prompt/${file.run ?? ""}/${first.hash}`, "this prompt over time")),
       record.metadata?.error ? h("p", { class: "error" }, visible(record.metadata.error)) : null,
       record.metadata?.explanation ? h("p", {}, visible(`${record.metadata.explanation.extracted ?? "nothing"} from ${record.metadata.explanation.from}: ${record.metadata.explanation.why}`)) : null,
-      modes, details, first.total ? tokens : textBlock(record.response ?? ""),
+      pictures, modes, details, first.total ? tokens : textBlock(record.response ?? ""),
       first.branches ? h("section", { "aria-label": "Branches" }, h("h3", {}, "Branches of this attempt"), branchTree(id, first.branches, Number(row))) : null,
       h("h3", {}, "Commands"), h("ul", { class: "commands" }, first.commands.map(({ title, command }) => h("li", {}, `${title} `, copyButton(command), h("code", {}, visible(command))))),
       raw),
     next: () => context.go(`#/sample/${id}/${Number(row) + 1}`), previous: () => Number(row) > 0 && context.go(`#/sample/${id}/${Number(row) - 1}`),
     mode: (position) => { if (available[position]) { mode = available[position]; paint(); } },
   };
+}
+
+function picture({ name, address, error }, at) {
+  const caption = `image ${at + 1}: ${visible(name.split("/").at(-1))}`;
+  return address ? h("figure", {}, h("img", { src: address, alt: caption }), h("figcaption", {}, caption)) : h("p", { class: "error" }, visible(error));
 }
 
 function tokenText(text, token) {

@@ -1,0 +1,236 @@
+"""Images of prompts and samples: their sources in records, and their patches for a model.
+
+P patches of an image · W values of a patch.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimectl.architectures.image_tokens import MODEL_TYPES, Grid, ImageTokens
+from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError
+from slimectl.model_files import MAX_CONFIG_BYTES, read_json
+from slimectl.types import ImageSource, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_BYTES = 64 * 2**20
+"""Size limit of an image file: records are untrusted."""
+MAX_PIXELS = 2**26
+"""Limit of width times height, before the model's processor makes the image smaller."""
+CACHE_BYTES = 64 * 2**20
+"""Patches that a processor keeps: siblings, and the trainer in the process of the engine, need them again."""
+PROCESSOR = "preprocessor_config.json"
+
+
+def images_of(sample: Sample) -> list[ImageSource]:
+    """Return the images of a sample, in the order of their places in the prompt."""
+    return list((sample.multimodal_inputs or {}).get("images") or [])
+
+
+def image_source(value: Any, folder: Path) -> ImageSource:
+    """Return an image of a row as records have it: an absolute path, or its bytes in base64.
+
+    A row has a path (relative to `folder`), a data: address, or an object with `path` or `bytes` (base64, or raw from a
+    table). Raises ValueError for anything else, addresses included: nothing is fetched.
+    """
+    if isinstance(value, Mapping) and value.get("bytes") is not None:
+        data = value["bytes"]
+        text = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+        if not isinstance(text, str):
+            raise ValueError("the bytes of an image are text in base64")
+        return {"bytes": text}
+    if isinstance(value, Mapping):
+        value = value.get("path", value.get("url"))
+    if not isinstance(value, str) or not value:
+        raise ValueError('an image is a path, or an object with "path" or "bytes"')
+    if value.startswith("data:"):
+        header, comma, text = value.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise ValueError("a data: address of an image holds base64")
+        return {"bytes": text}
+    if value.startswith("file://"):
+        value = value.removeprefix("file://")
+    if "://" in value:
+        raise ValueError(f"{value[:60]} is an address, and images are not fetched; download it and give its path")
+    return str((folder / value).absolute())
+
+
+def read_image(source: ImageSource) -> bytes:
+    """Return the bytes of an image file. Raises RecordError."""
+    if isinstance(source, str):
+        path = Path(source)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise RecordError(f"{source}: an image of more than {MAX_BYTES // 2**20} MiB; make it smaller")
+            return path.read_bytes()
+        except OSError as error:
+            raise RecordError(f"{source}: the image cannot be read: {error.strerror or error}") from None
+    try:
+        return base64.b64decode(source["bytes"], validate=True)
+    except (binascii.Error, ValueError):
+        raise RecordError("image: its bytes are not base64; encode the file anew") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """An image as a vision tower reads it: patches [P, W] in float32 and their grid; `key` stands for the content."""
+
+    pixels_PW: np.ndarray
+    grid: Grid
+    key: int
+
+
+class ImageProcessor:
+    """The image processor of one model; it keeps what it processed last."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError for a model that reads no images, MissingExtraError without Pillow."""
+        config = read_json(folder / "config.json", max_bytes=MAX_CONFIG_BYTES)
+        if config.get("model_type") not in MODEL_TYPES:
+            raise CheckpointError(
+                f"{folder}: model_type {config.get('model_type')!r} reads no images here; give a model of"
+                f" {', '.join(MODEL_TYPES)}, or prompts without images"
+            )
+        if not (folder / PROCESSOR).is_file():
+            raise CheckpointError(f"{folder}: no {PROCESSOR}; copy it from the model's original checkpoint")
+        _pillow()
+        from transformers import AutoConfig
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+        self._resized = smart_resize
+        try:
+            self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
+            tokens = ImageTokens.of(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        except Exception as error:
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{folder / PROCESSOR}: cannot be used ({line:.200}); copy it again") from error
+        assert tokens is not None
+        self.tokens = tokens
+        self._cache: OrderedDict[bytes, Patches] = OrderedDict()
+        self._cached_bytes = 0
+
+    def grid(self, source: ImageSource) -> Grid:
+        """Return the grid of an image from its header alone. Raises RecordError."""
+        image = _open(read_image(source), source)
+        width, height = image.size
+        if image.getexif().get(0x0112, 1) >= 5:  # a camera held upright: the picture is turned when it is decoded
+            width, height = height, width
+        patch, merge, size = self._processor.patch_size, self.tokens.merge, self._processor.size
+        try:
+            rows, columns = self._resized(
+                height,
+                width,
+                factor=patch * merge,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        except ValueError as error:
+            raise RecordError(f"{_name(source)}: {error}") from None
+        return 1, rows // patch, columns // patch
+
+    def patches(self, source: ImageSource) -> Patches:
+        """Return the patches of an image. Raises RecordError."""
+        data = read_image(source)
+        digest = hashlib.sha256(data).digest()
+        if digest in self._cache:
+            self._cache.move_to_end(digest)
+            return self._cache[digest]
+        image = _decoded(data, source)
+        features = self._processor.preprocess([image], return_tensors="np")
+        pixels_PW = features["pixel_values"].astype("float32")
+        frames, height, width = map(int, features["image_grid_thw"][0])
+        patches = Patches(pixels_PW, (frames, height, width), int.from_bytes(digest[:7], "big"))
+        self._keep(digest, patches)
+        return patches
+
+    def repeats(self, tokens: Sequence[int], images: Sequence[ImageSource]) -> list[int]:
+        """Return how often each token of a rendered prompt stands in the model's input: a placeholder, once for every
+        token of its image.
+
+        Raises RecordError if places and images differ in number.
+        """
+        places = [i for i, token in enumerate(tokens) if token == self.tokens.token]
+        if len(places) != len(images):
+            raise RecordError(
+                f"prompt: {len(images)} images, and the chat template has places for {len(places)}; give one part of"
+                ' type "image" for each'
+            )
+        counts = [1] * len(tokens)
+        for place, source in zip(places, images, strict=True):
+            counts[place] = self.tokens.count(self.grid(source))
+        return counts
+
+    def _keep(self, digest: bytes, patches: Patches) -> None:
+        self._cache[digest] = patches
+        self._cached_bytes += patches.pixels_PW.nbytes
+        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.pixels_PW.nbytes
+
+
+def thumbnail(source: ImageSource, *, side: int = 256) -> bytes:
+    """Return an image as a PNG of at most `side` pixels a side. Raises RecordError, MissingExtraError."""
+    image, output = _decoded(read_image(source), source), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(output, format="PNG")
+    return output.getvalue()
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise MissingExtraError("Pillow", extra="vision", wanted_by="a prompt with images") from None
+    return PIL
+
+
+def _open(data: bytes, source: ImageSource) -> Any:
+    """Open an image, whose pixels are not decoded yet."""
+    library = _pillow()
+    try:
+        image = library.Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception:
+        raise RecordError(f"{_name(source)}: is no image of {', '.join(FORMATS)}; convert it") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise RecordError(f"{_name(source)}: {image.width} x {image.height} pixels are too many; make it smaller")
+    return image
+
+
+def _decoded(data: bytes, source: ImageSource) -> Any:
+    """Return an image in RGB, turned as its camera was held."""
+    opened = _open(data, source)
+    try:
+        return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:
+        raise RecordError(f"{_name(source)}: the image cannot be decoded: {error}") from None
+
+
+def _name(source: ImageSource) -> str:
+    return source if isinstance(source, str) else "image"
+
+
+@functools.lru_cache(maxsize=4)
+def processor_of(folder: str) -> ImageProcessor:
+    """Return the image processor of a model directory, shared by all that read it in this process."""
+    return ImageProcessor(Path(folder))
+
+
+def tokenizer_processor(tokenizer: Any) -> ImageProcessor:
+    """Return the image processor beside a tokenizer. Raises SettingsError for one that was not read from a model."""
+    folder = str(getattr(tokenizer, "name_or_path", ""))
+    if not (Path(folder) / "config.json").is_file():
+        raise SettingsError("model.path: its tokenizer is of no model directory, so that its images cannot be read")
+    return processor_of(folder)

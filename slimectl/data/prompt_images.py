@@ -1,0 +1,154 @@
+"""Images in rows of prompts: a column of them, marks in texts, parts of messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.images import image_source
+from slimectl.types import Chat, ImageSource, Sample
+
+MARK = "<image>"
+"""Place of an image in a text, where the images are in a column."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+PART: dict[str, Any] = {"type": "image"}
+"""An image in a chat of a Prompt: the source is in its `images`."""
+
+
+def folder_of(location: str) -> Path:
+    """Return the folder of the file in a row's location (FILE:LINE, FILE[ROW]); the current one for other sources."""
+    file = Path(re.sub(r"(:\d+|\[\d+\])$", "", location))
+    return file.parent if file.exists() else Path()
+
+
+def has_images(text: str | Chat) -> bool:
+    """Return whether a chat has parts that are images."""
+    return isinstance(text, list) and any(_is_image(part) for message in text for part in _parts(message))
+
+
+def place_images(text: str | Chat, column: Any, folder: Path) -> tuple[str | Chat, list[ImageSource]]:
+    """Return a prompt whose images are parts without a source, and the sources in their order.
+
+    Sources are in the parts themselves, or in `column`, whose images take the places of parts without a source and of
+    marks in the texts; without any, they come first in the first message of the user. Raises ValueError if images and
+    places differ in number.
+
+    >>> place_images("<image>Left or right?", ["/a.png"], Path("/"))
+    ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Left or right?'}]}], ['/a.png'])
+    """
+    given = column if isinstance(column, list | tuple) else [] if column in (None, "") else [column]
+    if not given and not has_images(text):
+        return text, []
+    chat: Chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if given and not any(MARK in str(content) for content in _texts(chat)) and not has_images(chat):
+        chat = _before_question(chat, len(given))
+    waiting = iter(given)
+    sources: list[ImageSource] = []
+    placed = [_placed(message, waiting, sources, folder, marks=bool(given)) for message in chat]
+    left = sum(1 for _ in waiting)
+    if left:
+        raise ValueError(
+            f"{len(given)} images, and the prompt has places for {len(given) - left}; write {MARK} for each"
+        )
+    return placed, sources
+
+
+def resolved_inputs(value: Mapping[str, Any] | None, folder: Path) -> dict[str, Any] | None:
+    """Return `multimodal_inputs` of a sample with absolute paths. Raises ValueError for anything but images."""
+    if not value:
+        return None
+    others = sorted(value.keys() - {"images"})
+    if others:
+        raise ValueError(f"{others[0]}: this version reads images only")
+    if not isinstance(value.get("images"), list):
+        raise ValueError("images: expected a list of paths or objects with bytes")
+    return {"images": [image_source(image, folder) for image in value["images"]]}
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message as one text, in which every image is a mark."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = (part if isinstance(part, dict) else {"text": part} for part in content)
+    return "".join(MARK if _is_image(part) else str(part.get("text", "")) for part in parts)
+
+
+def record_images(record: Mapping[str, Any], folder: Path) -> list[ImageSource]:
+    """Return the images of a sample's record, whose paths are relative to `folder`; none if it is not valid."""
+    value = record.get("multimodal_inputs")
+    try:
+        return (resolved_inputs(value, folder) or {}).get("images", []) if isinstance(value, dict) else []
+    except ValueError:
+        return []
+
+
+def resolve_sample(sample: Sample, location: str) -> None:
+    """Make the paths of a sample's images absolute. Raises ValueError."""
+    sample.multimodal_inputs = resolved_inputs(sample.multimodal_inputs, folder_of(location))
+
+
+def _placed(
+    message: dict[str, Any], waiting: Iterator[Any], sources: list[ImageSource], folder: Path, *, marks: bool
+) -> dict[str, Any]:
+    """Return a message with bare parts of images; their sources are appended to `sources`."""
+    content = message.get("content")
+    if isinstance(content, str) and not (marks and MARK in content):
+        return message
+    parts: list[dict[str, Any]] = []
+    for part in _parts(message):
+        if _is_image(part):
+            value = _source(part)
+            parts.append(PART)
+            sources.append(image_source(_next(waiting) if value is None else value, folder))
+        elif marks and isinstance(part.get("text"), str):
+            for number, piece in enumerate(part["text"].split(MARK)):
+                if number:
+                    parts.append(PART)
+                    sources.append(image_source(_next(waiting), folder))
+                if piece:
+                    parts.append({"type": "text", "text": piece})
+        else:
+            parts.append(part)
+    return {**message, "content": parts} if content is not None else message
+
+
+def _next(waiting: Iterator[Any]) -> Any:
+    value = next(waiting, None)
+    if value is None:
+        raise ValueError("the prompt has more places for images than its row has images")
+    return value
+
+
+def _before_question(chat: Chat, count: int) -> Chat:
+    for number, message in enumerate(chat):
+        if message["role"] == "user":
+            return [*chat[:number], {**message, "content": [*[PART] * count, *_parts(message)]}, *chat[number + 1 :]]
+    raise ValueError(f"{count} images, and no message of the user; write {MARK} where each belongs")
+
+
+def _texts(chat: Chat) -> Iterator[Any]:
+    for message in chat:
+        yield from (part.get("text") for part in _parts(message))
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the content of a message as parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part for part in content if isinstance(part, dict)]
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in IMAGE_PARTS
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    """Return the source in a part of a message, in any of the usual spellings; None if it has none."""
+    for key in ("image", "image_url", "path", "url"):
+        value = part.get(key)
+        if value is not None:
+            return value
+    return {"bytes": part["base64"]} if part.get("base64") else None

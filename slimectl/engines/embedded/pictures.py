@@ -1,0 +1,107 @@
+"""Images in the prompts of the engine: their ids among the tokens, and their share of a prefill.
+
+N rows (one a token) · R rows of images · E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimectl.architectures.image_tokens import ImageTokens
+from slimectl.data.images import Patches
+from slimectl.engines.embedded.vision import VisionTower
+
+
+class PictureInputs(NamedTuple):
+    """What a pass computes otherwise because of its images: positions [3, N], and the embeddings [R, E] of rows."""
+
+    positions_3N: Tensor
+    rows_R: Tensor
+    embeddings_RE: Tensor
+
+
+class Pictures:
+    """The images of prompts in flight.
+
+    A prompt has the id of an image, a negative number that stands for its content, in place of each of its placeholder
+    tokens: prompts are then equal, and begin alike, exactly where tokens and images do. An image is kept as long as a
+    sequence holds its patches.
+    """
+
+    def __init__(self, tokens: ImageTokens, tower: VisionTower, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.tokens = tokens
+        self._tower = tower
+        self._dtype, self._device = dtype, device
+        self._patches: WeakValueDictionary[int, Patches] = WeakValueDictionary()
+
+    def shared(self, images: Sequence[Patches]) -> tuple[Patches, ...]:
+        """Return the images that a sequence holds: of equal content the same objects as other sequences."""
+        return tuple(self._patches.setdefault(_id(image), image) for image in images)
+
+    def marked(self, tokens: Sequence[int], images: Sequence[Patches]) -> tuple[tuple[int, ...], int]:
+        """Return the tokens with the ids of `shared` images, and by how much rotary positions after them are shifted.
+
+        Raises RecordError if tokens and images do not fit.
+        """
+        grids = [image.grid for image in images]
+        spans = self.tokens.spans(tokens, grids)
+        marked = list(tokens)
+        for (start, end), image in zip(spans, images, strict=True):
+            marked[start:end] = [_id(image)] * (end - start)
+        positions_3T = self.tokens.positions(len(tokens), spans, grids)
+        return tuple(marked), int(positions_3T[0, -1]) + 1 - len(tokens) if images else 0
+
+    def inputs(self, prompts: Sequence[tuple[int, ...]], starts: Sequence[int]) -> PictureInputs | None:
+        """Return the images of a pass over the prompts from `starts` on; None if no prompt has any."""
+        if not any(min(prompt) < 0 for prompt in prompts):
+            return None
+        positions: list[np.ndarray] = []
+        rows: list[int] = []
+        chosen: list[Patches] = []
+        cells: list[int] = []
+        first = total = 0
+        for prompt, start in zip(prompts, starts, strict=True):
+            images, spans = self._images(prompt)
+            grids = [image.grid for image in images]
+            positions.append(self.tokens.positions(len(prompt), spans, grids)[:, start:])
+            for (begin, end), image in zip(spans, images, strict=True):
+                if end > start:
+                    skipped = max(0, start - begin)
+                    rows += range(first + begin + skipped - start, first + end - start)
+                    cells += range(total + skipped, total + end - begin)
+                    total += end - begin
+                    chosen.append(image)
+            first += len(prompt) - start
+        positions_3N = torch.from_numpy(np.concatenate(positions, axis=1)).to(self._device)
+        return PictureInputs(positions_3N, torch.tensor(rows, device=self._device), self._embeddings(chosen, cells))
+
+    def _embeddings(self, images: Sequence[Patches], cells: Sequence[int]) -> Tensor:
+        if not images:
+            return torch.empty(0, device=self._device)
+        pixels_PW = torch.from_numpy(np.concatenate([image.pixels_PW for image in images]))
+        embeddings_CE = self._tower.embed(pixels_PW.to(self._device, self._dtype), [image.grid for image in images])
+        return embeddings_CE[torch.tensor(cells, device=self._device)]
+
+    def _images(self, prompt: tuple[int, ...]) -> tuple[list[Patches], list[tuple[int, int]]]:
+        """Return the images of a prompt and their places."""
+        images, spans, place = [], [], 0
+        while place < len(prompt):
+            if prompt[place] < 0:
+                image = self._patches[prompt[place]]
+                end = place + self.tokens.count(image.grid)
+                images.append(image)
+                spans.append((place, end))
+                place = end
+            else:
+                place += 1
+        return images, spans
+
+
+def _id(image: Patches) -> int:
+    return -1 - image.key

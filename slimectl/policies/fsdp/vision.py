@@ -1,0 +1,107 @@
+"""Images of a pack: their patches, their places among its tokens, and the decoder's input with them.
+
+T input tokens · F tokens of images · P patches · W values of a patch · H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slimectl.data.images import ImageProcessor, Patches
+from slimectl.errors import RecordError
+from slimectl.policies.pack_layout import PackLayout
+from slimectl.types import TrainingSample
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """The images of a pack; one that rows share stands once."""
+
+    pixels_PW: Tensor
+    grids_I3: Tensor
+    places_F: Tensor
+    """Input position of each token of an image."""
+    positions_3T: Tensor
+    """Rotary positions along time, height and width."""
+
+
+def image_batch(
+    rows: Sequence[TrainingSample],
+    layout: PackLayout,
+    processor: Callable[[], ImageProcessor] | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ImageBatch | None:
+    """Return the images of a pack; None if no row has any. Raises RecordError for rows that do not fit their images."""
+    if not layout.paths or processor is None:
+        return None
+    reader = processor()
+    positions_3T = np.zeros((3, len(layout.tokens_T)), dtype=np.int64)
+    images: list[Patches] = []
+    places: list[np.ndarray] = []
+    seen: set[int] = set()
+    for i, path in zip(layout.rows, layout.paths, strict=True):
+        row_images = [reader.patches(source) for source in rows[i].images]
+        grids = [image.grid for image in row_images]
+        try:
+            spans = reader.tokens.spans(rows[i].tokens[: rows[i].prompt_length], grids)
+        except RecordError as error:
+            name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
+            raise RecordError(f"{name}: {error}") from None
+        positions_3T[:, path] = reader.tokens.positions(len(rows[i].tokens), spans, grids)[:, : len(path)]
+        for (start, end), image in zip(spans, row_images, strict=True):
+            if path[start] not in seen:
+                seen.add(path[start])
+                images.append(image)
+                places.append(path[start:end])
+    pixels_PW = np.concatenate([image.pixels_PW for image in images])
+    return ImageBatch(
+        torch.from_numpy(pixels_PW).to(device, dtype),
+        torch.tensor([image.grid for image in images], device=device),
+        torch.from_numpy(np.concatenate(places)).to(device),
+        torch.from_numpy(positions_3T).to(device),
+    )
+
+
+def tower_of(hf: Any) -> nn.Module | None:
+    """Return the vision tower of a Hugging Face model; None for a text model."""
+    tower: nn.Module | None = getattr(hf.base_model, "visual", None)
+    return tower
+
+
+def decoder_of(hf: Any) -> Any:
+    """Return the decoder of a Hugging Face model, which in a vision model is a part of its base."""
+    return getattr(hf.base_model, "language_model", hf.base_model)
+
+
+def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageBatch | None) -> dict[str, Tensor]:
+    """Return the arguments of the decoder for a pack: tokens, or their embeddings with those of images among them."""
+    tower = tower_of(hf)
+    if tower is None or (images is None and not _is_trained(tower)):
+        return {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
+    embeddings_TH = hf.get_input_embeddings()(tokens_T)
+    if images is None:
+        # Ranks reduce the gradients of all trained weights together: one whose pack has no image adds zeros.
+        nothing = tower(*_blank(hf.config.vision_config, embeddings_TH)).pooler_output.sum() * 0.0
+        return {"inputs_embeds": (embeddings_TH + nothing)[None], "position_ids": positions_T[None]}
+    features_FH = tower(images.pixels_PW, grid_thw=images.grids_I3).pooler_output.to(embeddings_TH.dtype)
+    embeddings_TH = embeddings_TH.index_copy(0, images.places_F, features_FH)
+    return {"inputs_embeds": embeddings_TH[None], "position_ids": images.positions_3T[:, None]}
+
+
+def _is_trained(tower: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in tower.parameters())
+
+
+def _blank(vision: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a blank image of one token, and its grid."""
+    merge = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return like.new_zeros(merge**2, width), torch.tensor([[1, merge, merge]], device=like.device)
