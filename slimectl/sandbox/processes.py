@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -173,17 +174,22 @@ def _send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def clear_folder(path: str) -> None:
-    """Remove all entries of a folder, at any depth; follows no link.
+def clear_folder(path: str, keep: Sequence[str] = ()) -> None:
+    """Remove all entries of a folder, at any depth, except the paths to `keep` and those above; follows no link.
 
     Nobody else may write there meanwhile. Folders inside of others are moved up before they are removed.
     """
+    keep = [inner for inner in keep if inner.startswith(f"{path}/")]
+    kept_names = {inner[len(path) + 1 :].partition("/")[0] for inner in keep}
+    for name in kept_names:
+        if f"{path}/{name}" not in keep:
+            clear_folder(f"{path}/{name}", keep)
     with suppress(PermissionError):  # somebody else's: then nobody took our right to it away either
         os.chmod(path, 0o700)
     root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     serial = 0
     try:
-        while names := os.listdir(root):
+        while names := set(os.listdir(root)) - kept_names:
             for name in names:
                 serial = _remove(root, name, serial)
     finally:

@@ -126,7 +126,7 @@ class Supervisor:
             report = self.run_test_case(number, case, seconds, clock, play, judges)
             remaining_s -= clock.cpu_s()
             for folder in self.job["writable"]:
-                clear_folder(folder)
+                clear_folder(folder, self.job["readable"])  # the interpreter may live below /tmp
             write_all(out, json.dumps(report).encode() + b"\n")
 
     def run_test_case(

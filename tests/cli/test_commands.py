@@ -1,10 +1,9 @@
-"""Help is quick, complete and true: every command has an example, and the example runs."""
+"""Help is complete and true: every command has an example, and the example runs."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -106,18 +105,6 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str
     (folder / "runs" / "quickstart").mkdir(parents=True)
     (folder / "runs" / "quickstart" / "run.toml").write_text("")
     return workshop
-
-
-def test_help_takes_less_than_half_a_second():
-    def seconds(*arguments: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "slimectl", *arguments, "--help"], capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    # CPU time, and the best of several: the machine's other work is not the command's. It takes half of the limit.
-    assert any(seconds() < 0.5 for _ in range(5))
-    assert any(seconds("run") < 0.5 for _ in range(5))
 
 
 def test_help_builds_no_settings_and_imports_no_torch():

@@ -56,7 +56,8 @@ SETTINGS_CLASSES = "slimectl.settings.root"
         (["models", "check", "qwen3-0.6B", "MODEL"], {"numpy", "slimectl.stages", "slimectl.engines"}),
         (["inspect", "SAMPLES"], {"slimectl.builders", "slimectl.stages", SETTINGS_CLASSES}),
         (["metrics"], {"numpy", "slimectl.builders", SETTINGS_CLASSES}),
-        (["--help"], {"numpy", "slimectl.builders", SETTINGS_CLASSES}),
+        (["--help"], {"numpy", "pydantic", "slimectl.builders", SETTINGS_CLASSES}),
+        (["run", "--help"], {"numpy", "slimectl.builders", SETTINGS_CLASSES}),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )

@@ -53,7 +53,7 @@ def test_a_rollout_has_an_episode_for_each_sample_and_a_hanging_one_fails_alone(
     output = games.slimectl("rollout", "-c", "slimectl.toml", *PLAY, "-n", "1", "--dry-run")
     assert b"rollout.env = python:games.py:Guess" in output
     trouble = ["--env", "python:games.py:Troubled", "--data", "env@[:2]", "-n", "1", "-s", "score.custom_rm_path=none"]
-    trouble += ["-s", "rollout.env_args={log='log', first='hang', then='win'}", "-s", "rollout.env_timeout_s=3"]
+    trouble += ["-s", "rollout.env_args={log='log', first='hang', then='win'}", "-s", "rollout.env_timeout_s=8"]
     output = games.slimectl("rollout", "-c", "slimectl.toml", *trouble, "-s", "rollout.env_retries=0")
     samples = [json.loads(line) for line in output.splitlines()]
     assert {sample["status"] == "failed": sample["reward"] for sample in samples} == {True: None, False: 2.0}

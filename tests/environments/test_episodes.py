@@ -126,7 +126,7 @@ def test_a_limit_ends_an_episode_with_the_rewards_so_far(play: Play, limits: dic
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("hang", r"took more than rollout.env_timeout_s: 3 s in step"),
+        ("hang", r"took more than rollout.env_timeout_s: 6 s in step"),
         ("die", r"died in step: .*process has ended: out of memory"),
         ("raise", r"failed in step: RuntimeError: the board is broken in two"),
     ],
@@ -135,7 +135,7 @@ def test_an_episode_that_its_environment_breaks_off_is_played_again_and_its_proc
     play: Play, tmp_path: Path, deed: str, message: str
 ):
     arguments = {"log": str(tmp_path / "log"), "first": deed, "then": "win"}
-    timeout_s = 3.0 if deed == "hang" else 60
+    timeout_s = 6.0 if deed == "hang" else 60
     [sample] = play(play.agent("Troubled", arguments, timeout_s=timeout_s), ["x"])
     report = sample.metadata["env"]
     assert (sample.reward, sample.status) == (2.0, Status.COMPLETED)

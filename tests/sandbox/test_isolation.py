@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sandboxes import needs_sandbox, run, run_as
 
+from slimectl.sandbox.processes import clear_folder
 from slimectl.sandbox.runner import Outcome
 
 
@@ -205,6 +206,16 @@ def test_one_hanging_test_does_not_cost_the_others_and_all_together_keep_the_tim
     assert [one.status for one in run(program, *cases, test_timeout_s=1.0)] == ["ended", "out of time", "ended"]
     first, *_, last = run("while True: pass", *cases, *cases, timeout_s=1.0, test_timeout_s=0.4)
     assert (first.status, last.status) == ("out of time", "no time left")
+
+
+def test_the_interpreter_is_left_where_the_files_of_a_case_are_removed(tmp_path: Path):
+    interpreter = tmp_path / "work" / "venv"
+    for folder in (interpreter / "bin", tmp_path / "work" / "left" / "deep", tmp_path / "other"):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    clear_folder(str(tmp_path), [str(interpreter), "/usr"])
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"work", "work/venv", "work/venv/bin", "work/venv/bin/file"}
 
 
 @needs_sandbox
