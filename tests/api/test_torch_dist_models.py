@@ -14,7 +14,7 @@ import pytest
 from workshop import set_up
 
 from slimectl import Settings, builders, convert, evaluate, load_settings, prompts, rollout, run, score, train
-from slimectl.builders.servers import engines
+from slimectl.builders.servers import start_engines
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.megatron import parallel
@@ -129,5 +129,5 @@ def test_engines_that_do_not_read_it_get_a_conversion():
         "dist", **{"engine.backend": "vllm", "cluster.executor": "ray", "cluster.ray_address": "auto"}
     )
     expected = pytest.raises(SettingsError, match="dist: torch_dist, which vllm does not read; convert it: slimectl")
-    with expected, engines(elsewhere, Path("dist"), None):
+    with expected, start_engines(elsewhere, Path("dist"), None):
         pass
