@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -74,19 +73,15 @@ def test_a_broken_cache_is_written_again(tmp_path: Path):
     assert cache.read_text().startswith('{"settings"')
 
 
-def test_candidates_take_less_than_three_tenths_of_a_second():
-    """CPU time, the best of several: the machine's other work is not the command's."""
-
-    def seconds() -> float:
-        environment = os.environ | {"_SLIMECTL_COMPLETE": "zsh", "_SLIMECTL_LINE": "slimectl run -s train.lr"}
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        made = subprocess.run([sys.executable, "-m", "slimectl"], env=environment, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert made.stdout.decode().startswith("train.lr=\tLearning rate at its peak\n")
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    seconds()  # fills the cache
-    assert any(seconds() < 0.3 for _ in range(5))
+def test_candidates_come_without_libraries_that_run_models():
+    environment = os.environ | {"_SLIMECTL_COMPLETE": "zsh", "_SLIMECTL_LINE": "slimectl run -s train.lr"}
+    command = [sys.executable, "-X", "importtime", "-m", "slimectl"]
+    for _ in range(2):  # the first fills the cache
+        result = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    assert result.stdout.startswith("train.lr=\tLearning rate at its peak\n")
+    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "slimectl.cli.completion" in modules
+    assert modules & {"torch", "numpy", "transformers", "ray", "aiohttp", "slimectl.builders"} == set()
 
 
 SCRIPTS = {
