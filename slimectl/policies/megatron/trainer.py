@@ -128,11 +128,7 @@ class MegatronTrainer:
         parallel.check(self.layout, self.architecture, self.ranks)
         self.trained = self._trainable_names(freeze, train_only) if trains else set()
         self.device = model.device()
-        if device is not None and torch.device(device).type != self.device.type:
-            raise SettingsError(
-                f"train.device: {device}, but Megatron-core takes the GPU where there is one; hide it with"
-                " CUDA_VISIBLE_DEVICES= or set train.device to auto"
-            )
+        self._check_device(device)
         parallel.start(self.layout, seed)
         self.user_functions = user_functions
         if user_functions is not None:
@@ -146,6 +142,14 @@ class MegatronTrainer:
         self._read_weights(self.model_dir)
         if self.adapters is not None:
             self.adapters.begin(self.state, seed)
+
+    def _check_device(self, device: str | None) -> None:
+        """Raise SettingsError if the settings name another kind of device than Megatron-core uses."""
+        if device is not None and torch.device(device).type != self.device.type:
+            raise SettingsError(
+                f"train.device: {device}, but Megatron-core takes the GPU where there is one; hide it with"
+                " CUDA_VISIBLE_DEVICES= or set train.device to auto"
+            )
 
     def _trainable_names(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
         """Megatron names of the trainable parameters."""
