@@ -54,20 +54,23 @@ def test_sessions_by_path_and_by_key_are_samples_when_they_end(served: Served, w
     status, first = served.post("/s/one/v1/chat/completions", **chat)
     assert status == 200
     messages = [USER, first["choices"][0]["message"], USER]
-    assert served.post("/s/one/v1/messages", messages=messages, max_tokens=4, temperature=0.5)[0] == 200
+    status, second = served.post("/s/one/v1/messages", messages=messages, max_tokens=4, temperature=0.5)
+    assert status == 200
+    sampled = first["usage"]["completion_tokens"] + second["usage"]["output_tokens"]  # an answer may end early
     key = {"x-api-key": "hunter2-correct-horse"}
-    assert served.post("/v1/messages", key, messages=[USER], max_tokens=3)[0] == 200
+    status, single = served.post("/v1/messages", key, messages=[USER], max_tokens=3)
+    assert status == 200
     assert served.samples() == []
     assert served.post("/s/one/end", reward=0.5) == (200, {"session": "one", "samples": 1})
     assert served.post("/s/one/end")[0] == 404
     assert served.post("/s/two/v1/chat/completions", messages=[])[0] == 400
     [sample] = served.samples()
-    assert (sample["reward"], sum(sample["loss_mask"]), sample["rollout_temperature"]) == (0.5, 9, 0.5)
+    assert (sample["reward"], sum(sample["loss_mask"]), sample["rollout_temperature"]) == (0.5, sampled, 0.5)
     assert sample["metadata"]["session"] == "one"
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait() == 0
     _, other = served.samples()  # the session of the key; that of the refused request has no turn
-    assert (other["index"], sum(other["loss_mask"])) == (1, 3)
+    assert (other["index"], sum(other["loss_mask"])) == (1, single["usage"]["output_tokens"])
     assert "hunter2" not in json.dumps(other)
     # Samples of a server are samples like any other.
     workshop.slimectl("score", "record/samples.jsonl", "--rm-type", "repetition")
