@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from slimectl.settings.reference import json_schema
 RECIPES = sorted(Path(recipes.__file__).parent.glob("*.toml"))
 
 
-def faults(document: dict[str, Any]) -> list[str]:
-    """Return the places of a document that the schema refuses."""
+@cache
+def validator() -> jsonschema.Draft202012Validator:
+    """Return the validator of the schema, which is checked itself once: that takes two seconds."""
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(document)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def faults(document: dict[str, Any]) -> list[str]:
+    """Return the places of a document that the schema refuses."""
+    errors = validator().iter_errors(document)
     return sorted(".".join(map(str, error.absolute_path)) for error in errors)
 
 
