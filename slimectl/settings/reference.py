@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -46,17 +47,32 @@ def descriptions(cls: type[BaseModel]) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if base is BaseModel or not issubclass(base, BaseModel):
             continue
-        try:
-            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, ValueError):  # written without a file
-            continue
-        for field, text in pairwise([*getattr(definition, "body", ()), None]):
+        definition = _class_definitions(base.__module__).get(base.__qualname__)
+        for field, text in pairwise([*(definition.body if definition else ()), None]):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 texts.pop(field.target.id, None)
                 if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                     texts[field.target.id] = inspect.cleandoc(str(text.value.value))
     explicit = {name: field.description for name, field in cls.model_fields.items() if field.description}
     return {name: text for name, text in texts.items() if name in cls.model_fields} | explicit
+
+
+@cache
+def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Return the definitions of a module's classes by their qualified names; none for a module without a file."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    definitions: dict[str, ast.ClassDef] = {}
+    nodes: list[tuple[str, ast.stmt]] = [("", node) for node in tree.body]
+    for prefix, node in nodes:  # grows by what the classes and functions contain
+        if isinstance(node, ast.ClassDef):
+            definitions[prefix + node.name] = node
+            nodes += [(f"{prefix}{node.name}.", inner) for inner in node.body]
+        elif isinstance(node, ast.FunctionDef):
+            nodes += [(f"{prefix}{node.name}.<locals>.", inner) for inner in node.body]
+    return definitions
 
 
 def json_schema() -> dict[str, Any]:
