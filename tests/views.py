@@ -51,7 +51,7 @@ class View:
 
 def _answer(request: urllib.request.Request) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, response.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()

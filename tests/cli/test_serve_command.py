@@ -61,7 +61,7 @@ def address(process: ForkedProcess | subprocess.Popen[bytes]) -> tuple[str, str]
 def asked(url: str, path: str, body: Any = None) -> Any:
     raw = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=raw, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         return json.loads(response.read())
 
 

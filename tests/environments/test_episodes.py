@@ -149,7 +149,7 @@ def test_an_episode_that_its_environment_breaks_off_is_played_again_and_its_proc
     pids = [int(pid) for pid in (tmp_path / "log").read_text().split()]
     assert len(pids) == 3
     gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    assert psutil.wait_procs(gone, timeout=30)[1] == []
+    assert psutil.wait_procs(gone, timeout=300)[1] == []
 
 
 def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: Path):
@@ -166,7 +166,7 @@ def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: 
     words = [sys.executable, "-c", textwrap.dedent(lines)]
     output = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     host = int(output.stdout)
-    assert psutil.wait_procs([psutil.Process(host)] if psutil.pid_exists(host) else [], timeout=30)[1] == []
+    assert psutil.wait_procs([psutil.Process(host)] if psutil.pid_exists(host) else [], timeout=3000)[1] == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ def settings(*assignments: str) -> Settings:
 
 def scraped(port: int) -> dict[str, tuple[str, float]]:
     """Name -> run and value."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
         families = parser.text_string_to_metric_families(answer.read().decode())
         return {each.name: (each.labels["run"], each.value) for family in families for each in family.samples}
 

@@ -24,7 +24,7 @@ KEY = "admin-key-of-the-tests"
 def exchange(server: Any, raw: bytes) -> tuple[int, dict[str, Any]]:
     """Status and JSON of an answer to bytes on a connection of their own, which the server closes."""
     port = int(server.url.rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as client:
         client.sendall(raw)
         answer = b""
         while part := client.recv(65536):

@@ -27,7 +27,7 @@ ASK = {"input_ids": list(b"once"), "sampling_params": {"max_new_tokens": 2, "ign
 
 
 def connect(server: Any) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=30)
+    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=300)
 
 
 def received(client: socket.socket) -> bytes:
@@ -176,7 +176,7 @@ def test_at_its_limit_of_descriptors_it_says_one_line_and_lives(
     port = int(process.stderr.readline().decode().split(": ")[0].rsplit(":", 1)[1])
     with ExitStack() as clients:
         for _ in range(300):
-            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300))
         line = process.stderr.readline().decode().rstrip("\n")  # while all of them are there
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
