@@ -63,11 +63,16 @@ class WeightedSum(Verifier):
     def patience_s(self) -> float:
         return sum(part.verifier.patience_s for part in self.parts)
 
+    @property
+    def together(self) -> int:
+        """The most that a part takes; 1 with a slow part, whose samples have a time limit each."""
+        return 1 if self.slow else max(part.verifier.together for part in self.parts)
+
     def explain(self, sample: Sample) -> Grade:
         return self._combine([part.verifier.explain(sample) for part in self.parts])
 
     async def grade_async(self, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
-        by_part = await asyncio.gather(*(part.verifier.grade_async(samples, asker) for part in self.parts))
+        by_part = await asyncio.gather(*(_grade_in_batches(part.verifier, samples, asker) for part in self.parts))
         return [self._combine(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     def _combine(self, verdicts: Sequence[Grade]) -> Grade:
@@ -86,6 +91,13 @@ class WeightedSum(Verifier):
 
     def same_answer(self, sample: Sample, first: str, second: str) -> bool:
         return self.parts[0].verifier.same_answer(sample, first, second)
+
+
+async def _grade_in_batches(verifier: Verifier, samples: Sequence[Sample], asker: HttpClient) -> list[Grade]:
+    """Grade samples in batches of the size that the verifier takes."""
+    size = verifier.together
+    batches = (samples[start : start + size] for start in range(0, len(samples), size))
+    return [grade for batch in batches for grade in await verifier.grade_async(batch, asker)]
 
 
 BOXED = "boxed_"

@@ -92,10 +92,14 @@ def _grade_samples(
     skip: Skip | None,
 ) -> Iterator[Sample]:
     grader = as_batched(reward)
-    for call, result in GradingCalls(grader, settings, executor).results(grader.calls(samples)):
+    calls = GradingCalls(grader, settings, executor)
+    for call, result in calls.results(grader.calls(samples)):
         if skip is not None and isinstance(result, RecordError):
             for sample in call:
-                skip(sample, result)
+                if len(call) == 1 or settings.group_rm:
+                    skip(sample, result)
+                else:  # one sample of the batch is at fault; the others get their rewards
+                    yield from _grade_samples([sample], reward, settings, executor, skip)
             continue
         if isinstance(result, ChildProcessError):
             raise HookError(

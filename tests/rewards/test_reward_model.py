@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.critic import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.rewards import verifier
+from slimectl.rewards.reward_model import _Model
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
 from slimectl.stages.train import train
@@ -72,6 +74,43 @@ def test_rewards_are_the_values_after_the_last_token_whatever_stands_beside(
 def test_a_worker_process_reads_the_model_once_and_in_its_own_time(trained: tuple[Path, FsdpCritic]):
     samples = [answer(i, text) for i, text in enumerate(ANSWERS[:4])]
     assert graded(trained[0], samples, workers=1) == pytest.approx(graded(trained[0], samples), abs=1e-5)
+
+
+def test_a_sum_grades_in_batches_of_the_model_and_a_bad_record_costs_only_itself(
+    trained: tuple[Path, FsdpCritic], monkeypatch: pytest.MonkeyPatch
+):
+    folder, sizes = trained[0], list[int]()
+    rewards_of_model = _Model.rewards
+
+    def count_and_pass_on(model: _Model, sequences: Sequence[Sequence[int]]) -> list[float]:
+        sizes.append(len(sequences))
+        return rewards_of_model(model, sequences)
+
+    samples = [answer(i, text) for i, text in enumerate(ANSWERS[:5])]
+    for sample in samples:
+        sample.label = "bbbb"
+    alone = graded(folder, samples)
+    monkeypatch.setattr(_Model, "rewards", count_and_pass_on)
+    parts = [
+        {"type": "reward_model", "weight": 2.0, "path": str(folder), "batch_size": 4},
+        {"type": "exact"},
+        {"type": "length_penalty", "weight": -0.1, "limit": 100},
+    ]
+    settings = Settings.model_validate({"score": {"rm": parts, "workers": 0}})
+
+    def totals(**options: Any) -> dict[int, float]:
+        scored = score(samples, Grader(settings), settings.score, executor=LocalExecutor(), **options)
+        return {sample.index: sample.reward["score"] for sample in scored}
+
+    lengths = [sample.response_length for sample in samples]
+    expected = [2 * value + (i == 1) - 0.1 * lengths[i] / 100 for i, value in enumerate(alone)]
+    assert list(totals().values()) == pytest.approx(expected, abs=1e-4)
+    assert sizes == [4, 1]
+    samples[2].label = None
+    skipped: list[int] = []
+    scored = totals(skip=lambda sample, error: skipped.append(sample.index))
+    assert (list(scored), skipped) == ([0, 1, 3, 4], [2])
+    assert scored[3] == pytest.approx(expected[3], abs=1e-4)
 
 
 def test_a_classifier_from_elsewhere_gives_what_transformers_gives(
