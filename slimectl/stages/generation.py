@@ -1,4 +1,4 @@
-"""Time limit for an agent's tools: a tool that hangs must not block a round."""
+"""Generates the answers of prompts: single turns and agents, groups, seeds, weight versions of tokens."""
 
 from __future__ import annotations
 
@@ -21,49 +21,8 @@ from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
 from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
+from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, SamplingParams, Status, VersionSpan
-
-TICKS = 20
-"""Number of checks per time limit."""
-
-
-class ToolTimeout:
-    """Limits the seconds that one attempt spends outside of the model since its last answer.
-
-    Time is counted in ticks of its event loop: no time passes while the loop is stopped because no consumer waits for
-    samples.
-    """
-
-    def __init__(self, generate: Callable[..., Awaitable[Any]], limit_s: float) -> None:
-        self._generate = generate
-        self._limit_s = limit_s
-        self._pending_requests = 0
-        self._spent_s = 0.0
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward a request to the engine; its time does not count as tool time."""
-        self._pending_requests += 1
-        try:
-            return await self._generate(*args, **kwargs)
-        finally:
-            self._pending_requests -= 1
-            self._spent_s = 0.0
-
-    async def result(self, work: Awaitable[Any]) -> Any:
-        """Return the agent's result. Raises TimeoutError, and cancels the agent, when its tools exceed the limit."""
-        task = asyncio.ensure_future(work)
-        tick_s = self._limit_s / TICKS
-        try:
-            while not (await asyncio.wait({task}, timeout=tick_s))[0]:
-                self._spent_s += 0.0 if self._pending_requests else tick_s
-                if self._spent_s >= self._limit_s:
-                    raise TimeoutError(
-                        f"its tools took more than rollout.tool_timeout_s: {self._limit_s:g} s; mend them, or raise it"
-                    )
-            return task.result()
-        finally:
-            task.cancel()
-
 
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
@@ -145,6 +104,11 @@ class GroupGenerator:
         return getattr(self.engine, "max_context", self.settings.max_context_len)
 
     @functools.cached_property
+    def watchdog(self) -> BlockedLoopWatchdog:
+        """Ends agents that block the event loop of all attempts."""
+        return BlockedLoopWatchdog(self.settings.tool_timeout_s)
+
+    @functools.cached_property
     def engine_reports_tokens(self) -> bool:
         """Whether the engine can report tokens as it samples them."""
         return "on_tokens" in inspect.signature(self.engine.generate).parameters
@@ -213,7 +177,7 @@ class GroupGenerator:
         arguments = {**subject, "sampling_params": session.params, "generate": session.generate}
         arguments |= {"evaluation": self.evaluation, "tokenizer": self.tokenizer, "context": self.context}
         try:
-            result = await _call_agent(agent, arguments, tool_timeout_s=self.settings.tool_timeout_s)
+            result = await self._call_agent(agent, arguments)
             outputs = _as_samples(result, getattr(agent, "name", "rollout.custom_generate_function_path"))
         except SlimectlError:
             raise
@@ -232,6 +196,20 @@ class GroupGenerator:
         if self.on_sample is None or (session.aborted and self.interrupting):
             return outputs
         return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
+
+    async def _call_agent(self, agent: Agent, arguments: Mapping[str, Any]) -> Any:
+        """Return what the agent returns; its tools have rollout.tool_timeout_s, unless it limits its time itself."""
+        if agent is single_turn:
+            return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
+        if getattr(agent, "limits_time", False):
+            return await agent(arguments)
+        tools = ToolTimeout(arguments["generate"], self.settings.tool_timeout_s, self.watchdog)
+
+        async def call() -> Any:
+            result = agent({**arguments, "generate": tools.generate})
+            return await result if inspect.isawaitable(result) else result
+
+        return await tools.result(call())
 
     def _prepare(self, sample: Sample) -> None:
         if sample.response_length and self.settings.mask_offpolicy_in_partial_rollout:
@@ -395,16 +373,6 @@ def _image_arguments(sample: Sample, engine: Engine) -> dict[str, Any]:
 def is_per_group(agent: Agent) -> bool:
     """Return whether the agent takes all samples of a group in one call; `together` is the earlier name."""
     return bool(getattr(agent, "per_group", getattr(agent, "together", False)))
-
-
-async def _call_agent(agent: Agent, arguments: Mapping[str, Any], *, tool_timeout_s: float) -> Any:
-    if agent is single_turn:
-        return await single_turn(arguments["sample"], arguments["sampling_params"], arguments["generate"])
-    if getattr(agent, "limits_time", False):
-        return await agent(arguments)
-    tools = ToolTimeout(arguments["generate"], tool_timeout_s)
-    result = agent({**arguments, "generate": tools.generate})
-    return await tools.result(result) if inspect.isawaitable(result) else result
 
 
 def _as_samples(result: Any, name: str) -> list[Sample]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
 import pytest
 from test_run_stage import Bytes, Echo, settings
 
-from slimectl.stages.generation import GroupGenerator, ToolTimeout
+from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.rollout import rollout
+from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
 
@@ -70,3 +72,51 @@ def test_every_answer_of_the_model_begins_the_count_anew():
     assert asyncio.run(tools.result(turns())) == "done"
     with pytest.raises(TimeoutError, match=r"took more than rollout\.tool_timeout_s: 0\.1 s"):
         asyncio.run(ToolTimeout(answer, 0.1).result(asyncio.sleep(9)))
+
+
+def search(*, forever: bool) -> None:
+    """A tool that computes without waiting, and goes on whatever error comes."""
+    while forever:
+        try:
+            sum(range(1000))
+        except Exception:
+            continue
+
+
+def test_an_agent_that_blocks_the_loop_fails_alone_and_its_line_is_named(caplog: pytest.LogCaptureFixture):
+    async def agent(arguments: dict[str, Any]) -> Sample:
+        sample = arguments["sample"]
+        answer = await arguments["generate"](sample.tokens, arguments["sampling_params"])
+        sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+        search(forever=sample.index == 1)
+        return sample
+
+    limits = settings().rollout.model_copy(update={"tool_timeout_s": 2.0})
+    prompts = (Prompt("a", label="a", index=i) for i in range(3))
+    with caplog.at_level("WARNING", "slimectl"):
+        samples = list(rollout(prompts, Echo(), Bytes(), limits, agent=agent))
+    assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert "it blocked all other attempts for more than rollout.tool_timeout_s: 2 s" in samples[1].metadata["error"]
+    assert samples[1].response_length == samples[0].response_length
+    assert re.search(r"test_tool_time\.py:\d+ \(search\) has blocked all attempts for 2 s", caplog.text)
+
+
+def test_a_call_outside_of_python_fails_its_attempt_when_it_returns_and_nothing_after_it():
+    async def block() -> str:
+        time.sleep(1.0)
+        return "done"
+
+    async def wait_and_cancel() -> str:
+        waiting = asyncio.ensure_future(watchdog.run(asyncio.sleep(3600)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return await watchdog.run(asyncio.sleep(0, "done"))
+
+    watchdog = BlockedLoopWatchdog(0.2)
+    with pytest.raises(TimeoutError, match=r"call what blocks with asyncio\.to_thread, or raise it"):
+        asyncio.run(watchdog.run(block()))
+    watchdog = BlockedLoopWatchdog(1000.0)
+    assert asyncio.run(watchdog.run(block())) == "done"
+    assert asyncio.run(wait_and_cancel()) == "done"
