@@ -65,7 +65,8 @@ class PolicyGradient(AlgorithmSection):
     samples carry teacher_log_probs."""
 
     opd_teacher_url: Texts = []
-    """Servers that have the teacher instead, asked in turn: SGLang's, vLLM's, or `slimectl serve`."""
+    """Servers that have the teacher instead, asked in turn: SGLang's, vLLM's, or `slimectl serve`. Where one does not
+    answer, the others are asked."""
 
     opd_teacher_api: Literal["sglang", "vllm"] = "sglang"
     """API that the servers of opd_teacher_url speak; `slimectl serve` speaks sglang."""

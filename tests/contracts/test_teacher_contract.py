@@ -63,6 +63,24 @@ def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
     assert own.metrics["train/grad_norm"] > 0
 
 
+def test_a_server_that_died_leaves_its_requests_to_the_others(url: str, caplog: pytest.LogCaptureFixture):
+    rows = [TrainingSample(sample.tokens, sample.response_length, [1.0] * len(sample.tokens)) for sample in answers()]
+    dead = "http://127.0.0.1:9"
+
+    def teacher(*urls: str) -> RemoteLogProbModel:
+        return RemoteLogProbModel(urls, api=serving.api([url]), setting="SETTING", timeout_s=60, tries=2)
+
+    expected = teacher(url).log_probs(rows)
+    with caplog.at_level("WARNING", "slimectl"):
+        for urls in ([dead, url], [url, dead]):  # one of the two requests begins at each
+            for row, of_row in zip(teacher(*urls).log_probs(rows), expected, strict=True):
+                assert row == pytest.approx(of_row, abs=1e-4)
+    assert caplog.text.count(f"{dead}/") == 2
+    assert "the other servers of SETTING are asked" in caplog.text
+    with pytest.raises(BackendError, match=r"the teacher at http://127\.0\.0\.1:9/\S+: no answer.*\(2 tries"):
+        teacher(dead, dead).log_probs(rows)
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(url: str, model_dir: ModelDir):
     tokenizer = builders.tokenizer(model_dir())
     facts = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -8,6 +8,7 @@ from typing import Any
 
 from slimectl.engines.http.api import ServerApi, UnexpectedAnswer
 from slimectl.errors import BackendError, SettingsError
+from slimectl.stdio import logger
 from slimectl.transport.client import HttpClient, RetryPolicy
 from slimectl.types import TrainingSample
 
@@ -21,8 +22,9 @@ PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café,
 class RemoteLogProbModel:
     """protocols.LogProbModel of the model behind `urls`, servers that speak `api`.
 
-    Requests go to the servers round-robin, concurrently; each may be tried `tries` times within `timeout_s` seconds.
-    `setting` names the setting of the addresses. Log-probabilities are those of temperature 1.
+    Requests go to the servers round-robin, concurrently. One that a server does not answer goes to the others, once
+    each, and then up to `tries` times to the first, within `timeout_s` seconds. `setting` names the setting of the
+    addresses. Log-probabilities are those of temperature 1.
     """
 
     def __init__(self, urls: Sequence[str], *, api: ServerApi, setting: str, timeout_s: float, tries: int = 5) -> None:
@@ -30,13 +32,14 @@ class RemoteLogProbModel:
         self._urls = [url.rstrip("/") for url in urls]
         self._setting = setting
         self._patience = RetryPolicy(timeout_s, tries)
+        self._failed_urls: set[str] = set()
+        """Servers of which a warning has told; cleared by their next answer."""
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """Return log p(token) of every response token, R floats per row. Raises BackendError if the servers fail."""
         with HttpClient() as asker:
             futures = [
-                asker.submit(self._score(self._urls[i % len(self._urls)], batch, asker))
-                for i, batch in enumerate(_batches(rows))
+                asker.submit(self._score(i % len(self._urls), batch, asker)) for i, batch in enumerate(_batches(rows))
             ]
             return [log_probs for future in futures for log_probs in future.result()]
 
@@ -56,11 +59,12 @@ class RemoteLogProbModel:
     def close(self) -> None:
         """Do nothing: connections end with each request."""
 
-    async def _score(self, url: str, rows: Sequence[TrainingSample], asker: HttpClient) -> list[list[float]]:
-        starts = [len(row.tokens) - row.response_length - 1 for row in rows]
+    async def _score(self, first: int, rows: Sequence[TrainingSample], asker: HttpClient) -> list[list[float]]:
+        """Ask for the log-probabilities of rows, beginning with the server at `first`."""
+        url, starts = self._urls[first], [len(row.tokens) - row.response_length - 1 for row in rows]
         try:
             answers = await self._api.prompt_log_probs(
-                partial(self._post, url, asker), [list(row.tokens) for row in rows], starts
+                partial(self._post_to_any, first, asker), [list(row.tokens) for row in rows], starts
             )
         except UnexpectedAnswer as answer:
             raise self._unexpected_answer(url, str(answer)) from None
@@ -74,6 +78,22 @@ class RemoteLogProbModel:
             return await self._api.tokenize(partial(self._post, url, asker), PROBE)
         except UnexpectedAnswer as answer:
             raise self._unexpected_answer(url, str(answer)) from None
+
+    async def _post_to_any(self, first: int, asker: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
+        """Post to the first server that answers. Raises BackendError if none does while there is patience."""
+        once = RetryPolicy(self._patience.timeout_s, tries=1)
+        urls = [*self._urls[first:], *self._urls[:first]]
+        for url in urls if len(urls) > 1 else ():
+            try:
+                answer = await asker.post(url + path, body, patience=once, wanted_by="the teacher")
+            except BackendError as error:
+                if url not in self._failed_urls:
+                    self._failed_urls.add(url)
+                    logger.warning(f"{error}; the other servers of {self._setting} are asked")
+            else:
+                self._failed_urls.discard(url)
+                return answer
+        return await self._post(urls[0], asker, path, body)
 
     async def _post(self, url: str, asker: HttpClient, path: str, body: Mapping[str, Any]) -> Any:
         return await asker.post(url + path, body, patience=self._patience, wanted_by="the teacher")
