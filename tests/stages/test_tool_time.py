@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import threading
 import time
 from typing import Any
 
@@ -102,8 +104,12 @@ def test_an_agent_that_blocks_the_loop_fails_alone_and_its_line_is_named(caplog:
 
 
 def test_a_call_outside_of_python_fails_its_attempt_when_it_returns_and_nothing_after_it():
-    async def block() -> str:
-        time.sleep(1.0)
+    class Warned(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warned.set()
+
+    async def block(seconds: float) -> str:
+        warned.wait(seconds)
         return "done"
 
     async def wait_and_cancel() -> str:
@@ -114,9 +120,14 @@ def test_a_call_outside_of_python_fails_its_attempt_when_it_returns_and_nothing_
             await waiting
         return await watchdog.run(asyncio.sleep(0, "done"))
 
-    watchdog = BlockedLoopWatchdog(0.2)
-    with pytest.raises(TimeoutError, match=r"call what blocks with asyncio\.to_thread, or raise it"):
-        asyncio.run(watchdog.run(block()))
-    watchdog = BlockedLoopWatchdog(1000.0)
-    assert asyncio.run(watchdog.run(block())) == "done"
+    warned, handler, watchdog = threading.Event(), Warned(), BlockedLoopWatchdog(0.2)
+    logging.getLogger("slimectl").addHandler(handler)
+    try:
+        with pytest.raises(TimeoutError, match=r"call what blocks with asyncio\.to_thread, or raise it"):
+            asyncio.run(watchdog.run(block(500)))
+        assert warned.is_set()
+    finally:
+        logging.getLogger("slimectl").removeHandler(handler)
+    warned, watchdog = threading.Event(), BlockedLoopWatchdog(1000.0)
+    assert asyncio.run(watchdog.run(block(0.2))) == "done"
     assert asyncio.run(wait_and_cancel()) == "done"
