@@ -204,6 +204,7 @@ def client(
         connect_timeout_s=options.connect_timeout_s,
         troubled=troubled,
         keys=keys(settings, workers),
+        shared=bool(options.url),
     )
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})

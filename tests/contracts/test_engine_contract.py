@@ -217,6 +217,37 @@ def test_abort_returns_what_each_has_and_the_engine_lives_on(engine: Any):
     assert answers(engine, (PROMPT, GREEDY))[0].tokens == whole[:12]
 
 
+@pytest.mark.parametrize("url", ["served", "sglang", "vllm"])
+def test_an_abort_leaves_the_requests_of_other_clients_alone(
+    url: str, model_dir: ModelDir, request: pytest.FixtureRequest
+):
+    folder, address = model_dir(), request.getfixturevalue(url)
+    first, second = (serving.client([address], folder, shared=True) for _ in range(2))
+    first.load_weights(HFCheckpoint().read(folder), version="0")
+    short = dataclasses.replace(GREEDY, max_tokens=3)
+
+    async def scene() -> list[list[Completion]]:
+        asked = [
+            [asyncio.create_task(client.generate(PROMPT, params=LONG)) for _ in range(2)] for client in (first, second)
+        ]
+        await asyncio.gather(*(client.generate(PROMPT, params=short) for client in (first, second)))
+        await first.abort()
+        return [await asyncio.gather(*tasks) for tasks in asked]
+
+    try:
+        whole = answers(first, (PROMPT, LONG))[0].tokens
+        for _ in range(TRIES):
+            own, others = asyncio.run(scene())
+            assert [answer.tokens for answer in others] == [whole, whole]
+            if all(answer.finish_reason == "abort" for answer in own):
+                break
+        assert [answer.finish_reason for answer in own] == ["abort", "abort"]
+        assert all(answer.tokens == whole[: len(answer.tokens)] for answer in own)
+    finally:
+        asyncio.run(first.close())
+        asyncio.run(second.close())
+
+
 def test_close_ends_what_is_in_flight(engine: Any):
     assert [answer.finish_reason for answer in interrupted(engine, engine.close, count=2)] == ["abort", "abort"]
 

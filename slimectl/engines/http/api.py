@@ -40,8 +40,8 @@ class ServerApi(Protocol):
         """Whether a refusal says that the server is paused: this is no failure."""
         ...
 
-    def abort_request(self) -> tuple[str, dict[str, Any]]:
-        """Return path and body of the request that ends all answers in flight."""
+    def abort_requests(self, ids: Sequence[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+        """Return path and body of each request that ends the answers with these ids, or all answers without `ids`."""
         ...
 
     async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:

@@ -35,7 +35,7 @@ class HttpEngine:
     `max_context` bound prompts; `decode` converts tokens to text (without it the server's text is used). `troubled` is
     called with every server that failed, so that its monitor checks it now. For `load_weights`: `receiver` builds the
     engines' side of a push from worker addresses, `forms` returns the tensors of the model. `keys` authenticate the
-    requests.
+    requests. Servers that are `shared` have requests of other clients too, which an abort leaves alone.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class HttpEngine:
         receiver: Callable[[Sequence[str]], WeightUpdateClient] | None = None,
         forms: Callable[[], Forms] | None = None,
         keys: Keys = NO_KEYS,
+        shared: bool = False,
     ) -> None:
         self.api = api
         self.max_context = max_context
@@ -63,7 +64,7 @@ class HttpEngine:
         self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
         self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
         self._receiver, self._forms = receiver, forms
-        self._keys = keys
+        self._keys, self._shared = keys, shared
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
         """The last addresses that took requests, in one list for the life of the engine."""
@@ -198,7 +199,12 @@ class HttpEngine:
             if self._failure is not None:
                 balance.fail(self._failure)
             self._dispatch = Dispatch(
-                balance, api=self.api, troubled=self._report_failure, keys=self._keys, **self._timeouts
+                balance,
+                api=self.api,
+                troubled=self._report_failure,
+                keys=self._keys,
+                shared=self._shared,
+                **self._timeouts,
             )
         return self._dispatch
 

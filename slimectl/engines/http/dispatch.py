@@ -7,7 +7,8 @@ import contextlib
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 
@@ -108,7 +109,10 @@ ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
 class Dispatch:
-    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers."""
+    """Retries requests until a server gives a whole answer. `troubled` is called with failed (not paused) servers.
+
+    Servers that are `shared` have requests of other clients too, which an abort leaves alone.
+    """
 
     def __init__(
         self,
@@ -119,8 +123,9 @@ class Dispatch:
         connect_timeout_s: float,
         troubled: Callable[[str], object],
         keys: Keys = NO_KEYS,
+        shared: bool = False,
     ) -> None:
-        self.balance, self._api = balance, api
+        self.balance, self._api, self._shared = balance, api, shared
         self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
         self._troubled, self._keys = troubled, keys
         self._flights: dict[int, tuple[PendingRequest, asyncio.Task[Completion]]] = {}
@@ -155,13 +160,22 @@ class Dispatch:
                 task.cancel()
         deadline = time.monotonic() + ABORT_GRACE_S
         while pending and time.monotonic() < deadline:
-            await asyncio.gather(*(_abort_at(url, self._api, self._keys) for url in workers))
+            await asyncio.gather(*(self._abort_at(url, workers) for url in workers))
             # Repeated: a request that had not reached its server yet was not among those it ended.
             _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
         for task in pending:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
+
+    async def _abort_at(self, url: str, workers: Sequence[str]) -> None:
+        """Ask one of the workers to end the requests in flight; those that a router passed on may be at any."""
+        ids = None
+        if self._shared:
+            places = ((flight, self._asking.get(id(flight), (None,))[0]) for flight, _ in self._flights.values())
+            ids = [flight.request_id for flight, place in places if place == url or place not in (None, *workers)]
+        requests = self._api.abort_requests(ids)
+        await asyncio.gather(*(_post(url, path, body, self._keys) for path, body in requests))
 
     def announce(self, urls: Sequence[str]) -> None:
         """Replace the servers; requests on removed servers are retried: a machine that is lost reports nothing."""
@@ -230,7 +244,7 @@ class Dispatch:
         return failure
 
 
-async def _abort_at(url: str, api: ServerApi, keys: Keys) -> None:
-    path, body = api.abort_request()
+async def _post(url: str, path: str, body: Mapping[str, Any], keys: Keys) -> None:
+    """Send a request whose answer does not matter."""
     with contextlib.suppress(BackendError):
         await request("POST", url + path, timeout_s=ABORT_REPLY_S, body=body, headers=keys.headers(url, path))

@@ -77,8 +77,9 @@ class SglangApi:
         error = body.get("error") if isinstance(body, dict) else None
         return status == 503 and isinstance(error, dict) and error.get("type") == PAUSED
 
-    def abort_request(self) -> tuple[str, dict[str, Any]]:
-        return "/abort_request", {"rid": "", "abort_all": True}
+    def abort_requests(self, ids: Sequence[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+        bodies = [{"rid": "", "abort_all": True}] if ids is None else [{"rid": name} for name in ids]
+        return [("/abort_request", body) for body in bodies]
 
     async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:
         model, server = await get("/model_info"), await get("/server_info")

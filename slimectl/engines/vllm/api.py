@@ -16,6 +16,8 @@ from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnsw
 from slimectl.engines.http.request import PendingRequest, penalty_fields
 
 GENERATE = "/inference/v1/generate"
+ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the request ids of `GENERATE`."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ class VllmApi:
     def is_paused(self, status: int, body: Any) -> bool:
         return False  # a paused vLLM keeps its requests waiting
 
-    def abort_request(self) -> tuple[str, dict[str, Any]]:
-        return "/abort_requests", {}
+    def abort_requests(self, ids: Sequence[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+        if ids is None:
+            return [("/abort_requests", {})]
+        return [("/abort_requests", {"request_ids": [ID_PREFIX + name for name in ids]})] if ids else []
 
     async def model_info(self, get: GetJson) -> Mapping[str, Any] | None:
         models = await get("/v1/models")
