@@ -12,7 +12,7 @@ from slimectl.builders.engines import engine_backend
 from slimectl.builders.models import device, served_model
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import FlatSettings, hook
-from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightSync, WeightUpdateClient
+from slimectl.protocols import Policy, WeightReceiver, WeightSync, WeightUpdateClient
 from slimectl.settings import Settings
 from slimectl.settings.secret import reveal, revealed_score
 
@@ -75,6 +75,7 @@ def to_servers(
     settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
 ) -> WeightSync:
     """Build the transport of sync.transport; files go below `folder`, or sync.update_weight_disk_dir if it is set."""
+    from slimectl.checkpoints.hf import write_model
     from slimectl.weight_sync.base import WeightSyncBase
     from slimectl.weight_sync.delta import DeltaSync
     from slimectl.weight_sync.disk import DiskSync
@@ -85,7 +86,7 @@ def to_servers(
     model = served_model(settings, model)
     sync, dtype = settings.sync, pushed_precision(settings, model)
     files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
-    write = partial(_whole_checkpoint, model.absolute())
+    write = partial(write_model, model.absolute())
     common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
     buffer_bytes = sync.update_weight_buffer_size * 2**20
     on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
@@ -150,11 +151,3 @@ def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient],
     return lambda path, receivers: user_fn(
         {"args": args, "settings": args, "version_dir": path, "rollout_engines": receivers}
     )
-
-
-def _whole_checkpoint(model: Path, folder: Path, tensors: NamedTensors) -> None:
-    """Write a directory that an engine can load: weights, and config and tokenizer of the model."""
-    from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
-
-    copy_companions(model, folder)
-    HFCheckpoint().write(folder, tensors)

@@ -231,3 +231,9 @@ def copy_companions(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if not file.is_dir() and file.resolve() != (target / file.name).resolve():
                 copy_file(file, target / file.name)
+
+
+def write_model(source: Path, target: Path, tensors: NamedTensors) -> None:
+    """Write a directory that an engine can load: these weights, and the companions of the model in `source`."""
+    copy_companions(source, target)
+    HFCheckpoint().write(target, tensors)

@@ -2,7 +2,7 @@
 
 The scripts in completions/ call `slimectl` with the shell's name in _SLIMECTL_COMPLETE and the line up to the cursor
 in _SLIMECTL_LINE, and get a candidate a line: its text, a tab, its description. No settings are built for it: the keys
-come from a cache, which is written again when slimectl or an installed package changes.
+come from a cache, which is written again when slimectl changes; names of parts that packages add are read each time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -239,10 +238,8 @@ def _cached() -> dict[str, Any]:
 
 
 def _state() -> str:
-    """Return a digest of what the cache depends on: the settings' files and the folders of packages."""
-    folders = [Path(folder) for folder in sys.path if folder]
-    files = [*sorted((PACKAGE / "settings").glob("*.py")), *folders]
-    stamps = [file.stat().st_mtime_ns for file in files if file.exists()]
+    """Return a digest of what the cache depends on: the files of the settings, wherever the command is called."""
+    stamps = [file.stat().st_mtime_ns for file in sorted((PACKAGE / "settings").glob("*.py"))]
     return sha256(json.dumps([__version__, str(PACKAGE), stamps]).encode()).hexdigest()[:16]
 
 

@@ -22,14 +22,13 @@ MAX_PROMPT = 40
 
 def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     """Print the curve of rewards or losses, accuracies before and after, and next commands."""
-    journal = job.journal
-    if job.settings.track.plot and len(journal.scores) > 1:
+    recorder = job.recorder
+    if job.settings.track.plot and len(recorder.scores) > 1:
         value = "mean reward" if job.settings.algorithm.trains_on == "rollouts" else "loss"
-        stdio.note(curve(journal.scores, title=f"{value} of each round"))
-    before_after = journal.evaluations
+        stdio.note(curve(recorder.scores, title=f"{value} of each round"))
     for name in job.settings.eval.data:
         for result, key in (("accuracy", f"eval/{name}_accuracy"), ("loss", f"eval/{name}/loss")):
-            values = [metrics[key] for _, metrics in before_after if key in metrics]
+            values = [metrics[key] for _, metrics in recorder.evaluations if key in metrics]
             if len(values) > 1:
                 change = f"{values[0]:.3f} before, {values[-1]:.3f} after ({values[-1] - values[0]:+.3f})"
                 stdio.note(f"{name}: {result} {change}")

@@ -82,8 +82,24 @@ def _train() -> list[Metric]:
     return [Metric(f"train/{name}", unit, "train/step", text) for name, (unit, text) in definitions.items()]
 
 
+Definitions = dict[str, tuple[str, str]]
+"""Unit and definition of metrics by name."""
+
+
 def _rollout() -> list[Metric]:
-    definitions = {
+    definitions: Definitions = {
+        **{f"rollout/{name}": definition for name, definition in (_rewards() | _answers() | _rounds()).items()},
+        "passrate/pass@{k}": ("", "Estimate that one of k answers of a round is right (track.log_passrate)"),
+        "multi_turn/raw_response_length/{mean,max,min}": ("tokens", "After the prompt (track.log_multi_turn)"),
+        "multi_turn/wo_obs_response_length/{mean,max,min}": ("tokens", "Those that the policy wrote itself"),
+        "multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
+    }
+    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]
+
+
+def _rewards() -> Definitions:
+    """Define the metrics of a round's rewards, of what follows from them, and of log-probabilities."""
+    return {
         "raw_reward": ("", "Mean reward of the round, before any normalisation"),
         "avg_reward": ("", "The same"),
         "max_reward": ("", "Largest reward"),
@@ -103,6 +119,12 @@ def _rollout() -> list[Metric]:
         "ref_log_probs": ("nat", "The same, by the reference"),
         "kl": ("nat", "The former less the latter: k1 estimate of the divergence from the reference"),
         "entropy": ("nat", "Mean entropy of the tokens of the round's first step, by the policy before the round"),
+    }
+
+
+def _answers() -> Definitions:
+    """Define the metrics of a round's answers, and of how agents, environments and engines came to them."""
+    return {
         "response_len/{mean,median,max,min}": ("tokens", "Length of answers"),
         "avg_response_length": ("tokens", "Mean length of answers"),
         "prompt_len/{mean,max,min}": ("tokens", "Length of prompts"),
@@ -128,6 +150,12 @@ def _rollout() -> list[Metric]:
         "env/turn_reward": ("", "Reward of a turn, mean over all turns"),
         "spec_accept_length": ("tokens", "Tokens that a pass of the model wrote, with speculative decoding"),
         "spec_accept_rate": ("", "Share of drafted tokens that were taken, with speculative decoding"),
+    }
+
+
+def _rounds() -> Definitions:
+    """Define the metrics of a round as a whole: its groups, what is left out or kept, its age and time."""
+    return {
         "zero_std/count_{reward}": ("groups", "Groups whose answers all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Left out of training, by reason"),
         "no_signal": ("", "1 in a round whose rewards teach nothing: all equal, or equal within every group"),
@@ -148,14 +176,6 @@ def _rollout() -> list[Metric]:
         "samples_per_second": ("1/s", "Samples a second of generation and grading"),
         "step": ("rounds", "The axis of rollout metrics"),
     }
-    optional = {
-        "passrate/pass@{k}": ("", "Estimate that one of k answers of a round is right (track.log_passrate)"),
-        "multi_turn/raw_response_length/{mean,max,min}": ("tokens", "After the prompt (track.log_multi_turn)"),
-        "multi_turn/wo_obs_response_length/{mean,max,min}": ("tokens", "Those that the policy wrote itself"),
-        "multi_turn/round_number/{mean,max,min}": ("turns", "How often the policy had its turn"),
-    }
-    definitions_by_name = {f"rollout/{name}": definition for name, definition in definitions.items()} | optional
-    return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions_by_name.items()]
 
 
 def _eval() -> list[Metric]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimectl.hooks.slime import flags
 from slimectl.settings import Settings, aliases
 from slimectl.settings.base import Section
 
@@ -26,6 +25,8 @@ class FlatSettings:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        from slimectl.hooks.slime import flags  # with the table of launch scripts, which only a call of a hook needs
+
         settings = self._settings
         sections = {section: getattr(settings, section) for section in type(settings).model_fields}
         spellings = sections | {old: sections[section] for old, section in aliases.SECTIONS.items()}
@@ -47,6 +48,8 @@ class FlatSettings:
 
     def _main_loop(self, name: str, sections: dict[str, Any]) -> Any:
         """The value of slime's argument `name`, or of the one section of the main loop that has this key."""
+        from slimectl.hooks.slime import flags
+
         section, _, key = flags.SETTINGS.get(name, "").partition(".")
         if section and hasattr(sections[section], key):
             return getattr(sections[section], key)

@@ -15,13 +15,13 @@ from slimectl.data.io import is_pipe
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder, write_text
 from slimectl.errors import SettingsError
-from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
+from slimectl.stages.hooks import Hooks
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.train import train
 from slimectl.stdio import logger
@@ -102,7 +102,7 @@ class SftWarmup:
     settings: Settings
     folder: RunDir
     recorder: RunRecorder
-    hooks: UserHooks
+    hooks: Hooks
     executor: Any
     interrupted: Callable[[], bool]
 

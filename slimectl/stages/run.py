@@ -37,42 +37,15 @@ def run(
     round. The next round is waited for inside `waiting()`, when all steps of the round before have been made. `sync` is
     None for recorded rounds, which no engine samples. `timer` takes the times of the run.
     """
-
     timer = timer or RoundTimer()
-    colocated = settings.cluster.colocate
-
-    def prepared_batches() -> Iterator[RolloutBatch]:
-        batches = iter(executor.stream(make_rounds, ahead=min(1, settings.run.async_level)))
-        while True:
-            with waiting(), timer.time("perf/wait_time"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            if sync is not None and colocated:
-                with timer.time("perf/engine_offload_time"):
-                    sync.sleep()
-            if sync is not None:
-                batch.timings |= _rollout_timings(batch.duration_s, len(batch.samples))
-            if reference is not None:  # which may have moved since the batch was scored
-                with timer.time("perf/ref_log_probs_time", of=reference):
-                    batch.samples = list(
-                        attach_log_probs(
-                            batch.samples, reference, "ref_log_probs", recompute=True,
-                            temperature=settings.policy_temperature,
-                        )
-                    )  # fmt: skip
-            if teacher is not None:
-                with timer.time("perf/teacher_log_probs_time", of=teacher):
-                    batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
-            yield batch
-
-    sleepers = (policy, critic, reference, teacher) if colocated and settings.cluster.offload_train else ()
+    is_freed = settings.cluster.colocate and settings.cluster.offload_train
+    sleepers = (policy, critic, reference, teacher) if is_freed else ()
     if sync is not None:
         sync.push()
         _sleep(sleepers)
-    reports = train_batches(
-        prepared_batches(), policy, settings, critic=critic, state=state, hooks=hooks, timer=timer
-    )  # fmt: skip
+    batches = _take_batches(make_rounds, executor, sync, settings, timer, waiting)
+    batches = _with_log_probs(batches, reference, teacher, settings, timer)
+    reports = train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer)
     total_s = 0.0
     while True:  # the clock stands while the caller has a report: it evaluates, and saves
         started = timer.clock()
@@ -80,19 +53,83 @@ def run(
         if report is None:
             return
         if report.last_step_of_round:
-            if sync is not None and colocated:
-                _sleep(sleepers, keep_weights_of=policy)
-                with timer.time("perf/engine_onload_time"):
-                    sync.wake()
-            if sync is not None and (colocated or report.rollout_id % settings.sync.update_weights_interval == 0):
-                report.timings |= _push_weights(sync, policy, timer)
-                _sleep(sleepers)
+            if sync is not None:
+                report.timings |= _update_engines(sync, policy, sleepers, report.rollout_id, settings, timer)
             report.timings |= timer.take()
         total_s += timer.clock() - started
         if report.last_step_of_round:
             report.timings |= _total_timings(total_s, report.timings.get("perf/wait_time", 0.0))
             total_s = 0.0
         yield report
+
+
+def _take_batches(
+    make_rounds: Callable[[], Iterator[RolloutBatch]],
+    executor: Executor,
+    sync: WeightSync | None,
+    settings: Settings,
+    timer: RoundTimer,
+    waiting: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[RolloutBatch]:
+    """Wait for each round of the executor's stream, and yield it; engines on the trainer's GPUs sleep from then on."""
+    batches = iter(executor.stream(make_rounds, ahead=min(1, settings.run.async_level)))
+    while True:
+        with waiting(), timer.time("perf/wait_time"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        if sync is not None:
+            if settings.cluster.colocate:
+                with timer.time("perf/engine_offload_time"):
+                    sync.sleep()
+            batch.timings |= _rollout_timings(batch.duration_s, len(batch.samples))
+        yield batch
+
+
+def _with_log_probs(
+    batches: Iterable[RolloutBatch],
+    reference: Policy | None,
+    teacher: LogProbModel | None,
+    settings: Settings,
+    timer: RoundTimer,
+) -> Iterator[RolloutBatch]:
+    """Yield rounds with the log-probabilities of the reference, which may have moved since they were scored, and of
+    the teacher."""
+    for batch in batches:
+        if reference is not None:
+            with timer.time("perf/ref_log_probs_time", of=reference):
+                batch.samples = list(
+                    attach_log_probs(
+                        batch.samples, reference, "ref_log_probs", recompute=True,
+                        temperature=settings.policy_temperature,
+                    )
+                )  # fmt: skip
+        if teacher is not None:
+            with timer.time("perf/teacher_log_probs_time", of=teacher):
+                batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
+        yield batch
+
+
+def _update_engines(
+    sync: WeightSync,
+    policy: Policy,
+    sleepers: Iterable[object],
+    rollout_id: int,
+    settings: Settings,
+    timer: RoundTimer,
+) -> Metrics:
+    """Push the weights after a round, if it is their turn; engines on the trainer's GPUs wake up in place of models."""
+    colocated = settings.cluster.colocate
+    if colocated:
+        _sleep(sleepers, keep_weights_of=policy)
+        with timer.time("perf/engine_onload_time"):
+            sync.wake()
+    elif rollout_id % settings.sync.update_weights_interval:
+        return {}
+    with timer.time("perf/update_weights_time", of=policy):
+        sync_metrics = sync.push()
+    _sleep(sleepers)
+    return {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}
 
 
 def _total_timings(total_s: float, wait_s: float) -> Metrics:
@@ -113,9 +150,3 @@ def _rollout_timings(duration_s: float, samples: int) -> Metrics:
         "rollout/generation_time": duration_s,
         "rollout/samples_per_second": samples / duration_s if duration_s else 0.0,
     }
-
-
-def _push_weights(sync: WeightSync, policy: Policy, timer: RoundTimer) -> Metrics:
-    with timer.time("perf/update_weights_time", of=policy):
-        sync_metrics = sync.push()
-    return {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}

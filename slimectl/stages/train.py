@@ -40,6 +40,11 @@ class TrainState:
     signal: SignalCount = field(default_factory=SignalCount)
     """Rounds whose rewards carried signal, and those that did not."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Round and step after which the policy is."""
+        return self.rollout_id, self.step
+
     def next_step(self, step_in_round: int = 0) -> StepIndex:
         """Count one more optimizer step, and return its place in the run."""
         self.step += 1

@@ -1,15 +1,29 @@
-"""Reading of HTTP answers: their JSON, their error messages, what is worth a retry and when."""
+"""HTTP responses: their JSON, their error messages, what is worth a retry and when."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from typing import Any
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
 
 LONGEST_MESSAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Response of a server: the status, and the body, parsed if it is JSON."""
+
+    status: int
+    body: Any
+
+    @property
+    def words(self) -> str:
+        """Error message of the server, in one line."""
+        return error_message(self.body)
 
 
 def parsed(text: str) -> Any:

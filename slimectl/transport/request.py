@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from slimectl.errors import BackendError
-from slimectl.transport.http import error_message, parsed, short
+from slimectl.transport.http import Reply, parsed, short
 
 UNREACHABLE = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 """Errors of a server that is not running, or ends while it answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Response of a server: the status, and the body, parsed if it is JSON."""
-
-    status: int
-    body: Any
-
-    @property
-    def words(self) -> str:
-        """Error message of the server, in one line."""
-        return error_message(self.body)
 
 
 async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:

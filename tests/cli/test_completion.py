@@ -76,12 +76,13 @@ def test_a_broken_cache_is_written_again(tmp_path: Path):
 def test_candidates_come_without_libraries_that_run_models():
     environment = os.environ | {"_SLIMECTL_COMPLETE": "zsh", "_SLIMECTL_LINE": "slimectl run -s train.lr"}
     command = [sys.executable, "-X", "importtime", "-m", "slimectl"]
-    for _ in range(2):  # the first fills the cache
+    for _ in range(2):  # the first fills the cache, here in the folder that `python -m` searches for modules
         result = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
     assert result.stdout.startswith("train.lr=\tLearning rate at its peak\n")
     modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "slimectl.cli.completion" in modules
     assert modules & {"torch", "numpy", "transformers", "ray", "aiohttp", "slimectl.builders"} == set()
+    assert "slimectl.settings.reference" not in modules, "the second call has not found the cache"
 
 
 SCRIPTS = {

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl import builders
 from slimectl.algorithms.losses import SftLoss
-from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
+from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.supervisor.server_process import ServerProcess
@@ -45,11 +45,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
 MESSAGE_BYTES = 100_000  # several messages, of the small model's 360 kB
 
 ModelDir = Callable[..., Path]
-
-
-def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
-    copy_companions(model, folder)
-    HFCheckpoint().write(folder, tensors)
 
 
 def alone(folder: Path) -> Policy:
@@ -88,7 +83,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def transport(kind: str, policy: Policy, workers: HttpWorkers, model: Path, folder: Path) -> WeightSyncBase:
-    write = partial(written, model)
+    write = partial(write_model, model)
     if kind == "disk":
         return DiskSync(policy, workers, folder=folder, write=write)
     if kind == "delta":
@@ -314,7 +309,7 @@ def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, ma
 def test_a_push_that_is_equal_on_both_sides_passes_the_check(
     kind: str, policy: Policy, url: str, make: Make, model_dir: ModelDir, tmp_path: Path
 ):
-    checked = VerifiedSync(make(kind, policy, [url]), folder=tmp_path, write=partial(written, model_dir()))
+    checked = VerifiedSync(make(kind, policy, [url]), folder=tmp_path, write=partial(write_model, model_dir()))
     checked.push()
     assert answers([url], model_dir())[0].tokens == expected(policy, model_dir())
 
@@ -322,7 +317,7 @@ def test_a_push_that_is_equal_on_both_sides_passes_the_check(
 def test_the_check_finds_other_weights(url: str, make: Make, model_dir: ModelDir, tmp_path: Path):
     tensors = [(name, tensor.clone()) for name, tensor in HFCheckpoint().read(model_dir())]
     sync = make("tensor", Held(tensors, "41"), [url])
-    checked = VerifiedSync(sync, folder=tmp_path, write=partial(written, model_dir()))
+    checked = VerifiedSync(sync, folder=tmp_path, write=partial(write_model, model_dir()))
     checked.push()
     dict(tensors)["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6  # one number, the last bits of it
     with pytest.raises(BackendError, match=r"model\.layers\.1\.mlp\.down_proj\.weight of \d+ tensors differ"):

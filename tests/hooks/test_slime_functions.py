@@ -23,6 +23,7 @@ from slimectl.hooks.rollout import keep_group
 from slimectl.hooks.slime import shapes
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
+from slimectl.settings.launch_scripts.reading import read
 from slimectl.settings.layers import from_assignments, from_custom_config, from_file
 from slimectl.settings.loading import resolve
 from slimectl.types import Sample, SamplingParams
@@ -242,6 +243,20 @@ def test_args_has_every_argument_of_slime(algorithm: str) -> None:
     assert [name for name in NAMES.split() if not hasattr(args, name)] == []
     assert (args.sglang_router_ip, args.sglang_router_port) == ("a.example", 30001)
     assert (args.advantage_estimator, args.use_critic, args.seed) == (algorithm, algorithm == "ppo", 1234)
+
+
+def test_args_reads_what_the_flags_of_a_launch_script_became(tmp_path: Path) -> None:
+    flags = {
+        "async_buffer_size": 2, "hf_checkpoint": "/m", "rollout_health_check_interval": 7.0, "rollout_temperature": 0.7,
+        "seed": 11, "sglang_server_concurrency": 9, "sglang_dtype": "float32", "tis_threshold": 3.0,
+        "use_fault_tolerance": True,
+    }  # fmt: skip
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+    script = tmp_path / "run.sh"
+    script.write_text(" ".join(["python3 train.py", "--prompt-data /d.jsonl", "--use-tis", *options]), encoding="utf-8")
+    args = FlatSettings(read(script, environ={}).conversion.settings)
+    assert {name: getattr(args, name) for name in flags} == flags
+    assert (args.use_tis, args.prompt_data, args.advantage_estimator) == (True, "/d.jsonl", "grpo")
 
 
 def test_what_has_no_counterpart_reads_as_slimes_default_or_as_custom_says() -> None:

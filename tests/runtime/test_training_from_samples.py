@@ -229,7 +229,7 @@ def test_a_tracker_that_cannot_start_is_found_before_any_work(
     training: Training, monkeypatch: pytest.MonkeyPatch, reads_file: bool
 ) -> None:
     """No model is converted, created or loaded before it, no server started, and no folder stays."""
-    monkeypatch.setattr("slimectl.runtime.run.prepare_model", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("slimectl.runtime.run_parts.prepare_model", lambda *_: pytest.fail("a model was made"))
     path = str(training.folder / "missing" / "tracked.jsonl")
     changes: dict[str, Any] = {"run.name": "untracked", "track.kwargs": {"jsonl": {"path": path}}}
     job = training.run(**changes)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, Keys
 from slimectl.errors import BackendError, StorageError
-from slimectl.transport.http import parsed
-from slimectl.transport.request import Reply
+from slimectl.transport.http import Reply, parsed
 
 NamedTensor = tuple[str, Tensor]
 

@@ -1,6 +1,7 @@
-"""Names of slime's arguments, as its scripts read them from `args`, and the settings that they stand for.
+"""Values of slime's arguments, as its scripts read them from `args`.
 
-Names that are a key of one section already (`lr`, `rollout_temperature`, `eps_clip`) are not listed.
+The table by which launch scripts are read (`settings/launch_scripts/slime.py`) says which setting an argument stands
+for. Here are the values of arguments that have another one than that setting, or that have no setting.
 """
 
 from __future__ import annotations
@@ -12,46 +13,19 @@ from urllib.parse import urlsplit
 
 from slimectl.errors import HookError
 from slimectl.settings import Settings
+from slimectl.settings.launch_scripts.slime import SLIME
+from slimectl.settings.launch_scripts.values import addresses, function_path, function_paths, on, positive, texts
 
+UNCHANGED = (None, on, positive, texts, addresses, function_path, function_paths)
+"""Conversions of a flag after which the setting has the value that slime's argument has."""
+NEAREST = ("ci_train_rollout_logprob_abs_diff_threshold", "max_turns", "use_rollout_entropy")
+"""Flags that become the nearest setting there is; scripts that read the argument mean slime's own, in `DEFAULTS`."""
 SETTINGS = {
-    "advantage_estimator": "algorithm.name",
-    "async_buffer_size": "run.async_level",
-    "custom_megatron_before_log_prob_hook_path": "megatron.custom_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path": "megatron.custom_before_train_step_hook_path",
-    "custom_megatron_init_path": "megatron.custom_init_path",
-    "custom_update_weight_post_write_path": "sync.custom_post_write_path",
-    "fsdp_max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "gamma": "algorithm.gamma",
-    "hf_checkpoint": "model.path",
-    "lambd": "algorithm.lambd",
-    "log_probs_max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "n_samples_per_eval_prompt": "eval.n_samples_per_prompt",
-    "num_critic_only_steps": "algorithm.num_critic_only_steps",
-    "offload": "cluster.colocate",
-    "offload_rollout": "cluster.colocate",
-    "offload_train": "cluster.colocate",
-    "rollout_external_engine_addrs": "engine.url",
-    "rollout_health_check_first_wait": "engine.health_check_first_wait",
-    "rollout_health_check_interval": "engine.health_check_interval",
-    "rollout_health_check_timeout": "engine.health_check_timeout",
-    "seed": "run.seed",
-    "sglang_router_request_timeout_secs": "engine.request_timeout_s",
-    "sglang_server_concurrency": "engine.server_concurrency",
-    "tb_experiment_name": "run.name",
-    "tb_project_name": "track.project",
-    "tis_threshold": "algorithm.tis_clip",
-    "value_clip": "algorithm.value_clip",
-    "wandb_always_use_train_step": "track.always_use_train_step",
-    "wandb_dir": "track.dir",
-    "wandb_group": "track.group",
-    "wandb_host": "track.host",
-    "wandb_mode": "track.mode",
-    "wandb_project": "track.project",
-    "wandb_random_suffix": "track.random_suffix",
-    "wandb_run_id": "track.run_id",
-    "wandb_team": "track.entity",
-}
-"""Arguments with another name than their setting. Where an algorithm lacks the key, `DEFAULTS` has slime's value."""
+    name: row.key
+    for name, row in SLIME.rows.items()
+    if row.key and row.convert in UNCHANGED and name not in NEAREST
+}  # fmt: skip
+"""Arguments whose value is that of a setting. Where an algorithm lacks the key, `DEFAULTS` has slime's value."""
 
 _OFF = """
     allgather_cp async_save ci_disable_kl_checker ci_test debug_rollout_only debug_train_only enable_mtp_training
@@ -75,20 +49,22 @@ _NONE = """
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(_OFF.split(), False),
     **dict.fromkeys(_NONE.split()),
+    **{
+        name: row.default
+        for name, row in SLIME.rows.items()
+        if row.key.startswith("algorithm.") and row.default is not None
+    },
     "ci_train_rollout_logprob_abs_diff_threshold": 0.1,
     "compute_advantages_and_returns": True,
     "data_pad_size_multiplier": 128,
     "distributed_backend": "nccl",
     "distributed_timeout_minutes": 10,
     "entropy_coef": 0.0,
-    "eps_clip": 0.2,
     "fetch_trajectory_retry_times": -1,
     "gamma": 1.0,
     "grpo_std_normalization": True,
     "kl_coef": 0.0,
     "kl_loss_coef": 0.0,
-    "kl_loss_type": "k1",
-    "lambd": 1.0,
     "log_probs_chunk_size": -1,
     "loss_mask_type": "qwen",
     "memory_recorder": "torch",
@@ -159,12 +135,15 @@ def _upper_clip(settings: Settings) -> float:
 
 
 COMPUTED: dict[str, Callable[[Settings], Any]] = {
+    "advantage_estimator": lambda settings: settings.algorithm.name,
     "eps_clip_high": _upper_clip,
     "eval_prompt_data": lambda settings: [word for pair in settings.eval.sources.items() for word in pair] or None,
     "eval_reward_key": lambda settings: settings.eval.reward_key or settings.score.reward_key,
     "global_batch_size": lambda settings: settings.rollouts_per_step,
     "load": _run_folder,
+    "log_probs_max_tokens_per_gpu": lambda settings: settings.train.max_tokens_per_gpu,
     "loss_type": _loss_type,
+    **dict.fromkeys(("offload", "offload_rollout", "offload_train"), lambda settings: settings.cluster.colocate),
     "opd_type": _opd_type,
     "output_dir": _run_folder,
     "over_sampling_batch_size": lambda settings: (
@@ -175,6 +154,8 @@ COMPUTED: dict[str, Callable[[Settings], Any]] = {
     "sglang_router_ip": lambda settings: _router(settings)[0],
     "sglang_router_port": lambda settings: _router(settings)[1],
     "skip_eval_before_train": lambda settings: not settings.eval.before_train,
+    "tb_experiment_name": lambda settings: settings.run.name,
+    "tb_project_name": lambda settings: settings.track.project,
     "update_weight_mode": lambda settings: "delta" if settings.sync.transport == "delta" else "full",
     "update_weight_transport": lambda settings: "disk" if settings.sync.transport in ("disk", "delta") else "nccl",
     "use_critic": lambda settings: settings.algorithm.name == "ppo",
@@ -182,5 +163,6 @@ COMPUTED: dict[str, Callable[[Settings], Any]] = {
     "use_opd": lambda settings: _opd_type(settings) is not None,
     "use_tensorboard": lambda settings: "tensorboard" in settings.track.with_,
     "use_wandb": lambda settings: "wandb" in settings.track.with_,
+    "wandb_random_suffix": lambda settings: settings.track.random_suffix,
 }
-"""Arguments that follow from other settings, or that slime fills in from others where they are not given."""
+"""Arguments whose value is not that of their flag's setting: it follows from others, or slime fills it in."""

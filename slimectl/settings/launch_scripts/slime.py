@@ -1,4 +1,7 @@
-"""slime's flags, those of Megatron and SGLang in its scripts included, and the settings that they become."""
+"""slime's flags, those of Megatron and SGLang in its scripts included, and the settings that they become.
+
+Hooks that were written for slime read the settings by this table too: as `args.rollout_temperature`.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,138 @@
+"""The loop over the reports of a run: records every step; after rounds it evaluates, checks, saves, or ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from slimectl.errors import SlimectlError
+from slimectl.protocols import Progress
+from slimectl.runtime.evaluator import Evaluator
+from slimectl.runtime.grace import GracePeriod, RoundAbandoned
+from slimectl.runtime.recorder import RunRecorder
+from slimectl.runtime.round_checks import check_log_prob_mismatch, lasting_lack_of_signal
+from slimectl.runtime.rounds import RecordedRounds, SampledRounds
+from slimectl.runtime.run_parts import RunParts
+from slimectl.settings import Settings
+from slimectl.stages.train import TrainState
+from slimectl.stdio import logger
+from slimectl.types import Sample, StepReport
+
+Reports = Generator[StepReport, None, bool]
+"""The reports of a run, and whether it reached its end."""
+
+
+@dataclass
+class ReportLoop:
+    """Takes the reports of a run one by one. A signal ends it after the round, or in the round when `grace` is over.
+
+    `state` is the run's, which training moves on; `resume_command` is the command that goes on with the run.
+    """
+
+    settings: Settings
+    rounds: SampledRounds | RecordedRounds
+    parts: RunParts
+    recorder: RunRecorder
+    evaluator: Evaluator
+    state: TrainState
+    interrupted: Callable[[], bool]
+    grace: GracePeriod
+    progress: Progress
+    resume_command: str
+
+    def __post_init__(self) -> None:
+        self._between_rounds = True
+        """Whether policy and state are those after a whole round."""
+        self._newest_checkpoint = self.state.place if self.state.rollout_id else None
+        """Round and step of the newest checkpoint."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the next round: until it is there, nothing of it has reached the policy."""
+        self.parts.profiler.before_round(self.state.rollout_id + 1)
+        self._between_rounds = True
+        yield
+        self._between_rounds = False
+
+    def consume(self, reports: Iterator[StepReport]) -> Reports:
+        """Record and yield every report; evaluate and save at their intervals, and after the last round."""
+        samples: list[Sample] = []
+        complete = False
+        try:
+            for report in reports:
+                samples = [*([] if report.samples else samples), *report.samples]
+                if self._end_step(report, samples):
+                    yield report
+                    return False
+                yield report
+            with self.grace.shielded():
+                self.evaluator.evaluate()
+                self._save(samples)
+                complete = True
+        except RoundAbandoned:
+            if not complete:
+                self._save_abandoned(samples)
+        if complete and (message := self.state.signal.closing_message(self._reward_check)):
+            logger.warning(message)
+        return complete
+
+    def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
+        """Record a step, and evaluate after a round; return whether an interrupt ends the run here."""
+        number = report.rollout_id
+        with self.grace.shielded():
+            self.recorder.record(report)
+            if self.rounds.samples:
+                check_log_prob_mismatch(report, self.settings.run)
+            self.recorder.sampling = report.sampling or self.recorder.sampling
+            if report.last_step_of_round:
+                self.parts.profiler.after_round(number)
+                policy, checkpoints = self.parts.models.policy, self.recorder.folder.checkpoints()
+                self.parts.periodic_reference.follow(number, policy, checkpoints)
+                self.progress.reach(number)
+            self._between_rounds = report.last_step_of_round
+        if not report.last_step_of_round or number == self.settings.run.num_rollout:
+            return False
+        self.evaluator.after_round(number)
+        with self.grace.shielded():
+            return self._end_round(number, samples)
+
+    def _end_round(self, number: int, samples: Sequence[Sample]) -> bool:
+        """Save after a round, at the interval or because the run ends; return whether an interrupt ends it here.
+
+        Raises SlimectlError if the rewards of too many rounds taught nothing.
+        """
+        run = self.settings.run
+        if self.interrupted():
+            self._save(samples)
+            logger.warning(f"interrupted after round {number}; go on with: {self.resume_command}")
+            return True
+        if fault := lasting_lack_of_signal(self.state.signal, run, self._reward_check):
+            self._save(samples)
+            raise SlimectlError(f"{fault}; go on all the same with: {self.resume_command} -s run.on_no_signal=warn")
+        if run.save_interval and number % run.save_interval == 0:
+            self._save(samples)
+        else:
+            self.recorder.keep_round(self.recorder.folder.step(number), samples)
+        return False
+
+    def _save(self, samples: Sequence[Sample]) -> None:
+        """Save a checkpoint, unless that of this step is there already."""
+        if self._newest_checkpoint != self.state.place:
+            with self.progress.phase("save"):
+                self.recorder.save(self.parts.models.policy, self.state, samples)
+            self._newest_checkpoint = self.state.place
+
+    def _save_abandoned(self, samples: Sequence[Sample]) -> None:
+        """Save the state after the last whole round, if the policy has nothing of the next, and say how to go on."""
+        folder, number = self.recorder.folder, self.state.rollout_id
+        if self._between_rounds and number and number not in folder.checkpoints():
+            self._save(samples)
+        rounds = folder.checkpoints()
+        after = f"the last checkpoint is that of round {rounds[-1]}" if rounds else "there is no checkpoint yet"
+        logger.warning(f"round {number + self._between_rounds} abandoned; {after}; go on with: {self.resume_command}")
+
+    @property
+    def _reward_check(self) -> str:
+        """Commands that show why rewards are as they are."""
+        return self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)

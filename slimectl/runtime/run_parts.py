@@ -1,0 +1,85 @@
+"""Parts that a training run is put together from: its models, its engines and the weights that these get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimectl import builders
+from slimectl.protocols import Executor, Progress
+from slimectl.runtime.initial_model import SftWarmup, prepare_model
+from slimectl.runtime.profiling import RoundProfiler
+from slimectl.runtime.recorder import RunRecorder
+from slimectl.runtime.rollout_worker import RolloutService
+from slimectl.runtime.rounds import RecordedRounds, SampledRounds
+from slimectl.stages.train import TrainState
+
+if TYPE_CHECKING:
+    from slimectl.weight_sync.base import WeightSynchronizer
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Models of a run, its engines and their weights; a training from samples has engines only for evaluations."""
+
+    model: Path
+    """Folder of the initial model, before any warm-up."""
+    models: builders.TrainableModels
+    """Policy, critic, reference and teacher."""
+    periodic_reference: builders.PeriodicReference
+    service: RolloutService | None
+    sync: WeightSynchronizer | None
+    """None without a `service`."""
+    engines_sleep: bool
+    """Whether engines on the trainer's GPUs sleep between evaluations: no round is sampled meanwhile."""
+    profiler: RoundProfiler
+
+
+def build_parts(
+    rounds: SampledRounds | RecordedRounds,
+    recorder: RunRecorder,
+    state: TrainState,
+    ending: ExitStack,
+    *,
+    executor: Executor,
+    interrupted: Callable[[], bool],
+    progress: Progress,
+) -> RunParts:
+    """Build the engines, if any, and the models with the weights of the checkpoint that `recorder` went back to.
+
+    A new model is made, and warmed up on labels, before. `ending` closes what is built, the last part first.
+    """
+    settings, folder = recorder.settings, recorder.folder
+    model = prepare_model(settings, folder)
+    service = rounds.service(model, executor=executor, folder=folder.path)
+    if service is not None:
+        ending.callback(service.close)
+        service.report_to(progress)
+    warmup = SftWarmup(settings, folder, recorder, recorder.hooks, executor, interrupted)
+    with progress.phase("warm-up" if settings.sft_warmup.data else "load"):
+        model_folder = warmup.run(model, service)
+    models = rounds.models(model_folder, executor=executor)
+    ending.callback(models.close)
+    recorder.critic = models.separate_critic
+    recorder.load(models.policy)
+    periodic_reference = builders.PeriodicReference(settings, models.reference, folder.path)
+    periodic_reference.resume(state.rollout_id)
+    engines_sleep = settings.cluster.colocate and not rounds.samples
+    sync = None
+    if service is not None:
+        sync = service.sync(models.policy)
+        ending.callback(sync.close)
+        if engines_sleep:
+            sync.sleep()
+    profiler = RoundProfiler(
+        settings.run.profile,
+        folder.path,
+        policy=models.policy,
+        critic=models.separate_critic,
+        reference=models.reference,
+    )
+    ending.callback(profiler.close)  # writes its traces also where the run ends before them
+    return RunParts(model, models, periodic_reference, service, sync, engines_sleep, profiler)
