@@ -328,6 +328,15 @@ class Executor(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamAbandoner(Protocol):
+    """An executor whose streams wait, when they are closed, for the item that they produce."""
+
+    def abandon_streams(self) -> None:
+        """Let no stream wait for its item any longer."""
+        ...
+
+
 class Tracker(Protocol):
     """Logs metrics and tables to a service or file."""
 

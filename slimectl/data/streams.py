@@ -9,6 +9,8 @@ from queue import Queue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
+ABANDONED_POLL_S = 0.05
+"""Seconds between two looks at whether a thread that is waited for has been abandoned."""
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
@@ -30,11 +32,14 @@ def tee(items: Iterable[Item], sink: Callable[[Item], Any]) -> Iterator[Item]:
         yield item
 
 
-def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
+def prefetch(
+    make: Callable[[], Iterator[Item]], *, ahead: int, abandoned: threading.Event | None = None
+) -> Iterator[Item]:
     """Run an iterator in a thread that produces at most `ahead` items before they are requested.
 
-    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item, which
-    an interrupt does not wait for; an exception of the producer is raised in place of its item.
+    `ahead` 0 is the iterator itself. Closing the result (or dropping it) ends the thread after the current item; an
+    interrupt does not wait for that, nor does a close once `abandoned` is set. An exception of the producer is raised
+    in place of its item.
     """
     if ahead == 0:
         yield from make()
@@ -81,4 +86,5 @@ def prefetch(make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item
         slots.release()
         if not interrupted:
             with suppress(KeyboardInterrupt):
-                thread.join()
+                while thread.is_alive() and not (abandoned and abandoned.is_set()):
+                    thread.join(ABANDONED_POLL_S)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -36,6 +37,7 @@ class LocalExecutor:
 
     def __init__(self, *, logs: Path | None = None) -> None:
         self._logs = logs
+        self._abandoned = threading.Event()
         self._groups: list[LocalRanks] = []
         self._hosted = ExitStack()
         self._pool: Any = None
@@ -57,7 +59,10 @@ class LocalExecutor:
         return instance
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
-        return prefetch(make, ahead=ahead)
+        return prefetch(make, ahead=ahead, abandoned=self._abandoned)
+
+    def abandon_streams(self) -> None:
+        self._abandoned.set()
 
     def map(
         self,

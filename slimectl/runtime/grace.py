@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -19,10 +19,17 @@ class GracePeriod:
     def __init__(self) -> None:
         self._shields = 0
         self._over = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call `callback` as soon as the time is over, in a shielded block too."""
+        self._callbacks.append(callback)
 
     def end(self) -> None:
         """Raise RoundAbandoned here, or where the shielded block ends."""
         self._over = True
+        for callback in self._callbacks:
+            callback()
         self._raise_if_over()
 
     @contextmanager

@@ -15,7 +15,7 @@ from slimectl.data.run_dir import RunDir
 from slimectl.errors import DiedError, DivergedError, SettingsError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import NO_PROGRESS, Progress
+from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod
 from slimectl.runtime.recorder import RunRecorder
@@ -117,6 +117,8 @@ class TrainingRun:
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
             executor = builders.executor(self.settings, logs=self.folder.path / "logs")
+            if isinstance(executor, StreamAbandoner):
+                self.grace.when_over(executor.abandon_streams)
             with closing(executor):
                 self.executor = builders.tracked_executor(executor, self.settings, self.folder.path)
                 finished = yield from self._run_with_advice()

@@ -69,3 +69,25 @@ def test_closing_prefetch_ends_its_thread():
     next(items)
     items.close()
     assert threading.active_count() == before
+
+
+def test_an_abandoned_prefetch_does_not_wait_for_the_item_of_its_thread():
+    working, finish, abandoned = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 1
+        working.set()
+        finish.wait()
+        yield 2
+
+    items = prefetch(slow, ahead=1, abandoned=abandoned)
+    assert next(items) == 1
+    working.wait()
+    closing = threading.Thread(target=items.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive(), "a close waits for the item in the making"
+    abandoned.set()
+    closing.join(300)
+    assert not closing.is_alive()
+    finish.set()

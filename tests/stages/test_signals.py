@@ -17,10 +17,11 @@ WAITS = '''
 import os, time
 
 def reward(sample):
-    """The share of small bytes; waits in the third round, or in an evaluation, as long as the file `wait` says so."""
+    """The share of small bytes; waits in the third round, or in an evaluation, as long as the file `wait` names it."""
     place = "evaluation" if "held" in sample.prompt else "round" if sample.index >= 32 else ""
-    if place and os.path.exists("wait") and open("wait").read() == place:
+    if place and os.path.exists("wait") and place in open("wait").read().split():
         open("waiting", "w").close()
+        open(f"waiting-{place}", "w").close()
         while os.path.exists("wait"):
             time.sleep(0.01)
     answer = sample.tokens[len(sample.tokens) - sample.response_length:]
@@ -104,6 +105,19 @@ def test_what_does_not_end_in_time_is_abandoned_and_the_round_before_is_saved(
     if not async_level:
         lines, all_lines = metrics_of(workshop).read_bytes().splitlines(), whole.splitlines()
         assert lines == (all_lines[1:] if early else all_lines)
+
+
+def test_an_abandoned_evaluation_does_not_wait_for_the_round_that_is_sampled_ahead(workshop: Workshop):
+    waiting_rewards(workshop)
+    (workshop.folder / "wait").write_text("round evaluation")
+    options = ("-s", "run.async_level=1", "-s", "eval.before_train=false", "-s", "eval.interval=2")
+    process = workshop.start("run", *SHORT, *options, "-s", "run.grace_s=0.1", stderr=subprocess.PIPE)
+    for place in ("round", "evaluation"):
+        wait_for((workshop.folder / f"waiting-{place}").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=300)
+    assert process.returncode == 143, words.decode()
+    assert b"round 3 abandoned; the last checkpoint is that of round 2" in words
 
 
 def test_a_second_signal_stops_at_once(workshop: Workshop):
