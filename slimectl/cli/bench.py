@@ -141,16 +141,22 @@ def measure_task(
 
     What was measured before an error or an interrupt is printed, with its median.
     """
-    from slimectl.runtime.benchmark import measure
+    from slimectl.runtime.benchmark import Evaluation, measure
 
     results: list[SeedResult] = []
+
+    def note(evaluation: Evaluation) -> None:
+        seconds = f"{evaluation.cpu_s:.1f} CPU s"
+        place = f"{task.title}, seed {seed}, round {evaluation.round}"
+        stdio.note(f"{place}: accuracy {evaluation.accuracy:.3f} after {seconds}")
+
     if not as_json:
         stdio.emit(f"\n{task.target.name}, {task_line(task)}")
         stdio.emit(line(COLUMNS))
     try:
         for seed in seeds:
             run = {"run.dir": str(folder), "run.name": f"{task.target.name}-{task.target.version}-seed-{seed}"}
-            results.append(measure(task, name, {**values, **run}, seed=seed))
+            results.append(measure(task, name, {**values, **run}, seed=seed, on_evaluation=note))
             show_result(task, results[-1], as_json)
     finally:
         if results:

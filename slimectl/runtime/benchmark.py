@@ -33,6 +33,8 @@ START = (
 )
 STARTING, REMAINDER = "start", "other"
 """Phases of the seconds before the first phase of the run, and of those between two phases."""
+GRACE_S = 20.0
+"""Seconds that the process of an interrupted run has to end before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -216,10 +218,18 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
     yield {"total_cpu_s": clock.counted(), "evaluation_cpu_s": clock.evaluation_s, "phases_cpu_s": clock.seconds}
 
 
-def measure(task: benchmark.BenchmarkTask, name: str, values: Mapping[str, Any], *, seed: int) -> SeedResult:
+def measure(
+    task: benchmark.BenchmarkTask,
+    name: str,
+    values: Mapping[str, Any],
+    *,
+    seed: int,
+    on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
+) -> SeedResult:
     """Run the task of a name or file with a seed in a process of its own, whose messages go to stderr.
 
-    An interrupt ends that process too. Raises SlimectlError with its message and exit code if it failed.
+    `on_evaluation` is called with each evaluation as it ends. An interrupt ends that process too. Raises SlimectlError
+    with its message and exit code if it failed.
     """
     request = {"task": name, "values": {**values, "run.seed": seed, "rollout.seed": seed}}
     reading, writing = os.pipe()
@@ -239,7 +249,9 @@ def measure(task: benchmark.BenchmarkTask, name: str, values: Mapping[str, Any],
             assert child.stdin is not None
             with suppress(BrokenPipeError), child.stdin as stdin:
                 stdin.write(json.dumps(request).encode())
-            result = collect(map(json.loads, lines), seed=seed, accuracy=task.target.accuracy)
+            result = collect(
+                map(json.loads, lines), seed=seed, accuracy=task.target.accuracy, on_evaluation=on_evaluation
+            )
             code = child.wait()
         except BaseException:
             _end(child)
@@ -250,7 +262,13 @@ def measure(task: benchmark.BenchmarkTask, name: str, values: Mapping[str, Any],
     return result
 
 
-def collect(lines: Iterator[dict[str, Any]], *, seed: int, accuracy: float) -> SeedResult | None:
+def collect(
+    lines: Iterator[dict[str, Any]],
+    *,
+    seed: int,
+    accuracy: float,
+    on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
+) -> SeedResult | None:
     """Return the result from the lines of `run_to_target`; None if they break off. Raises the error that they name."""
     result = SeedResult(seed)
     for line in lines:
@@ -260,6 +278,7 @@ def collect(lines: Iterator[dict[str, Any]], *, seed: int, accuracy: float) -> S
             raise error
         if "total_cpu_s" not in line:
             result.evaluations.append(Evaluation(**line))
+            on_evaluation(result.evaluations[-1])
             continue
         last = result.evaluations[-1] if result.evaluations else Evaluation(0, 0.0, line["total_cpu_s"])
         result.reached = last.accuracy >= accuracy
@@ -278,9 +297,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-GRACE_S = 20.0
 
 
 def main(writing: int) -> None:
