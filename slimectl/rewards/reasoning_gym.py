@@ -160,10 +160,10 @@ def _entry(sample: Sample) -> dict[str, Any]:
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         entry = {"question": sample.prompt, "answer": str(sample.label), "metadata": sample.metadata}
-    entry = json_copy(entry)
+    copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:
-        entry["metadata"] = _as_tuples(entry["metadata"])
-    return entry
+        copied["metadata"] = _as_tuples(copied["metadata"])
+    return copied
 
 
 def _as_tuples(value: Any) -> Any:
