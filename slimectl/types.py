@@ -315,6 +315,19 @@ _SAMPLE_FIELDS = {sample_field.name: None for sample_field in fields(Sample)}
 """Names of a sample's fields, in their order."""
 
 
+def json_copy(value: Any) -> Any:
+    """Return a deep copy of a JSON value, several times as fast as copy.deepcopy; that copies what is none."""
+    kind = type(value)
+    if kind is dict:
+        return {key: json_copy(member) for key, member in value.items()}
+    if kind is list:
+        return [json_copy(member) for member in value]
+    return value if value is None or kind in _SCALARS else copy.deepcopy(value)
+
+
+_SCALARS = frozenset({str, int, float, bool})
+
+
 def detached_copy(sample: Sample) -> Sample:
     """Return a deep copy; long lists of numbers are copied as a whole, for speed."""
     values: dict[str, Any] = {}

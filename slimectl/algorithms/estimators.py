@@ -78,16 +78,18 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), and RLOO, OPO, MaxRL by their baselines.
     """
-    masks = [_mask(row) for row in batch.rows]
     advantages = [batch.normalized_rewards[i] for i in batch.positions]
     if algorithm.kl_coef:
         advantages = [
-            reward - algorithm.kl_coef * float((_reference_kl(row) * mask_T).sum())
-            for row, reward, mask_T in zip(batch.rows, [batch.rewards[i] for i in batch.positions], masks, strict=True)
+            batch.rewards[i] - algorithm.kl_coef * float((_reference_kl(row) * _mask(row)).sum())
+            for row, i in zip(batch.rows, batch.positions, strict=True)
         ]
         if not batch.compared:
             advantages = normalize_rewards([batch.samples[i] for i in batch.positions], advantages, algorithm)
-    return [advantage * torch.ones_like(mask_T) for advantage, mask_T in zip(advantages, masks, strict=True)]
+    return [
+        torch.full((len(row.loss_weights),), advantage, dtype=torch.float64)
+        for row, advantage in zip(batch.rows, advantages, strict=True)
+    ]
 
 
 def group_relative_tokens(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:

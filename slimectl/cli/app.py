@@ -12,6 +12,7 @@ import typer
 
 from slimectl import __version__, stdio
 from slimectl.cli.ask import ask
+from slimectl.cli.bench import bench
 from slimectl.cli.chat import chat
 from slimectl.cli.completion import completion
 from slimectl.cli.convert import convert
@@ -136,8 +137,8 @@ for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (plan, doctor, inspect, view, runs, metrics, models, completion):
-    app.command(rich_help_panel=ABOUT)(guarded(with_messages(command)))
+for command in (plan, doctor, bench, inspect, view, runs, metrics, models, completion):
+    app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
     no_args_is_help=True, help="Show, check and explain settings, or take them from another stack."
 )

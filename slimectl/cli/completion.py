@@ -152,6 +152,12 @@ def _recipes(last: str) -> Iterator[Candidate]:
     yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
 
 
+def _tasks(last: str) -> Iterator[Candidate]:
+    folder = PACKAGE / "recipes" / "benchmark_tasks"
+    yield from ((file.stem, "task of slimectl") for file in sorted(folder.glob("*.toml")))
+    yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
+
+
 def _runs(last: str) -> Iterator[Candidate]:
     """Yield the folders that hold runs, under runs/ or where the word leads."""
     parents = {Path("runs"), Path(last) if last.endswith("/") else Path(last).parent}
@@ -193,6 +199,7 @@ def _words(*names: str) -> Callable[[str], Iterator[Candidate]]:
 VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "assign": _settings,
     "recipe": _recipes,
+    "tasks": _tasks,
     "resume": _runs,
     "model": _paths,
     "inspect paths": _paths,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from slimectl.errors import MissingExtraError, SettingsError
@@ -22,12 +23,7 @@ def prompts(
     """
     if split not in ("train", "held_out"):
         raise SettingsError(f"spelling: split={split!r} is neither train nor held_out")
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="the spelling task") from None
-    word_lengths = {"min_word_len": min_word_len, "max_word_len": max_word_len}
-    entries = reasoning_gym.create_dataset(TASK, seed=seed, size=20 * size, **word_lengths)
+    entries = _entries(seed, 20 * size, min_word_len, max_word_len)
     count = 0
     for i in range(len(entries)):
         entry = entries[i]
@@ -40,6 +36,21 @@ def prompts(
         count += 1
         if count == size:
             return
+
+
+@lru_cache(maxsize=8)
+def _entries(seed: int, size: int, min_word_len: int, max_word_len: int) -> Any:
+    """Return reasoning-gym's entries by index; kept, because each reads and divides a list of words anew.
+
+    A run opens its prompts once for every look at the accuracy.
+    """
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="the spelling task") from None
+    return reasoning_gym.create_dataset(
+        TASK, seed=seed, size=size, min_word_len=min_word_len, max_word_len=max_word_len
+    )
 
 
 def is_held_out(word: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import math
 import re
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from slimectl.errors import MissingExtraError, RecordError
 from slimectl.rewards.base import Grade, Span, Verifier, quote
 from slimectl.rewards.extraction import SOURCE_WORDS, find_tagged, trimmed
-from slimectl.types import Sample
+from slimectl.types import Sample, json_copy
 
 MAX_ANSWER = 20_000
 MAX_EXPRESSION = 1_000
@@ -161,10 +160,10 @@ def _entry(sample: Sample) -> dict[str, Any]:
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict):
         entry = {"question": sample.prompt, "answer": str(sample.label), "metadata": sample.metadata}
-    entry = copy.deepcopy(entry)
+    copied: dict[str, Any] = json_copy(entry)
     if _task(sample) in _TUPLE_TASKS:
-        entry["metadata"] = _as_tuples(entry["metadata"])
-    return entry
+        copied["metadata"] = _as_tuples(copied["metadata"])
+    return copied
 
 
 def _as_tuples(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""This machine: its hardware and the installed packages, as results of checks."""
+"""This machine: its hardware and the installed packages, as results of checks, and its speed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,8 +52,7 @@ def machine() -> Iterator[CheckResult]:
     """Yield the installed packages and the hardware of this machine."""
     yield CheckResult("python", sys.version_info >= (3, 11), platform.python_version())
     yield from _torch()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield CheckResult("cores", None, str(cores))
+    yield CheckResult("cores", None, str(cores()))
     for folder in (Path(), Path("/dev/shm")):
         if folder.exists():
             free = shutil.disk_usage(folder).free / 2**30
@@ -80,3 +82,66 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "without metadata"
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """Speed of one thread of this machine, and what it is: figures beside which others can be read."""
+
+    processor: str
+    cores: int
+    fp32_gflops: float
+    bf16_gflops: float
+    copy_gb_per_s: float
+    """Bytes copied in a second, each read and written once, between blocks beyond the caches."""
+    versions: dict[str, str]
+
+
+def machine_speed(*, size: int = 512, copied_mib: int = 128) -> MachineSpeed:
+    """Measure products of `size` x `size` and copies of memory on one thread, the fastest of several by CPU time."""
+    import torch
+
+    import slimectl
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rates = []
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.ones(size, size, dtype=dtype)
+            rates.append(2 * size**3 / _fastest(partial(torch.mm, matrix, matrix)) / 1e9)
+        block = torch.ones(copied_mib * 2**18)
+        target = torch.empty_like(block)
+        copy = block.nbytes / _fastest(partial(target.copy_, block)) / 1e9
+    finally:
+        torch.set_num_threads(threads)
+    versions = {"slimectl": slimectl.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return MachineSpeed(processor(), cores(), rates[0], rates[1], copy, versions)
+
+
+def _fastest(work: Callable[[], object], limit_s: float = 0.25) -> float:
+    """Return the CPU seconds of the fastest of the calls that fit into `limit_s`, two at least.
+
+    The first one may set up a kernel; bfloat16 without hardware for it is a hundred times slower than float32.
+    """
+    seconds: list[float] = []
+    while len(seconds) < 2 or sum(seconds) < limit_s:
+        started = time.process_time()
+        work()
+        seconds.append(max(time.process_time() - started, 1e-9))
+    return min(seconds)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor, as the system knows it."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()

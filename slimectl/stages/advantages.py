@@ -85,7 +85,9 @@ def set_advantages(batch: TrainingBatch, settings: Settings, hooks: Hooks, rollo
         if Need.CRITIC in algorithm.needs:
             for row, advantages_T in zip(rows, token_advantages, strict=True):
                 row.returns = (advantages_T + _tensor(row.values)).tolist()
-        masks = [_tensor(row.loss_weights) for row in rows]
+        masks: list[Tensor] = []
+        if algorithm.teacher_options or algorithm.whitens_advantages:
+            masks = [_tensor(row.loss_weights) for row in rows]
         if teacher := algorithm.teacher_options:
             divergences = [_teacher_kl(row, sample) for row, sample in zip(rows, samples, strict=True)]
             metrics = _mean_reverse_kl(divergences, masks)

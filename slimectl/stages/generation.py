@@ -22,7 +22,17 @@ from slimectl.redaction import redact_text
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
-from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, SamplingParams, Status, VersionSpan
+from slimectl.types import (
+    FINISHED,
+    VERSION_SPANS,
+    Completion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Status,
+    VersionSpan,
+    json_copy,
+)
 
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 DRAFTS = ("spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
@@ -109,6 +119,11 @@ class GroupGenerator:
         return BlockedLoopWatchdog(self.settings.tool_timeout_s)
 
     @functools.cached_property
+    def unseeded_params(self) -> SamplingParams:
+        """Sampling parameters of all answers, without a seed."""
+        return self.params or sampling_params(self.settings)
+
+    @functools.cached_property
     def engine_reports_tokens(self) -> bool:
         """Whether the engine can report tokens as it samples them."""
         return "on_tokens" in inspect.signature(self.engine.generate).parameters
@@ -141,8 +156,8 @@ class GroupGenerator:
                 prompt=prompt.text,
                 tokens=tokens,
                 label=prompt.label,
-                metadata=copy.deepcopy(prompt.metadata),
-                extra=copy.deepcopy(prompt.extra),
+                metadata=json_copy(prompt.metadata),
+                extra=json_copy(prompt.extra),
                 multimodal_inputs={"images": list(prompt.images)} if prompt.images else None,
             )
             for i in range(n)
@@ -252,7 +267,7 @@ class _GenerationSession:
             text = f"{text}\0{sample.response_length}"  # a resumed answer must not repeat the draws of its beginning
         self._text = text
         seed = None if self._together else sample_seed(settings.seed, text, sample.index)
-        self.params = dataclasses.replace(attempts.params or sampling_params(settings), seed=seed)
+        self.params = dataclasses.replace(attempts.unseeded_params, seed=seed)
 
     async def generate(
         self, tokens: list[int], params: SamplingParams | None = None, *, on_tokens: OnTokens | None = None

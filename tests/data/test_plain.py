@@ -15,7 +15,7 @@ import torch
 from slimectl import builders
 from slimectl.data.json_values import kind_of, plain_reward
 from slimectl.settings import Settings
-from slimectl.types import Sample, detached_copy
+from slimectl.types import Sample, detached_copy, json_copy
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,17 @@ def test_kinds_are_short():
     assert [kind_of(value) for value in (None, True, 5, "x" * 99, [1])] == [
         "None", "True", "5", repr("x" * 60), "list of 1",
     ]  # fmt: skip
+
+
+def test_a_copy_of_json_shares_nothing_that_can_change_and_copies_other_objects_too():
+    value = {"a": [1, {"b": None}], "c": {2, 3}, "d": (1.5, [True])}
+    copied = json_copy(value)
+    assert copied == value
+    assert [type(each) for each in copied.values()] == [list, set, tuple]
+    copied["a"][1]["b"] = 4
+    copied["c"].add(5)
+    copied["d"][1].append(6)
+    assert value == {"a": [1, {"b": None}], "c": {2, 3}, "d": (1.5, [True])}
 
 
 def test_a_reward_gets_a_copy_and_what_it_writes_there_is_not_kept(tmp_path: Path):
