@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import RLock
 from typing import Protocol
@@ -35,10 +35,6 @@ Precision = torch.dtype | Recoded | None
 """The engines' precision: a dtype, a quantization, or that of the tensors."""
 
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Returns a tensor of undefined values, of this shape and dtype."""
-
-
 def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yield every tensor, recoded where the precision is a quantization, and the dtype that `cast` gives it."""
     if precision is None or isinstance(precision, torch.dtype):
@@ -50,15 +46,13 @@ def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, 
         yield name, tensor.detach(), dtype if dtype is not None and is_cast else tensor.dtype
 
 
-def cast(
-    tensors: NamedTensors, precision: Precision, *, allocate: Allocate | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def cast(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor]]:
     """Cast floating tensors to the engine's precision, where the engine would round them anyway.
 
-    A router's bias, fp8 and the scales of fp8 keep theirs. With `allocate` every tensor is written into memory of it.
+    A router's bias, fp8 and the scales of fp8 keep theirs.
     """
     for name, tensor, dtype in targets(tensors, precision):
-        yield name, tensor.to(dtype) if allocate is None else allocate(tuple(tensor.shape), dtype).copy_(tensor)
+        yield name, tensor.to(dtype)
 
 
 def buckets(tensors: NamedTensors, most_bytes: int) -> Iterator[tuple[Message, bool]]:

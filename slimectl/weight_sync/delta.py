@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from slimectl.data.run_dir import storage_errors, write_text
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
+from slimectl.weight_sync.base import Precision, WeightSyncBase, drained, targets
 from slimectl.weight_sync.delta_apply import (
     VERSION,
     apply_delta,
@@ -169,14 +168,12 @@ def write_delta(
         if journal:
             overwriting = dataclasses.replace(versions, encoding="overwrite")
             writers.append(DeltaWriter(staged_in_base, overwriting, compresses=False))
-        # Masters have float32: what is narrower is a copy, for which fresh pages would cost more than the cast.
-        narrows = isinstance(dtype, torch.dtype) and dtype.itemsize < torch.float32.itemsize
         try:
-            for name, tensor in cast(stream, dtype, allocate=Scratch().empty if narrows else None):
+            for name, tensor, cast_dtype in targets(stream, dtype):
                 region = tensor_regions.pop(name, None)
-                if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
+                if region is None or (region.code, region.shape) != (CODES.get(cast_dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
-                change, changed = _compare(region, tensor, versions.checksum)
+                change, changed = _compare(region, tensor, cast_dtype, versions.checksum)
                 for writer in writers:
                     writer.add(name, change, changed)
             if tensor_regions:
@@ -193,28 +190,18 @@ def write_delta(
     return size
 
 
-class Scratch:
-    """Memory of one tensor at a time, which the next one overwrites."""
-
-    def __init__(self) -> None:
-        self._bytes_B = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._bytes_B) < nbytes:
-            self._bytes_B = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bytes_B[:nbytes].view(dtype).view(shape)
-
-
-def _compare(region: TensorRange, tensor: Tensor, checksum: str) -> tuple[Change, Difference]:
-    """Compare a tensor with its bytes in the checkpoint, in one pass over both."""
-    new_B = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def _compare(region: TensorRange, tensor: Tensor, dtype: torch.dtype, checksum: str) -> tuple[Change, Difference]:
+    """Compare a tensor, cast to `dtype`, with its bytes in the checkpoint, in one pass over both."""
+    flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped()
     before, after = Checksum(checksum), Checksum(checksum)
-    old_B, parts = region.mapped(), []
+    parts = []
     for part in region.chunks():
+        first = part.start // region.width
+        new = flat[first : part.stop // region.width].to(dtype)
+        new_B = new.view(torch.uint8).numpy()
         before.update(old_B[part])
-        after.update(new_B[part])
-        parts.append(difference(old_B[part], new_B[part], region.width, first=part.start // region.width))
+        after.update(new_B)
+        parts.append(difference(old_B[part], new_B, region.width, first=first))
     change = Change(region.code, list(region.shape), before.hexdigest(), after.hexdigest())
     return change, Difference.joined(parts)
 

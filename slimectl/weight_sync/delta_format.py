@@ -198,7 +198,7 @@ def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Differe
     old_W, new_W = old_B.view("<u8"), new_B.view("<u8")
     words_W = np.flatnonzero(old_W != new_W)
     old_W, new_W = old_W.take(words_W), new_W.take(words_W)
-    places_C = np.flatnonzero((old_W ^ new_W).view(numbers))
+    places_C = np.flatnonzero((old_W ^ new_W).view(numbers) != 0)
     indices_C = words_W.take(places_C // each) * each + places_C % each
     return Difference(indices_C + first, old_W.view(numbers).take(places_C), new_W.view(numbers).take(places_C))
 
@@ -225,10 +225,12 @@ class DeltaWriter:
 
     def _write(self, numbers_C: Any) -> list[int]:
         """Write numbers, compressed where that makes them shorter; returns where, how many bytes, and their width."""
-        # Bytes of the same place in the number side by side: those that never change make long runs.
-        planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T).data.cast("B")
-        packed = self._compressor.compress(planes) if self._compresses else planes
-        data = packed if len(packed) < len(planes) else planes
+        data = numbers_C.view(np.uint8).data
+        if self._compresses:
+            # Bytes of the same place in the number side by side: those that never change make long runs.
+            planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T)
+            packed = self._compressor.compress(planes.data)
+            data = packed if len(packed) < len(data) else data
         span = [self._file.tell(), len(data), numbers_C.itemsize]
         self._file.write(data)
         return span
@@ -295,7 +297,9 @@ class DeltaFile:
             file.seek(start)
             data = file.read(size)
         try:
-            planes = np.frombuffer(self._decompressor.decompress(data) if size < width * count else data, np.uint8)
+            if size == width * count:  # not compressed
+                return np.frombuffer(data, f"<u{width}")
+            planes = np.frombuffer(self._decompressor.decompress(data), np.uint8)
             return np.ascontiguousarray(planes.reshape(width, count).T).view(f"<u{width}").reshape(-1)
         except (_zstandard().ZstdError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
