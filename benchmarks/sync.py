@@ -1,15 +1,18 @@
 """What a push of new weights takes, by transport and engine, beside a plain copy of the same bytes in memory.
 
     python benchmarks/sync.py --model DIR [--sglang PYTHON] [--dtype bfloat16] [--rounds 5] [--folder DIR]
+                              [--only serve/tensor,embedded/memory]
 
 One process trains the model of DIR with AdamW at a learning rate of 1e-6, a step a round, and pushes after each step to
-one engine of each kind on this machine, `slimectl serve` and SGLang (where --sglang names its Python), with every
-transport in turns; the first round is not counted. Masters are float32; what is sent is --dtype, and the cast is part
-of the push. The copy is of the same bytes, by torch, on one thread, in every round. Printed are medians of the whole
-push, of the time in which the engine was paused, and of the CPU seconds of trainer and engine together (which other
-work on the machine disturbs least); GB/s of the model over the whole push, how many copies fit into it, by the clock
-and by CPU seconds, and the bytes that were sent. `delta` alone sends less than the model. Files go to --folder (a
-temporary one, in memory where /dev/shm is there, so that no disk is measured).
+one engine of each kind on this machine: the embedded engine in the same process, `slimectl serve`, and SGLang (where
+--sglang names its Python), with every transport in turns; the first two rounds are not counted. Masters are float32;
+engines have --dtype, and the cast is part of the push, as is the engine's packing of its weights. The copy is of as
+many bytes as the engine's weights have, by torch, on one thread, in every round, between tensors whose pages exist.
+Printed are medians of the whole push and the best one, of the time in which the engine was paused, and of the CPU
+seconds of trainer and engine (which other work on the machine disturbs least); GB/s of the model over the whole push,
+how many copies fit into it, by the clock (best of each, too) and by CPU seconds, and the bytes that were sent. `delta`
+alone sends less than the model. Files go to --folder (a temporary one, in memory where /dev/shm is there, so that no
+disk is measured).
 """
 
 from __future__ import annotations
@@ -27,24 +30,29 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from engine import machine
+from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.api_keys import Keys, new_key
+from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.protocols import NamedTensors
+from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
 from slimectl.weight_sync.base import WeightSyncBase
 from slimectl.weight_sync.delta import DeltaSync
 from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import TensorSync
+from slimectl.weight_sync.memory import InProcessSync, TensorSync
 
 KEYS = Keys(admin_api_key=new_key())
+WARM_UP = 2
+"""Rounds that are not counted: a first push writes whole files and touches new memory."""
 
 
 def written(model: Path, folder: Path, tensors: NamedTensors) -> None:
@@ -75,47 +83,62 @@ def step(policy: FsdpPolicy) -> None:
     policy.optim_step()
 
 
-def timed(act: Callable[[], Metrics], group: int | None = None) -> Metrics:
-    """What `act` returns, and its "seconds" and "cpu" seconds, those of a process group included."""
-    started, used = time.perf_counter(), cpu_seconds(group)
+def timed(act: Callable[[], Metrics], group: int = 0) -> Metrics:
+    """What `act` returns, its seconds, and the CPU seconds of this process and of a group of processes."""
+    started, trainer, engine = time.perf_counter(), time.process_time(), cpu_seconds(group)
     metrics = act()
-    return metrics | {"seconds": time.perf_counter() - started, "cpu": cpu_seconds(group) - used}
+    cpu = {"trainer": time.process_time() - trainer, "engine": cpu_seconds(group) - engine}
+    return metrics | {"seconds": time.perf_counter() - started, **cpu}
 
 
-def cpu_seconds(group: int | None) -> float:
-    """Of this process and of all processes of a group."""
-    ticks = 0
+def cpu_seconds(group: int) -> float:
+    """CPU seconds of all processes of a group, in nanoseconds' resolution; of none for group 0."""
+    total = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat") if group else []:
         with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                ticks += int(fields[11]) + int(fields[12])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                # The clock of another process (clock_getcpuclockid): /proc counts in hundredths of a second.
+                total += time.clock_gettime(~int(stat.parent.name) << 3 | 2)
+    return total
 
 
-def measure(
-    policy: FsdpPolicy, syncs: dict[tuple[str, str], tuple[WeightSyncBase, int]], size: int, rounds: int
-) -> None:
+def measure(policy: FsdpPolicy, syncs: dict[tuple[str, str], tuple[WeightSync, int]], size: int, rounds: int) -> None:
     flat, into = torch.randint(255, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     copies: list[Metrics] = []
-    found: dict[tuple[str, str], list[Metrics]] = {key: [] for key in syncs}
-    for number in range(rounds + 1):
+    pushes: dict[tuple[str, str], list[Metrics]] = {key: [] for key in syncs}
+    for number in range(rounds + WARM_UP):
         step(policy)
         for key, (sync, group) in syncs.items():
             copy, push = timed(lambda: {"copied": float(len(into.copy_(flat)))}), timed(sync.push, group)
-            if number:
+            if number >= WARM_UP:
                 copies.append(copy)
-                found[key].append(push)
-    copy = median(copies)
-    print(f"a copy of {size / 1e6:.0f} MB: {copy['seconds'] * 1e3:.0f} ms, {size / copy['seconds'] / 1e9:.1f} GB/s")
-    titles = ["push s", "best", "paused", "CPU s", "GB/s", "copies", "by CPU", "MB sent"]
-    print(f"{'engine':<8}{'transport':<13}" + "".join(f"{title:>8}" for title in titles))
-    for (engine, name), each in found.items():
+                pushes[key].append(push)
+    copy, fastest = median(copies), min(each["seconds"] for each in copies)
+    print(
+        f"a copy of {size / 1e6:.0f} MB: {copy['seconds'] * 1e3:.0f} ms (best {fastest * 1e3:.0f}),"
+        f" {size / copy['seconds'] / 1e9:.1f} GB/s, {copy['trainer']:.3f} CPU s"
+    )
+    titles = [
+        "push s",
+        "best",
+        "paused",
+        "trainer",
+        "engine",
+        "CPU s",
+        "GB/s",
+        "copies",
+        "of best",
+        "by CPU",
+        "MB sent",
+    ]
+    print(f"{'engine':<9}{'transport':<12}" + "".join(f"{title:>8}" for title in titles))
+    for (engine, name), each in pushes.items():
         push = median(each)
-        best = min(metrics["seconds"] for metrics in each)
-        row = [push["seconds"], best, push["pause_time"], push["cpu"], size / push["seconds"] / 1e9]
-        row += [push["seconds"] / copy["seconds"], push["cpu"] / copy["cpu"], push["bytes"] / 1e6]
-        print(f"{engine:<8}{name:<13}" + "".join(f"{value:8.2f}" for value in row), flush=True)
+        best, cpu = min(metrics["seconds"] for metrics in each), push["trainer"] + push["engine"]
+        row = [push["seconds"], best, push["pause_time"], push["trainer"], push["engine"], cpu]
+        row += [size / push["seconds"] / 1e9, push["seconds"] / copy["seconds"], best / fastest]
+        row += [cpu / copy["trainer"], push["bytes"] / 1e6]
+        print(f"{engine:<9}{name:<12}" + "".join(f"{value:8.3f}" for value in row), flush=True)
 
 
 def median(found: list[Metrics]) -> Metrics:
@@ -130,9 +153,13 @@ def main() -> None:
     parser.add_argument("--buffer", type=int, default=512, help="MiB in one message")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm") if Path("/dev/shm").is_dir() else None)
+    parser.add_argument("--only", help="pairs of engine and transport, e.g. serve/tensor,embedded/memory; else all")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    bf16, fp32, memory = machine()
+    print(f"machine, one thread: bf16 {bf16:.0f} GFLOP/s, fp32 {fp32:.0f} GFLOP/s, memory {memory:.1f} GB/s")
     model, dtype = options.model.absolute(), getattr(torch, options.dtype)
+    pairs = options.only.split(",") if options.only else []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         options_of_serve = {"dtype": options.dtype, "wait_for_weights": True, "keys": KEYS}
@@ -141,16 +168,22 @@ def main() -> None:
             servers["sglang"] = sglang_server(
                 model, log=folder / "sglang.log", python=options.sglang, dtype=options.dtype
             )
-        syncs: dict[tuple[str, str], tuple[WeightSyncBase, int]] = {}
         policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6))
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
+        embedded = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), dtype=dtype)
+        syncs: dict[tuple[str, str], tuple[WeightSync, int]] = {
+            ("embedded", "memory"): (InProcessSync(policy, embedded), 0)
+        }
         for engine, server in servers.items():
+            if pairs and not any(pair.startswith(f"{engine}/") for pair in pairs):
+                continue
             stack.callback(server.stop)
-            made = transports(policy, server.start(), model, folder / engine, dtype, options.buffer * 2**20)
-            for name, sync in made.items():
+            by_name = transports(policy, server.start(), model, folder / engine, dtype, options.buffer * 2**20)
+            for name, sync in by_name.items():
                 stack.callback(sync.close)
                 syncs[engine, name] = sync, server.pid() or 0
-        measure(policy, syncs, size, options.rounds)
+        selection = {key: sync for key, sync in syncs.items() if not pairs or "/".join(key) in pairs}
+        measure(policy, selection, size, options.rounds)
 
 
 if __name__ == "__main__":

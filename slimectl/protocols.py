@@ -149,6 +149,19 @@ INCOMPLETE = "-incomplete"
 """Suffix of the version while only a part of the weights is loaded: a push that broke off must not pass for a whole."""
 
 
+class MessageMemory(Protocol):
+    """Memory in which the tensors of a message are written where the engines read them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors of one message."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: dtype) -> Tensor:
+        """Return a tensor for the next message, which must have all of them; it is overwritten by the message after."""
+        ...
+
+
 class WeightUpdateClient(Protocol):
     """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
 
@@ -182,6 +195,14 @@ class WeightUpdateClient(Protocol):
 
     def load_disk(self, folder: Path, *, version: str) -> None:
         """Load every tensor from a Hugging Face directory that the workers can read."""
+        ...
+
+    def message_memory(self, most_bytes: int) -> AbstractContextManager[MessageMemory | None]:
+        """Lend memory for messages of at most `most_bytes`; None if they do not go through shared memory on a CPU."""
+        ...
+
+    def release_memory(self) -> None:
+        """Release the memory for messages that this process keeps for its next push."""
         ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:

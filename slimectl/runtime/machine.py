@@ -25,6 +25,7 @@ OPTIONAL = {
     "reasoning-gym": ("quickstart", "the quickstart recipe"),
     "pyarrow": ("parquet", "Parquet prompts"),
     "zstandard": ("zstd", ".zst records and delta weight pushes"),
+    "xxhash": ("zstd", "delta weight pushes"),
 }
 MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
 

@@ -69,7 +69,7 @@ class SyncSettings(Section):
     update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
     """What a delta holds of a changed block: the xor with the old bytes (compresses better), or the new bytes."""
 
-    update_weight_delta_checksum: Literal["blake2b", "adler32"] = "blake2b"
+    update_weight_delta_checksum: Literal["xxh3-128", "blake2b", "adler32"] = "xxh3-128"
     """Checksum of every tensor that a delta changes."""
 
     custom_post_write_path: str | None = None

@@ -35,18 +35,24 @@ Precision = torch.dtype | Recoded | None
 """The engines' precision: a dtype, a quantization, or that of the tensors."""
 
 
-def cast(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor]]:
-    """Cast floating tensors to the engine's precision, where the engine would round them anyway.
-
-    A router's bias, fp8 and the scales of fp8 keep theirs.
-    """
+def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yield every tensor, recoded where the precision is a quantization, and the dtype that `cast` gives it."""
     if precision is None or isinstance(precision, torch.dtype):
         dtype = precision
     else:
         dtype, tensors = precision.dtype, precision(tensors)
     for name, tensor in tensors:
         is_cast = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(KEEP_FLOAT32)
-        yield name, tensor.detach().to(dtype) if dtype is not None and is_cast else tensor.detach()
+        yield name, tensor.detach(), dtype if dtype is not None and is_cast else tensor.dtype
+
+
+def cast(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+    """Cast floating tensors to the engine's precision, where the engine would round them anyway.
+
+    A router's bias, fp8 and the scales of fp8 keep theirs.
+    """
+    for name, tensor, dtype in targets(tensors, precision):
+        yield name, tensor.to(dtype)
 
 
 def buckets(tensors: NamedTensors, most_bytes: int) -> Iterator[tuple[Message, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,9 +17,26 @@ from slimectl.data.run_dir import storage_errors, write_text
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Policy, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Precision, WeightSyncBase, cast, drained
-from slimectl.weight_sync.delta_apply import VERSION, apply_delta, recover, weight_version
-from slimectl.weight_sync.delta_format import Change, DeltaWriter, Versions, digest, tensor_ranges
+from slimectl.weight_sync.base import Precision, WeightSyncBase, drained, targets
+from slimectl.weight_sync.delta_apply import (
+    VERSION,
+    apply_delta,
+    apply_written,
+    recover,
+    staged_journal,
+    weight_version,
+)
+from slimectl.weight_sync.delta_format import (
+    Change,
+    Checksum,
+    DeltaWriter,
+    Difference,
+    TensorRange,
+    Versions,
+    difference,
+    release_mapped,
+    tensor_ranges,
+)
 from slimectl.weight_sync.disk import OnWritten, Write, clear_pushed, write_checkpoint
 
 Applier = Callable[[Path], None]
@@ -36,7 +54,7 @@ class DeltaSync(WeightSyncBase):
     """Keeps the checkpoint `folder`/current up to date by deltas; each stays in `folder` until the next.
 
     The first push writes it whole, as does one whose delta does not fit. Engines read `checkpoint`: that directory, or
-    the copies that `appliers` keep, one on each machine. `encoding` is "xor" or "overwrite", `checksum`
+    the copies that `appliers` keep, one on each machine. `encoding` is "xor" or "overwrite", `checksum` "xxh3-128",
     "blake2b" or "adler32".
     """
 
@@ -51,7 +69,7 @@ class DeltaSync(WeightSyncBase):
         dtype: Precision = None,
         keep_files: bool = False,
         encoding: str = "xor",
-        checksum: str = "blake2b",
+        checksum: str = "xxh3-128",
         appliers: Sequence[Applier] = (),
         checkpoint: Path | None = None,
         wrote: OnWritten | None = None,
@@ -85,10 +103,12 @@ class DeltaSync(WeightSyncBase):
         if start is not None:
             previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
             versions = Versions(start, version, self.encoding, self.checksum)
-            write = partial(write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype)
+            write = partial(
+                write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype, journal=True
+            )
             try:
                 size = self.policy.consume_weights(write)
-                apply_delta(self._delta, folder=self.current)
+                apply_written(self.current)
                 for apply in self.appliers:
                     apply(self._delta)
             except CheckpointError:
@@ -107,6 +127,7 @@ class DeltaSync(WeightSyncBase):
 
     def close(self) -> None:
         if not self.keep_files:
+            release_mapped(self.current)
             remove_made(self.current)
             if self._delta is not None:
                 self._delta.unlink(missing_ok=True)
@@ -130,40 +151,59 @@ def snapshot(update: Path, checkpoint: Path) -> None:
     return None
 
 
-def write_delta(tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision) -> int:
+def write_delta(
+    tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision, journal: bool = False
+) -> int:
     """Write the changes from the directory `base` to these tensors as the file `target`; returns its size in bytes.
 
-    Raises CheckpointError if they are not the same tensors.
+    `journal` prepares `base` for apply_written too. Raises CheckpointError if they are not the same tensors.
     """
-    staged = target.with_name(f".tmp-{target.name}")
+    staged, staged_in_base = target.with_name(f".tmp-{target.name}"), staged_journal(base)
     with drained(tensors) as stream, storage_errors(target):
         recover(base)
         if weight_version(base) != versions.start:
             raise CheckpointError(f"{base}: does not hold weights {versions.start}; push whole ones")
         tensor_regions = tensor_ranges(base)
-        writer = DeltaWriter(staged, versions)
+        writers = [DeltaWriter(staged, versions)]
+        if journal:
+            overwriting = dataclasses.replace(versions, encoding="overwrite")
+            writers.append(DeltaWriter(staged_in_base, overwriting, compresses=False))
         try:
-            for name, tensor in cast(stream, dtype):
+            for name, tensor, cast_dtype in targets(stream, dtype):
                 region = tensor_regions.pop(name, None)
-                if region is None or (region.code, region.shape) != (CODES.get(tensor.dtype), tuple(tensor.shape)):
+                if region is None or (region.code, region.shape) != (CODES.get(cast_dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another form there; push whole weights")
-                old, new = region.read(), _bytes(tensor)
-                before, after = (digest(versions.checksum, data) for data in (old, new))
-                writer.add(
-                    name, Change(region.code, list(region.shape), before, after), width=region.width, old=old, new=new
-                )
+                change, changed = _compare(region, tensor, cast_dtype, versions.checksum)
+                for writer in writers:
+                    writer.add(name, change, changed)
             if tensor_regions:
                 raise CheckpointError(f"{base}: {min(tensor_regions)} is not among the new weights; push whole ones")
-            size = writer.finish()
+            size, *_ = [writer.finish() for writer in writers]
             staged.rename(target)
+        except BaseException:
+            staged_in_base.unlink(missing_ok=True)
+            raise
         finally:
-            writer.close()
+            for writer in writers:
+                writer.close()
             staged.unlink(missing_ok=True)
     return size
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def _compare(region: TensorRange, tensor: Tensor, dtype: torch.dtype, checksum: str) -> tuple[Change, Difference]:
+    """Compare a tensor, cast to `dtype`, with its bytes in the checkpoint, in one pass over both."""
+    flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped()
+    before, after = Checksum(checksum), Checksum(checksum)
+    parts = []
+    for part in region.chunks():
+        first = part.start // region.width
+        new = flat[first : part.stop // region.width].to(dtype)
+        new_B = new.view(torch.uint8).numpy()
+        before.update(old_B[part])
+        after.update(new_B)
+        parts.append(difference(old_B[part], new_B, region.width, first=first))
+    change = Change(region.code, list(region.shape), before.hexdigest(), after.hexdigest())
+    return change, Difference.joined(parts)
 
 
 def _write_versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from slimectl.data.atomic_replace import sync_folder
 from slimectl.data.run_dir import storage_errors, write_text
 from slimectl.errors import CheckpointError
-from slimectl.weight_sync.delta_format import DeltaFile, DeltaWriter, TensorRange, Versions, digest, tensor_ranges
+from slimectl.weight_sync.delta_format import (
+    CHUNK_BYTES,
+    Checksum,
+    DeltaFile,
+    DeltaWriter,
+    Difference,
+    TensorRange,
+    digest,
+    tensor_ranges,
+)
 
 JOURNAL = ".slimectl-delta"
 """Journal of an unfinished delta: it is completed before anything else."""
@@ -36,15 +50,12 @@ def apply_delta(delta: Path, folder: Path) -> None:
             )
         if current == versions.end and _matches(change, tensor_regions):
             return
-        staged = folder / f".tmp-{JOURNAL}"
+        staged = staged_journal(folder)
         try:
             _prepare(change, tensor_regions, staged)
-            with staged.open("rb+") as file:
-                os.fsync(file.fileno())
-            staged.rename(folder / JOURNAL)
+            _commit(folder, staged)
         finally:
             staged.unlink(missing_ok=True)
-        sync_folder(folder)
         _roll_forward(folder, tensor_regions, checked=True)
 
 
@@ -61,26 +72,95 @@ def weight_version(folder: Path) -> str | None:
     return file.read_text().strip() if file.exists() else None
 
 
+def apply_written(folder: Path) -> None:
+    """Bring the directory to the version of the delta that write_delta has just written from it, with a journal.
+
+    The journal is of these very files, so their checksums are not computed again. Raises CheckpointError without it.
+    """
+    with storage_errors(folder):
+        staged = staged_journal(folder)
+        if not staged.exists():
+            raise CheckpointError(f"{folder}: no delta was written for it; push whole weights")
+        _commit(folder, staged)
+        journal, tensor_regions = DeltaFile(folder / JOURNAL), tensor_ranges(folder)
+        (folder / VERSION).unlink(missing_ok=True)
+        changed = [name for name, change in journal.changes.items() if change.changed]
+        for name in changed:
+            region = tensor_regions[name]
+            indices_C, values_C = journal.changed(name, region.width)
+            region.mapped().view(values_C.dtype)[indices_C] = values_C
+        _finish(folder, journal, {tensor_regions[name].file for name in changed})
+
+
+def staged_journal(folder: Path) -> Path:
+    """Return the path of a journal that nothing depends on yet."""
+    return folder / f".tmp-{JOURNAL}"
+
+
+def _commit(folder: Path, staged: Path) -> None:
+    """Name the journal: from here on the delta will be applied, whatever happens."""
+    with staged.open("rb+") as file:
+        os.fsync(file.fileno())
+    staged.rename(folder / JOURNAL)
+    sync_folder(folder)
+
+
 def _prepare(delta: DeltaFile, tensor_regions: dict[str, TensorRange], journal: Path) -> None:
     """Verify every tensor, and write the changes as new bits: those can be applied twice, an xor cannot."""
     _check_forms(delta, tensor_regions)
     versions = delta.versions
-    writer = DeltaWriter(journal, Versions(versions.start, versions.end, "overwrite", versions.checksum))
+    overwriting = dataclasses.replace(versions, encoding="overwrite")
+    writer = DeltaWriter(journal, overwriting, compresses=False)
     try:
         for name, change in delta.changes.items():
             region = tensor_regions[name]
-            old = region.read()
-            if digest(versions.checksum, old) != change.before:
+            before, after = Checksum(versions.checksum), Checksum(versions.checksum)
+            patch = Patch(delta, name, region)
+            new_values = []
+            for _, data_B, new_C in patch.chunks(before):
+                after.update(data_B)
+                new_values.append(new_C)
+            if before.hexdigest() != change.before:
                 raise CheckpointError(
                     f"{region.file}: {name} is not as the delta from {versions.start} expects it; push whole weights"
                 )
-            new = delta.applied(name, old, region.width)
-            if digest(versions.checksum, new) != change.after:
+            if after.hexdigest() != change.after:
                 raise CheckpointError(f"{delta.path}: {name} does not become what it should; push whole weights")
-            writer.add(name, change, width=region.width, old=old, new=new)
+            new_C = np.concatenate(new_values) if new_values else patch.values_C
+            writer.add(name, change, Difference(patch.indices_C, new_C, new_C))
         writer.finish()
     finally:
         writer.close()
+
+
+class Patch:
+    """Reads a tensor of a checkpoint with a delta's changes: `values_C` at `indices_C`, in the delta's encoding."""
+
+    def __init__(self, delta: DeltaFile, name: str, region: TensorRange) -> None:
+        self.indices_C, self.values_C = delta.changed(name, region.width)
+        self._region, self._is_xor = region, delta.versions.encoding == "xor"
+
+    def chunks(self, before: Checksum | None = None, *, all_of_them: bool = True) -> Iterator[tuple[int, Any, Any]]:
+        """Yield (first byte, new bytes, new values of changed numbers) of each chunk, or only of those that change.
+
+        The bytes are overwritten by the next chunk. `before` gets the old bytes.
+        """
+        region, width = self._region, self._region.width
+        buffer_B = np.empty(min(CHUNK_BYTES, region.nbytes), np.uint8)
+        with region.file.open("rb", buffering=0) as stream:
+            for part in region.chunks():
+                low, high = np.searchsorted(self.indices_C, [part.start // width, part.stop // width])
+                if low == high and not all_of_them:
+                    continue
+                data_B = buffer_B[: part.stop - part.start]
+                region.read_into(stream, data_B.data, part.start)
+                if before is not None:
+                    before.update(data_B)
+                numbers_N = data_B.view(f"<u{width}")
+                local_C, values_C = self.indices_C[low:high] - part.start // width, self.values_C[low:high]
+                new_C = numbers_N[local_C] ^ values_C if self._is_xor else values_C
+                numbers_N[local_C] = new_C
+                yield part.start, data_B, new_C
 
 
 def _check_forms(delta: DeltaFile, tensor_regions: dict[str, TensorRange]) -> None:
@@ -105,14 +185,27 @@ def _roll_forward(folder: Path, tensor_regions: dict[str, TensorRange], *, check
     """Write the journal's values into the files; `checked`: it was written a moment ago, from these same files."""
     journal = DeltaFile(folder / JOURNAL)
     (folder / VERSION).unlink(missing_ok=True)
-    changed = [name for name, change in journal.changes.items() if change.bitmap is not None]
+    changed = [name for name, change in journal.changes.items() if change.changed]
     for name in changed:
         region = tensor_regions[name]
-        new = journal.applied(name, region.read(), region.width)
-        if not checked and digest(journal.versions.checksum, new) != journal.changes[name].after:
-            raise CheckpointError(f"{region.file}: {name} was changed while a delta was applied; push whole weights")
-        region.write(new)
-    for file in {tensor_regions[name].file for name in changed}:
+        patch = Patch(journal, name, region)
+        if not checked:
+            checksum = Checksum(journal.versions.checksum)
+            for _, data_B, _ in patch.chunks():
+                checksum.update(data_B)
+            if checksum.hexdigest() != journal.changes[name].after:
+                raise CheckpointError(
+                    f"{region.file}: {name} was changed while a delta was applied; push whole weights"
+                )
+        with region.file.open("rb+", buffering=0) as stream:
+            for start, data_B, _ in patch.chunks(all_of_them=False):
+                region.write(stream, data_B.data, start)
+    _finish(folder, journal, {tensor_regions[name].file for name in changed})
+
+
+def _finish(folder: Path, journal: DeltaFile, files: Iterable[Path]) -> None:
+    """Bring the written files to the disk, and name the version."""
+    for file in files:
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
     write_text(folder / VERSION, journal.versions.end + "\n")

@@ -1,13 +1,20 @@
-"""Locates the bytes of each tensor in the files of a Hugging Face directory."""
+"""Files of deltas, and the bytes of each tensor in the files of a Hugging Face directory.
+
+A delta has the numbers that changed of every tensor: how many others lie before each of them, and its new bits or the
+xor of old and new ones, both by byte planes and compressed. B bytes · N numbers of a tensor · C changed ones.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import mmap
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +24,8 @@ from slimectl.errors import CheckpointError, MissingExtraError
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Bytes of a number by safetensors' code; all others have one."""
+CHUNK_BYTES = 2 * 2**20
+"""Bytes that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +43,65 @@ class TensorRange:
         """Bytes of one number."""
         return WIDTH.get(self.code, 1)
 
-    def read(self) -> bytes:
-        with self.file.open("rb", buffering=0) as stream:
-            stream.seek(self.start)
-            parts, missing = [], self.nbytes
-            # The system reads at most 2 GiB at a time.
-            while missing:
-                part = stream.read(missing)
-                if not part:
-                    raise CheckpointError(f"{self.file}: {missing} bytes are missing; push whole weights again")
-                parts.append(part)
-                missing -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def chunks(self) -> Iterator[slice]:
+        """Yield byte ranges that cover the tensor, each small enough for the processor's cache."""
+        for start in range(0, self.nbytes, CHUNK_BYTES):
+            yield slice(start, min(start + CHUNK_BYTES, self.nbytes))
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Overwrite the bytes in place; the file keeps its size."""
+    def read(self) -> bytearray:
+        """Return all bytes. Raises CheckpointError if the file is cut short."""
+        data = bytearray(self.nbytes)
+        with self.file.open("rb", buffering=0) as stream:
+            self.read_into(stream, data, 0)
+        return data
+
+    def read_into(self, stream: FileIO, data: bytearray | memoryview, start: int) -> None:
+        """Fill `data` with the bytes from `start` on of the open file. Raises CheckpointError if it is cut short."""
+        stream.seek(self.start + start)
         view = memoryview(data)
-        with self.file.open("r+b", buffering=0) as stream:
-            stream.seek(self.start)
-            while view:
-                view = view[stream.write(view) :]
+        # The system reads at most 2 GiB at a time.
+        while view:
+            count = stream.readinto(view)
+            if not count:
+                raise CheckpointError(f"{self.file}: {len(view)} bytes are missing; push whole weights again")
+            view = view[count:]
+
+    def mapped(self) -> Any:
+        """Return all bytes [B] as they are in the file, where they can be changed. Raises CheckpointError."""
+        data_B = mapped_file(self.file)[self.start : self.start + self.nbytes]
+        if len(data_B) < self.nbytes:
+            raise CheckpointError(
+                f"{self.file}: {self.nbytes - len(data_B)} bytes are missing; push whole weights again"
+            )
+        return data_B
+
+    def write(self, stream: FileIO, data: bytes | memoryview, start: int) -> None:
+        """Overwrite the bytes from `start` on in the open file, which keeps its size."""
+        stream.seek(self.start + start)
+        view = memoryview(data)
+        while view:
+            view = view[stream.write(view) or 0 :]
+
+
+_MAPPED: dict[Path, tuple[tuple[int, ...], Any]] = {}
+"""Identity and mapped bytes of the files that this process keeps for its next push."""
+
+
+def mapped_file(path: Path) -> Any:
+    """Return a file's bytes [B], mapped; the mapping is kept, as to make one costs more than to read the file once."""
+    status = path.stat()
+    identity = (status.st_dev, status.st_ino, status.st_size)
+    if path not in _MAPPED or _MAPPED[path][0] != identity:
+        with path.open("rb+") as file:
+            memory = mmap.mmap(file.fileno(), 0) if status.st_size else b""
+        _MAPPED[path] = identity, np.frombuffer(memory, np.uint8)
+    return _MAPPED[path][1]
+
+
+def release_mapped(folder: Path) -> None:
+    """Release the mapped files of a folder."""
+    for path in [path for path in _MAPPED if path.parent == folder]:
+        del _MAPPED[path]
 
 
 def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
@@ -81,22 +129,22 @@ def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
     return tensor_regions
 
 
-MAGIC = b"slimedlt"
+MAGIC = b"slimedl2"
 LEVEL = 1
-"""zstd's fastest: higher levels gain a few per cent on bitmaps and bits."""
+"""zstd's fastest: higher levels gain a few per cent."""
 TAIL = 8 + 16 + len(MAGIC)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of one tensor: `bitmap` and `values` are [offset, bytes] in the file; None if the tensor is unchanged."""
+    """Change of one tensor: `gaps` and `values` are [offset, bytes, width of a number] in the file, if there is any."""
 
     code: str
     shape: list[int]
     before: str
     after: str
     changed: int = 0
-    bitmap: list[int] | None = None
+    gaps: list[int] | None = None
     values: list[int] | None = None
 
 
@@ -110,45 +158,87 @@ class Versions:
     checksum: str
 
 
-class DeltaWriter:
-    """Writes tensor after tensor; `finish` makes the file readable."""
+@dataclass(frozen=True)
+class Difference:
+    """Numbers of a tensor that differ: their indices, ascending, and their bits before and after."""
 
-    def __init__(self, path: Path, versions: Versions) -> None:
+    indices_C: Any
+    old_C: Any
+    new_C: Any
+
+    @cached_property
+    def gaps_C(self) -> Any:
+        """Return how many equal numbers lie before each, as the narrowest integers that hold them all."""
+        gaps_C = np.empty_like(self.indices_C)
+        gaps_C[:1] = self.indices_C[:1]
+        np.subtract(self.indices_C[1:], self.indices_C[:-1], out=gaps_C[1:])
+        gaps_C[1:] -= 1
+        largest = int(gaps_C.max(initial=0))
+        return gaps_C.astype(next(f"<u{width}" for width in (1, 2, 4, 8) if largest < 256**width))
+
+    @classmethod
+    def joined(cls, parts: list[Difference]) -> Difference:
+        """Join the differences of successive chunks."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return cls(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
+        columns = ("indices_C", "old_C", "new_C")
+        return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+
+
+def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Difference:
+    """Compare two chunks of bytes, of numbers `width` bytes wide; `first` is the index of their first number."""
+    numbers, each = f"<u{width}", 8 // width
+    if len(old_B) % 8:
+        old_N, new_N = old_B.view(numbers), new_B.view(numbers)
+        indices_C = np.flatnonzero(old_N != new_N)
+        return Difference(indices_C + first, old_N[indices_C], new_N[indices_C])
+    # Words of several numbers first: most are equal, and to look for a few among fewer costs less.
+    old_W, new_W = old_B.view("<u8"), new_B.view("<u8")
+    words_W = np.flatnonzero(old_W != new_W)
+    old_W, new_W = old_W.take(words_W), new_W.take(words_W)
+    places_C = np.flatnonzero((old_W ^ new_W).view(numbers) != 0)
+    indices_C = words_W.take(places_C // each) * each + places_C % each
+    return Difference(indices_C + first, old_W.view(numbers).take(places_C), new_W.view(numbers).take(places_C))
+
+
+class DeltaWriter:
+    """Writes tensor after tensor; `finish` makes the file readable. A file that is read once is not compressed."""
+
+    def __init__(self, path: Path, versions: Versions, *, compresses: bool = True) -> None:
         self.versions = versions
         self.changes: dict[str, Change] = {}
         self._compressor = _zstandard().ZstdCompressor(level=LEVEL)
+        self._compresses = compresses
         self._file = path.open("wb")
         self._file.write(MAGIC)
 
-    def add(self, name: str, change: Change, *, width: int, old: bytes, new: bytes) -> None:
-        """Write a tensor by its bytes; `change` has its checksums, numbers are `width` bytes wide."""
-        self.changes[name] = Change(change.code, change.shape, change.before, change.after)
-        if old == new:
-            return
-        old_N, new_N = (np.frombuffer(data, dtype=f"<u{width}") for data in (old, new))
-        changed_N = old_N != new_N
-        indices = np.flatnonzero(changed_N)  # few, mostly: faster than the mask itself
-        values = new_N[indices]
-        if self.versions.encoding == "xor":
-            values = values ^ old_N[indices]
-        self._write_parts(name, changed_N, values)
+    def add(self, name: str, change: Change, changed: Difference) -> None:
+        """Write what changed of a tensor; `change` has its form and its checksums."""
+        count = len(changed.indices_C)
+        gaps = values = None
+        if count:
+            values_C = changed.new_C ^ changed.old_C if self.versions.encoding == "xor" else changed.new_C
+            gaps, values = self._write(changed.gaps_C), self._write(values_C)
+        self.changes[name] = Change(change.code, change.shape, change.before, change.after, count, gaps, values)
 
-    def _write_parts(self, name: str, changed_N: Any, values: Any) -> None:
-        change = self.changes[name]
-        parts = []
-        # Bytes of the same place in the number side by side: those that never change make long runs.
-        planes = np.ascontiguousarray(values.view(np.uint8).reshape(len(values), -1).T)
-        for data in (np.packbits(changed_N), planes):
-            packed = self._compressor.compress(data.tobytes())
-            parts.append([self._file.tell(), len(packed)])
-            self._file.write(packed)
-        self.changes[name] = Change(
-            change.code, change.shape, change.before, change.after, len(values), bitmap=parts[0], values=parts[1]
-        )
+    def _write(self, numbers_C: Any) -> list[int]:
+        """Write numbers, compressed where that makes them shorter; returns where, how many bytes, and their width."""
+        data = numbers_C.view(np.uint8).data
+        if self._compresses:
+            # Bytes of the same place in the number side by side: those that never change make long runs.
+            planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T)
+            packed = self._compressor.compress(planes.data)
+            data = packed if len(packed) < len(data) else data
+        span = [self._file.tell(), len(data), numbers_C.itemsize]
+        self._file.write(data)
+        return span
 
     def finish(self) -> int:
         """Write the footer and close the file; returns its size in bytes."""
-        changes = {name: asdict(change) for name, change in self.changes.items()}
+        fields = Change.__slots__  # asdict would copy every one of thousands of lists
+        changes = {name: [getattr(change, field) for field in fields] for name, change in self.changes.items()}
         footer = self._compressor.compress(json.dumps({**asdict(self.versions), "tensors": changes}).encode())
         self._file.write(footer + len(footer).to_bytes(8, "little") + _seal(footer) + MAGIC)
         size = self._file.tell()
@@ -171,7 +261,7 @@ class DeltaFile:
         metadata: dict[str, Any] = json.loads(self._decompressor.decompress(footer))
         tensors: Mapping[str, Any] = metadata.pop("tensors")
         self.versions = Versions(**metadata)
-        self.changes = {name: Change(**change) for name, change in tensors.items()}
+        self.changes = {name: Change(*change) for name, change in tensors.items()}
 
     def _footer(self) -> bytes | None:
         try:
@@ -189,34 +279,57 @@ class DeltaFile:
             raise CheckpointError(f"{self.path}: {error.strerror}; push whole weights") from error
         return footer if tail[8:24] == _seal(footer) else None
 
-    def applied(self, name: str, old: bytes, width: int) -> bytes:
-        """Apply the change to the bytes `old` of a tensor; returns the new bytes."""
+    def changed(self, name: str, width: int) -> tuple[Any, Any]:
+        """Return the indices [C] of the numbers that change, ascending, and their bits [C] in the delta's encoding."""
         change = self.changes[name]
-        if change.bitmap is None or change.values is None:
-            return old
-        new_N = np.frombuffer(old, dtype=f"<u{width}").copy()
-        bitmap = np.frombuffer(self._part(change.bitmap), np.uint8)
-        indices = np.flatnonzero(np.unpackbits(bitmap, count=len(new_N)).view(bool))
-        planes = np.frombuffer(self._part(change.values), np.uint8).reshape(width, change.changed)
-        values = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
-        new_N[indices] = values ^ new_N[indices] if self.versions.encoding == "xor" else values
-        return new_N.tobytes()
+        if change.gaps is None or change.values is None:
+            return np.empty(0, np.int64), np.empty(0, f"<u{width}")
+        gaps_C, values_C = (self._numbers(span, change.changed) for span in (change.gaps, change.values))
+        indices_C = np.cumsum(gaps_C.astype(np.int64) + 1) - 1
+        count = math.prod(change.shape)
+        if values_C.itemsize != width or not 0 <= indices_C[0] <= indices_C[-1] < count:
+            raise CheckpointError(f"{self.path}: is damaged ({name} is out of bounds); push whole weights")
+        return indices_C, values_C
 
-    def _part(self, span: list[int]) -> bytes:
+    def _numbers(self, span: list[int], count: int) -> Any:
+        start, size, width = span
         with self.path.open("rb") as file:
-            file.seek(span[0])
-            packed = file.read(span[1])
+            file.seek(start)
+            data = file.read(size)
         try:
-            return bytes(self._decompressor.decompress(packed))
-        except _zstandard().ZstdError as error:
+            if size == width * count:  # not compressed
+                return np.frombuffer(data, f"<u{width}")
+            planes = np.frombuffer(self._decompressor.decompress(data), np.uint8)
+            return np.ascontiguousarray(planes.reshape(width, count).T).view(f"<u{width}").reshape(-1)
+        except (_zstandard().ZstdError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path}: is damaged ({error}); push whole weights") from error
 
 
-def digest(kind: str, data: bytes) -> str:
+class Checksum:
+    """Checksum of a tensor's bytes, chunk by chunk."""
+
+    def __init__(self, kind: str) -> None:
+        self._adler = 1 if kind == "adler32" else None
+        if kind == "xxh3-128":
+            self._hash: Any = _xxhash().xxh3_128()
+        else:
+            self._hash = hashlib.blake2b(digest_size=16)
+
+    def update(self, data: Any) -> None:
+        if self._adler is None:
+            self._hash.update(data)
+        else:
+            self._adler = zlib.adler32(data, self._adler)
+
+    def hexdigest(self) -> str:
+        return str(self._hash.hexdigest()) if self._adler is None else f"{self._adler:08x}"
+
+
+def digest(kind: str, data: Any) -> str:
     """Return the checksum of a tensor's bytes."""
-    if kind == "adler32":
-        return f"{zlib.adler32(data):08x}"
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    checksum = Checksum(kind)
+    checksum.update(data)
+    return checksum.hexdigest()
 
 
 def _seal(footer: bytes) -> bytes:
@@ -229,3 +342,11 @@ def _zstandard() -> Any:
     except ImportError:
         raise MissingExtraError("zstandard", extra="zstd", wanted_by="sync.transport delta") from None
     return zstandard
+
+
+def _xxhash() -> Any:
+    try:
+        import xxhash
+    except ImportError:
+        raise MissingExtraError("xxhash", extra="zstd", wanted_by="sync.transport delta") from None
+    return xxhash

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
 from torch import Tensor
 
-from slimectl.protocols import NamedTensors, Policy, WeightReceiver, WeightUpdateClient
+from slimectl.protocols import MessageMemory, NamedTensors, Policy, WeightReceiver, WeightUpdateClient
 from slimectl.types import Metrics
-from slimectl.weight_sync.base import Precision, WeightSyncBase, buckets, cast, drained, in_progress_version
+from slimectl.weight_sync.base import (
+    Message,
+    Precision,
+    WeightSyncBase,
+    buckets,
+    cast,
+    drained,
+    in_progress_version,
+    targets,
+)
 
 
 class InProcessSync:
@@ -49,13 +59,13 @@ class InProcessSync:
 
 
 ON_CPU_BYTES = 64 * 2**20
-"""Size limit of a message on a CPU, where no GPU transfer has to be filled: more would only touch more memory."""
+"""Size limit of a message on a CPU that does not go through shared memory: more would only touch more memory."""
 
 
 class TensorSync(WeightSyncBase):
-    """Sends messages of at most `buffer_bytes`, in shared memory only until the engines have read the last.
+    """Sends messages of at most `buffer_bytes`, through shared memory that the process keeps for the next push.
 
-    `dtype` is the engines' precision: nothing wider is sent.
+    `dtype` is the engines' precision: nothing wider is sent, and the cast is written where the engines read it.
     """
 
     def __init__(
@@ -76,6 +86,9 @@ class TensorSync(WeightSyncBase):
             sent = self.policy.consume_weights(send)
         return {"bytes": float(sent), "pause_time": watch.seconds}
 
+    def close(self) -> None:
+        self.workers.release_memory()
+
 
 def _send(
     tensors: NamedTensors, *, workers: WeightUpdateClient, version: str, most_bytes: int, dtype: Precision
@@ -84,10 +97,33 @@ def _send(
     sent = 0
     with drained(tensors) as stream:
         first = next(stream, None)
-        if first is not None and not first[1].is_cuda:
-            most_bytes = min(most_bytes, ON_CPU_BYTES)
-        all_tensors = stream if first is None else chain([first], stream)
-        for message, last in buckets(cast(all_tensors, dtype), most_bytes):
-            workers.load_tensors(message, version=in_progress_version(version, last=last))
-            sent += sum(tensor.nbytes for _, tensor in message)
+        if first is None:
+            return 0
+        with nullcontext(None) if first[1].is_cuda else workers.message_memory(most_bytes) as memory:
+            stream = chain([first], stream)
+            if memory is not None:
+                messages = _shared_messages(stream, dtype, memory)
+            else:
+                on_cpu = not first[1].is_cuda
+                messages = buckets(cast(stream, dtype), min(most_bytes, ON_CPU_BYTES) if on_cpu else most_bytes)
+            for message, last in messages:
+                workers.load_tensors(message, version=in_progress_version(version, last=last))
+                sent += sum(tensor.nbytes for _, tensor in message)
     return sent
+
+
+def _shared_messages(
+    tensors: NamedTensors, precision: Precision, memory: MessageMemory
+) -> Iterator[tuple[Message, bool]]:
+    """Cast tensors into `memory`, in messages like those of `buckets`: each is sent before the next one begins."""
+    message: Message = []
+    size = 0
+    for name, tensor, dtype in targets(tensors, precision):
+        nbytes = tensor.numel() * dtype.itemsize
+        if message and size + nbytes > memory.size:
+            yield message, False
+            message, size = [], 0
+        message.append((name, memory.empty(tuple(tensor.shape), dtype).copy_(tensor)))
+        size += nbytes
+    if message:
+        yield message, True

@@ -8,7 +8,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,11 @@ class Receiver:
 
     def load_disk(self, folder: Path, *, version: str) -> None:
         self.lines.append(f"load {folder} {version}")
+
+    def message_memory(self, most_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def release_memory(self) -> None: ...
 
     def load_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]], *, version: str) -> None:
         self.lines.append(f"load {len(tensors)} tensors of {tensors[0][1].dtype}")

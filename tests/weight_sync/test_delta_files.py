@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from slimectl.data.run_dir import write_text
 from slimectl.errors import CheckpointError
 from slimectl.weight_sync import delta_apply
 from slimectl.weight_sync.delta import snapshot, write_delta
-from slimectl.weight_sync.delta_apply import VERSION, apply_delta, weight_version
-from slimectl.weight_sync.delta_format import TensorRange, Versions, tensor_ranges
+from slimectl.weight_sync.delta_apply import VERSION, apply_delta, apply_written, weight_version
+from slimectl.weight_sync.delta_format import Checksum, TensorRange, Versions, difference, digest, tensor_ranges
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
@@ -28,7 +29,7 @@ DTYPES = [
 ]  # fmt: skip
 SHAPES: list[list[int]] = [[], [0, 3], [1], [3], [17], [2, 5], [300], [3, 4, 5]]
 ENCODINGS = st.sampled_from(["xor", "overwrite"])
-CHECKSUMS = st.sampled_from(["blake2b", "adler32"])
+CHECKSUMS = st.sampled_from(["xxh3-128", "blake2b", "adler32"])
 Weights = dict[str, Tensor]
 
 
@@ -73,12 +74,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != VERSION}
 
 
-def delta(folder: Path, base: Path, weights: Weights, *, encoding: str = "xor", checksum: str = "blake2b") -> Path:
+def delta(
+    folder: Path,
+    base: Path,
+    weights: Weights,
+    *,
+    encoding: str = "xor",
+    checksum: str = "xxh3-128",
+    journal: bool = False,
+) -> Path:
     """From version 1, which `base` holds, to these weights, version 2."""
-    target = folder / "1-to-2.delta"
-    size = write_delta(
-        iter(weights.items()), target=target, base=base, versions=Versions("1", "2", encoding, checksum), dtype=None
-    )
+    target, versions = folder / "1-to-2.delta", Versions("1", "2", encoding, checksum)
+    size = write_delta(iter(weights.items()), target=target, base=base, versions=versions, dtype=None, journal=journal)
     assert size == target.stat().st_size
     return target
 
@@ -99,17 +106,60 @@ def test_a_delta_makes_the_new_files_of_the_old_byte_for_byte(
         assert contents(old) == contents(new)
 
 
+@settings(max_examples=40, deadline=None)
+@given(versions=two_versions(), encoding=ENCODINGS)
+def test_the_checkpoint_that_a_delta_was_written_from_takes_it_without_reading_all_again(
+    versions: tuple[Weights, Weights], encoding: str
+):
+    with tempfile.TemporaryDirectory() as name:
+        old = checkpoint(Path(name, "old"), versions[0], "1")
+        new = checkpoint(Path(name, "new"), versions[1], "2")
+        copy = Path(name, "copy")
+        snapshot(old, copy)
+        change = delta(Path(name), old, versions[1], encoding=encoding, journal=True)
+        apply_written(old)
+        apply_delta(change, copy)
+        assert contents(old) == contents(new) == contents(copy)
+        assert weight_version(old) == weight_version(copy) == "2"
+        with pytest.raises(CheckpointError, match="no delta was written for it; push whole weights"):
+            apply_written(old)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_numbers_that_differ_are_found_in_every_place_of_a_word(dtype: torch.dtype):
+    size = 50  # of which the last do not fill a word
+    for index in range(size):
+        old = torch.zeros(size, dtype=dtype)
+        new = old.clone()
+        new[index] = 1
+        each = difference(*(tensor.view(torch.uint8).numpy() for tensor in (old, new)), dtype.itemsize, first=1000)
+        assert each.indices_C.tolist() == [1000 + index]
+        assert each.old_C.tolist() == [0]
+        assert each.new_C.tobytes() == new[index : index + 1].view(torch.uint8).numpy().tobytes()
+
+
+def test_checksums_are_those_of_the_algorithms():
+    assert digest("xxh3-128", b"") == "99aa06d3014798d86001c324468d497f"
+    assert digest("adler32", b"Wikipedia") == "11e60398"
+    assert digest("blake2b", b"") == "cae66941d9efbd404e4d88758ea67670"
+    whole, parts = Checksum("xxh3-128"), Checksum("xxh3-128")
+    whole.update(b"a delta")
+    for part in (b"a ", b"del", b"ta"):
+        parts.update(part)
+    assert whole.hexdigest() == parts.hexdigest()
+
+
 class PowerCut(Exception):
     pass
 
 
-def cut_after(bytes_left: int) -> Callable[[TensorRange, bytes], None]:
+def cut_after(bytes_left: int) -> Callable[[TensorRange, FileIO, bytes, int], None]:
     """A `TensorRange.write` that writes that many bytes more, over all calls, and fails in the middle of a tensor."""
     write, left = TensorRange.write, [bytes_left]
 
-    def cut(region: TensorRange, data: bytes) -> None:
+    def cut(region: TensorRange, stream: FileIO, data: bytes, start: int) -> None:
         part = memoryview(data)[: left[0]]
-        write(region, part)
+        write(region, stream, part, start)
         left[0] -= len(part)
         if len(part) < len(data):
             raise PowerCut
@@ -152,7 +202,8 @@ def change(tmp_path: Path, base: Path) -> Path:
 
 def test_other_bytes_than_expected_are_found_before_anything_is_touched(base: Path, change: Path):
     region = tensor_ranges(base)["b"]
-    region.write(b"\x00" + region.read()[1:])  # one byte, in the tensor that would be written last
+    with region.file.open("rb+", buffering=0) as stream:
+        region.write(stream, b"\x00", 0)  # one byte, in the tensor that would be written last
     before = contents(base)
     with pytest.raises(CheckpointError, match="b is not as the delta from 1 expects it; push whole weights"):
         apply_delta(change, base)

@@ -31,7 +31,7 @@ from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.scheduler import RunningSequence as Running
-from slimectl.engines.embedded.weights import WeightLoader
+from slimectl.engines.embedded.weights import FileTensor, WeightLoader
 from slimectl.engines.limits import check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
@@ -348,7 +348,7 @@ class EmbeddedEngine:
         """
         self._apply_weights(lambda: self._intake.load(tensors, version=version))
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> None:
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor | FileTensor]], *, version: str | None = None) -> None:
         """Replace some tensors, all of them or none. Raises CheckpointError on an extra or misshapen one."""
         self._apply_weights(lambda: self._intake.update(list(tensors), version=version))
 

@@ -61,6 +61,11 @@ class Linear:
         self._packed: Tensor | None = None
         self._small = dtype == torch.float32 and self.weight_OI.numel() < SMALL
 
+    @property
+    def count(self) -> int:
+        """Number of tensors that the layer consists of."""
+        return len(self.parts) + len(self.bias_parts)
+
     def refresh(self) -> None:
         if self._packs:
             self._packed = None  # freed before its successor is allocated

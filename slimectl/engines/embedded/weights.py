@@ -5,8 +5,9 @@ V vocabulary · E hidden size · H heads · D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import torch
@@ -43,6 +44,36 @@ class Layer:
     mlp: Mlp | Experts
 
 
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in an open file: to read it straight to its place costs less than to map its pages and to copy them."""
+
+    file: FileIO
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Read the tensor into `target`, which may be wider in its first dimensions, of another dtype or device.
+
+        Raises CheckpointError if the file is cut short.
+        """
+        is_same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        is_same = is_same and tuple(target.shape) == self.shape
+        memory = target if is_same else torch.empty(self.shape, dtype=self.dtype)
+        if not memory.numel():
+            return
+        view = memory.detach().view(-1).view(torch.uint8).numpy().data
+        self.file.seek(self.offset)
+        while view:
+            count = self.file.readinto(view)
+            if not count:
+                raise CheckpointError(f"weights: a block of shared memory is {len(view)} bytes too short")
+            view = view[count:]
+        if memory is not target:
+            target.copy_(memory)
+
+
 @dataclass(slots=True)
 class TensorSlot:
     """Target of a named tensor: a view of the storage, and the linear layer that packs it (None: not packed)."""
@@ -50,6 +81,9 @@ class TensorSlot:
     view: Tensor
     shape: tuple[int, ...]
     linear: Linear | None = None
+
+
+NamedTensors = Iterable[tuple[str, Tensor | FileTensor]]
 
 
 class Weights:
@@ -78,7 +112,7 @@ class Weights:
         else:
             self.head = self._linear(hidden, {"lm_head": vocabulary}, bias=False)
 
-    def place(self, name: str, tensor: Tensor) -> TensorSlot | None:
+    def place(self, name: str, tensor: Tensor | FileTensor) -> TensorSlot | None:
         """Return the target of a tensor; None for one that this model does not store.
 
         Raises CheckpointError if it is not part of the model, or misshapen.
@@ -100,18 +134,26 @@ class Weights:
         return name if self.vision is None else published_name(name)
 
     @torch.no_grad()
-    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def write(self, tensors: NamedTensors) -> set[str]:
         """Copy tensors into the storage, in any order; returns the names of those written. Raises as `place` does."""
         names: set[str] = set()
-        touched: dict[int, Linear] = {}
+        incomplete: dict[Linear, int] = {}  # how many of the tensors of a layer are still to come
         for name, tensor in tensors:
             place = self.place(name, tensor)
-            if place is not None:
+            if place is None:
+                continue
+            if isinstance(tensor, FileTensor):
+                tensor.copy_to(place.view)
+            else:
                 place.view.copy_(tensor)
-                names.add(self.published_name(name))
-                if place.linear is not None:
-                    touched[id(place.linear)] = place.linear
-        for linear in touched.values():
+            names.add(self.published_name(name))
+            if place.linear is not None:
+                missing = incomplete.pop(place.linear, place.linear.count) - 1
+                if missing:
+                    incomplete[place.linear] = missing
+                else:  # packed at once, while the weights are in the processor's cache
+                    place.linear.refresh()
+        for linear in incomplete:
             linear.refresh()
         return names
 
@@ -177,9 +219,6 @@ class Weights:
         return table_HD
 
 
-NamedTensors = Iterable[tuple[str, Tensor]]
-
-
 class WeightLoader:
     """Tracks whether an engine's weights are complete. Parts of two versions are not a complete set.
 
@@ -204,7 +243,7 @@ class WeightLoader:
         """Load all tensors, streamed. Raises CheckpointError, without weights, on a missing, extra or misshapen one."""
         all_names = set(self._weights.places)
 
-        def mark_incomplete() -> Iterator[tuple[str, Tensor]]:
+        def mark_incomplete() -> Iterator[tuple[str, Tensor | FileTensor]]:
             for item in tensors:  # a source that cannot be opened leaves the old weights whole
                 self.usable, self._missing = False, all_names
                 yield item
@@ -215,7 +254,7 @@ class WeightLoader:
         self._missing, self._next = set(), version
         self._complete()
 
-    def update(self, tensors: list[tuple[str, Tensor]], *, version: str | None) -> None:
+    def update(self, tensors: Sequence[tuple[str, Tensor | FileTensor]], *, version: str | None) -> None:
         """Load some tensors, checked before any is written. Outside a session the others stay unchanged."""
         for name, tensor in tensors:
             self._weights.place(name, tensor)

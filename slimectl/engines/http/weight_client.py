@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
+import sys
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -38,6 +41,8 @@ IDLE_TIMEOUT_S = 10.0
 UPDATE_PATH = "/update_weights"
 """A path that takes the admin key, as every request of a push does."""
 SHARED_MEMORY = "/dev/shm"
+RESERVED_BYTES = 16 * 2**20
+"""Bytes of shared memory that are allocated at once."""
 
 
 def aligned(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
@@ -79,11 +84,12 @@ class HttpWorkers:
         self._mode = "abort"
         self._session_open = False
         self._block: SharedMemoryBlock | None = None
+        self._lent: SharedMemoryBlock | None = None
         self.set_urls(urls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the shared-memory block: a copy allocates one itself."""
-        return self.__dict__ | {"_block": None}
+        """Return the state without the shared-memory blocks: a copy allocates its own."""
+        return self.__dict__ | {"_block": None, "_lent": None}
 
     def set_urls(self, urls: Sequence[str]) -> None:
         workers = tuple(url.rstrip("/") for url in urls)
@@ -176,9 +182,34 @@ class HttpWorkers:
             self._open_session()
             self._session_open = True
 
+    @contextmanager
+    def message_memory(self, most_bytes: int) -> Iterator[SharedMemoryBlock | None]:
+        """Lend a block for messages of at most `most_bytes`, less where less is free; None if not all workers read it.
+
+        The process keeps the block for its next push.
+        """
+        if not self.shares_memory:
+            yield None
+            return
+        block = _UNUSED.pop(most_bytes, None) or SharedMemoryBlock(min(most_bytes, _free_bytes()))
+        block.clear()
+        self._lent = block
+        try:
+            yield block
+        finally:
+            self._lent = None
+            _UNUSED.clear()
+            _UNUSED[most_bytes] = block
+
+    def release_memory(self) -> None:
+        """Release the block that this process keeps for its next push."""
+        _UNUSED.clear()
+
     def _shared_block(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
         """Write tensors into shared memory that all workers of this machine read; returns its name and table."""
         size = sum(tensor.nbytes for _, tensor in tensors)
+        if self._lent is not None and size <= self._lent.size:
+            return self._lent.hold(tensors)
         if self._block is None or self._block.size < size:
             self._block = SharedMemoryBlock(size)
         return self._block.hold(tensors)
@@ -274,26 +305,66 @@ def ask_all(
 class SharedMemoryBlock:
     """Shared memory that successive messages reuse: to touch pages for the first time costs more than to fill them.
 
-    Released with this object. Raises StorageError if there is no room for it.
+    A message has at most `size` bytes of tensors, which are created here (`empty`) or copied (`hold`). Released with
+    this object: its tensors must not be used afterwards. Raises StorageError if there is no room for it.
     """
 
     def __init__(self, size: int) -> None:
         _check_room(size)
         self.size = size
-        self._memory = SharedMemory(create=True, size=max(1, size))
+        # Twice the size, of which only what is used is allocated: alignment takes less than the tensors' bytes.
+        self._memory = SharedMemory(create=True, size=max(1, 2 * size))
+        self._used = self._end = self._reserved = 0
         self.free = weakref.finalize(self, _release, self._memory)
 
+    def clear(self) -> None:
+        """Begin a message; the tensors of the last one will be overwritten."""
+        self._used = self._end = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the message that `hold` completes; elsewhere if the message is larger than `size`."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if not nbytes or self._used + nbytes > self.size:
+            return torch.empty(shape, dtype=dtype)
+        start = -(-self._end // dtype.itemsize) * dtype.itemsize
+        self._reserve(start + nbytes)
+        self._used, self._end = self._used + nbytes, start + nbytes
+        return torch.frombuffer(self._memory.buf, dtype=dtype, count=count, offset=start).view(shape)
+
     def hold(self, tensors: Sequence[NamedTensor]) -> dict[str, Any]:
-        """Write tensors into the block; returns its name and a table of [name, dtype, shape, offset]."""
-        places, end = [], 0
-        for name, tensor in aligned(tensors):
-            start, end = end, end + tensor.nbytes
-            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), start])
-            if tensor.numel():
-                target = torch.frombuffer(self._memory.buf, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-                target.copy_(tensor.detach().reshape(-1))
-                del target  # a block cannot be closed while a view of it exists
+        """Complete a message by copying those of its tensors that are not here yet; then another one may begin.
+
+        Returns the block's name and a table of [name, dtype, shape, offset].
+        """
+        start = torch.frombuffer(self._memory.buf, dtype=torch.uint8, count=1).data_ptr()
+        is_here = [bool(each.numel()) and 0 <= each.data_ptr() - start < self._end for _, each in tensors]
+        if not any(is_here):
+            self.clear()
+        places = []
+        for (name, tensor), here in zip(tensors, is_here, strict=True):
+            stored = tensor if here else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+            offset = stored.data_ptr() - start if stored.numel() else 0
+            assert 0 <= offset <= self._end - stored.nbytes, f"{name} is not in the block"
+            places.append([name, dtype_name(stored.dtype), list(stored.shape), offset])
+        self.clear()
         return {"name": self._memory.name, "tensors": places}
+
+    def _reserve(self, end: int) -> None:
+        """Allocate the pages up to `end`: a write without room for its page would kill the process, by SIGBUS."""
+        if end <= self._reserved or not os.path.isdir(SHARED_MEMORY):
+            return
+        goal = min(-(-end // RESERVED_BYTES) * RESERVED_BYTES, self._memory.size)
+        try:
+            with open(os.path.join(SHARED_MEMORY, self._memory.name.lstrip("/")), "r+b") as file:
+                os.posix_fallocate(file.fileno(), self._reserved, goal - self._reserved)
+        except OSError as error:
+            raise _no_room(goal - self._reserved) from error
+        self._reserved = goal
+
+
+_UNUSED: dict[int, SharedMemoryBlock] = {}
+"""The block of this process's last push, by the bytes that were asked for, until the next push takes it."""
 
 
 def _release(memory: SharedMemory) -> None:
@@ -301,13 +372,22 @@ def _release(memory: SharedMemory) -> None:
     memory.unlink()
 
 
+def _free_bytes() -> int:
+    """Return the free space of /dev/shm; without limit on a system that has none."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return sys.maxsize
+    status = os.statvfs(SHARED_MEMORY)
+    return status.f_bavail * status.f_frsize
+
+
 def _check_room(size: int) -> None:
-    """Check the free space of /dev/shm: beyond it a write kills the process by SIGBUS; containers often have 64 MiB."""
-    if os.path.isdir(SHARED_MEMORY):
-        status = os.statvfs(SHARED_MEMORY)
-        free = status.f_bavail * status.f_frsize
-        if free < size:
-            raise StorageError(
-                f"{SHARED_MEMORY}: {free / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f}; give"
-                " the container more shared memory, or lower sync.update_weight_buffer_size"
-            )
+    """Check the free space of /dev/shm, of which containers often have 64 MiB."""
+    if _free_bytes() < size:
+        raise _no_room(size)
+
+
+def _no_room(size: int) -> StorageError:
+    return StorageError(
+        f"{SHARED_MEMORY}: {_free_bytes() / 2**20:.0f} MiB are free, a message of weights takes {size / 2**20:.0f};"
+        " give the container more shared memory, or lower sync.update_weight_buffer_size"
+    )

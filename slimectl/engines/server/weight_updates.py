@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-import mmap
 import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from aiohttp import web
 from torch import Tensor
 
 from slimectl.data.hashing import tensor_checksum
+from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import RequestBody, read
@@ -118,40 +120,39 @@ def shape_of(fields: RequestBody, name: str, value: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def mapped(fields: RequestBody) -> list[tuple[str, Tensor]]:
-    """Map the tensors of {"name": block, "tensors": [[name, dtype, shape, offset], …]}, without a copy.
+@contextmanager
+def shared_tensors(fields: RequestBody) -> Iterator[list[tuple[str, FileTensor]]]:
+    """Open the tensors of {"name": block, "tensors": [[name, dtype, shape, offset], …]}, without reading them.
 
-    The block stays mapped as long as they live. Raises Refused for a block that does not exist, or is too small.
+    Raises RequestError for a block that does not exist, or is too small.
     """
     block = fields.needed("name").removeprefix("/")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", block):
         raise fields.refuse("name", "is not the name of a block of shared memory")
-    try:
-        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
-        with open(os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        reason = "is empty" if isinstance(error, ValueError) else error.strerror
-        raise fields.refuse("name", f"{FOLDER / block}: {reason}; is the sender on this machine?") from None
     rows = fields.raw("tensors")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 4 for row in rows):
         raise fields.refuse("tensors", "is not a list of [name, dtype, shape, offset]")
-    return [_tensor_view(fields, memory, row) for row in rows]
+    try:
+        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
+        descriptor = os.open(FOLDER / block, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise fields.refuse("name", f"{FOLDER / block}: {error.strerror}; is the sender on this machine?") from None
+    with open(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise fields.refuse("name", f"{FOLDER / block}: is no block of shared memory")
+        yield [_file_tensor(fields, row, file, status.st_size) for row in rows]
 
 
-def _tensor_view(fields: RequestBody, memory: mmap.mmap, row: list[Any]) -> tuple[str, Tensor]:
+def _file_tensor(fields: RequestBody, row: list[Any], file: FileIO, size: int) -> tuple[str, FileTensor]:
+    """Return the name and the place of a tensor, which lies within a block of `size` bytes."""
     name, dtype, shape = row[0], dtype_of(fields, "tensors", row[1]), shape_of(fields, "tensors", row[2])
     if not isinstance(name, str):
         raise fields.refuse("tensors", "a name is not a string")
     (offset,) = fields.tokens("tensors", [row[3]])
-    count = math.prod(shape)
-    if not 0 <= offset <= len(memory) - count * dtype.itemsize or offset % dtype.itemsize:
-        raise fields.refuse("tensors", f"{name[:200]} does not lie within the block of {len(memory)} bytes")
-    if not count:
-        return name, torch.empty(shape, dtype=dtype)
-    return name, torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    if not 0 <= offset <= size - math.prod(shape) * dtype.itemsize or offset % dtype.itemsize:
+        raise fields.refuse("tensors", f"{name[:200]} does not lie within the block of {size} bytes")
+    return name, FileTensor(file, offset, dtype, shape)
 
 
 GROUP = "weight_update_group"
@@ -184,8 +185,9 @@ async def update_from_tensor(request: web.Request) -> web.Response:
             "serialized_named_tensors: pickles are not taken, because reading one runs whatever code is in it; "
             'send load_format "shared_memory" with name and tensors (docs/serving.md)'
         )
-    tensors, version = mapped(fields), _version(fields)
-    await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
+    version = _version(fields)
+    with shared_tensors(fields) as tensors:
+        await _load(service, fields, lambda: service.thread.engine.update_weights(tensors, version=version))
     return _done("Success")
 
 

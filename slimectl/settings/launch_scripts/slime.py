@@ -80,8 +80,8 @@ TRAINING = (
     Row(
         "update-weight-delta-checksum",
         "sync.update_weight_delta_checksum",
-        "xxh3-128 and blake3 are blake2b",
-        choice(xxh3_128="blake2b", blake3="blake2b", adler32="adler32"),
+        "blake3 is blake2b",
+        choice(xxh3_128="xxh3-128", blake3="blake2b", adler32="adler32"),
     ),
     Row("custom-update-weight-post-write-path", "sync.custom_post_write_path", convert=function_path),
     Row("update-weight-local-checkpoint-dir", text="engines read pushes from sync.update_weight_disk_dir"),
