@@ -198,7 +198,7 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
 
     def evaluations() -> Iterator[Evaluation]:
         marks = clock.take_evaluations()
-        newest = job.journal.evaluations[-len(marks) :] if marks else []
+        newest = job.recorder.evaluations[-len(marks) :] if marks else []
         for (number, metrics), cpu_s in zip(newest, marks, strict=True):
             yield Evaluation(number, metrics[task.metric], cpu_s)
 
