@@ -47,6 +47,9 @@ VALUES: dict[str, dict[Any, str]] = {
 }
 """Setting -> old value -> value."""
 
+FORMER_DEFAULTS: dict[str, Any] = {"sync.update_weight_delta_checksum": "blake2b"}
+"""Setting -> its default in an older version, which stands in the files of every run of that version."""
+
 
 TRACKER_SWITCHES = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
 """Slime's switches of a tracker, and its name in track.with."""

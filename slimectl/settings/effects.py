@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slimectl.settings.aliases import FORMER_DEFAULTS
 from slimectl.settings.base import Section
 from slimectl.settings.needs import Need
 from slimectl.settings.root import Settings
@@ -230,7 +231,9 @@ def ineffective(settings: Settings) -> Iterator[tuple[str, tuple[str, ...], str]
     """Yield each setting with a value and no effect, the settings that decide it, and the line that says so."""
     for dependency in DEPENDENCIES:
         section = getattr(settings, dependency.section)
-        keys = [key for key in dependency.keys or type(section).model_fields if _is_set(section, key)]
+        keys = [
+            key for key in dependency.keys or type(section).model_fields if _is_set(dependency.section, section, key)
+        ]
         if keys and not dependency.acts(settings):
             for key in keys:
                 name = f"{dependency.section}.{key}"
@@ -245,10 +248,13 @@ def ineffective(settings: Settings) -> Iterator[tuple[str, tuple[str, ...], str]
             yield f"track.kwargs.{name}", ("track.with",), line
 
 
-def _is_set(section: Section, key: str) -> bool:
-    """Whether a section has a key with another value than its default."""
+def _is_set(name: str, section: Section, key: str) -> bool:
+    """Whether a section of this name has a key with a value that was never its default."""
     field = type(section).model_fields.get(key)
-    return field is not None and getattr(section, key) != field.get_default(call_default_factory=True)
+    if field is None:
+        return False
+    default = field.get_default(call_default_factory=True)
+    return getattr(section, key) not in (default, FORMER_DEFAULTS.get(f"{name}.{key}", default))
 
 
 def _filled(reason: str, settings: Settings) -> str:
