@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from slimectl.data.metrics_catalogue import is_supervised
+from slimectl.data.prompt_images import content_text
 from slimectl.protocols import Progress, Tracker
 from slimectl.stdio import FILES_ONLY, logger, quantity, say
 from slimectl.trackers.base import TrackedRun
@@ -110,7 +112,18 @@ def lines_of(rows: Sequence[TableRow], *, columns: int | None = None) -> list[st
     """Return the rows of a table, one short line each; of a terminal below 80 columns, shorter ones."""
     is_narrow = columns is not None and columns < 80
     indent, width = ("  ", max(6, ((columns or 0) - 18) // 3)) if is_narrow else (" " * 11, WIDTH)
-    return [indent + "  ".join(_short(value, width) for value in row.values()) for row in rows]
+    return [indent + "  ".join(_short(value, width) for value in _with_last_message(row).values()) for row in rows]
+
+
+def _with_last_message(row: TableRow) -> TableRow:
+    """Return the row of a chat, whose prompt is JSON, with the text of its last message as the prompt."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not prompt.startswith("[{"):
+        return row
+    try:
+        return row | {"prompt": content_text(json.loads(prompt)[-1]["content"])}
+    except (ValueError, LookupError, TypeError):
+        return row  # a text that only begins as a chat does
 
 
 def _short(value: str | float, width: int) -> str:
