@@ -22,6 +22,7 @@ os.environ.pop("LINES", None)
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 
+import forkserver
 import machines
 import pytest
 import serving
@@ -39,6 +40,8 @@ gc.disable()  # until tests are collected: it would look at all objects of some 
 # that a failure is of the change at hand.
 settings.register_profile("unhurried", deadline=None, derandomize=True)
 settings.load_profile("unhurried")
+
+forkserver.fork_children_of_tests()
 
 GROUPS = {
     "tests/policies/megatron/": "ranks of Megatron",
