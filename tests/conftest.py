@@ -50,6 +50,7 @@ GROUPS = {
     "tests/executors/test_ray": "Ray",
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "Ray",
+    "tests/trackers/test_shared_run.py": "Ray",
     "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
     "tests/checkpoints/test_gguf.py": "SmolLM2",
     "tests/engines/test_smollm2.py": "SmolLM2",
