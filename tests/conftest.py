@@ -22,6 +22,7 @@ os.environ.pop("LINES", None)
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 
+import forkserver
 import machines
 import pytest
 import serving
@@ -40,6 +41,8 @@ gc.disable()  # until tests are collected: it would look at all objects of some 
 settings.register_profile("unhurried", deadline=None, derandomize=True)
 settings.load_profile("unhurried")
 
+forkserver.fork_children_of_tests()
+
 GROUPS = {
     "tests/policies/megatron/": "ranks of Megatron",
     "tests/contracts/test_executor_contract.py": "Ray",
@@ -47,6 +50,7 @@ GROUPS = {
     "tests/executors/test_ray": "Ray",
     "tests/stages/test_faults.py": "Ray",
     "tests/stages/test_servers.py": "Ray",
+    "tests/trackers/test_shared_run.py": "Ray",
     "tests/engines/sglang/test_sglang_rollout.py": "rollouts of SGLang",
     "tests/checkpoints/test_gguf.py": "SmolLM2",
     "tests/engines/test_smollm2.py": "SmolLM2",

@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
-import random
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+import zygote
 
 STATUS_BYTES = 4
 
@@ -118,9 +117,14 @@ def start(
     stdout: Any = None,
     stderr: Any = None,
     new_session: bool = False,
+    fork_children: bool = True,
 ) -> ForkedProcess:
-    """Start `slimectl ARGUMENTS`; `stdin`, `stdout` and `stderr` mean what they mean to subprocess.Popen."""
-    return _start(None, arguments, cwd, env, stdin, stdout, stderr, new_session)
+    """Start `slimectl ARGUMENTS`; `stdin`, `stdout` and `stderr` mean what they mean to subprocess.Popen.
+
+    Its workers, ranks and servers are forked too, unless `fork_children` is false: they then begin as for users.
+    """
+    streams = (stdin, stdout, stderr)
+    return _start(None, arguments, cwd, env, *streams, new_session=new_session, fork_children=fork_children)
 
 
 def start_python(
@@ -134,7 +138,7 @@ def start_python(
     stderr: Any = None,
 ) -> ForkedProcess:
     """Start `python -c CODE ARGUMENTS`; streams as of `start`."""
-    return _start(code, [*arguments], cwd, env or {**os.environ}, stdin, stdout, stderr, False)
+    return _start(code, [*arguments], cwd, env or {**os.environ}, stdin, stdout, stderr)
 
 
 def run_python(
@@ -168,7 +172,9 @@ def _start(
     stdin: Any,
     stdout: Any,
     stderr: Any,
-    new_session: bool,
+    *,
+    new_session: bool = False,
+    fork_children: bool = True,
 ) -> ForkedProcess:
     streams: dict[str, IO[bytes] | None] = {"stdin": None, "stdout": None, "stderr": None}
     descriptors, temporary = [], []
@@ -188,12 +194,30 @@ def _start(
         else:
             descriptors.append(target if isinstance(target, int) else target.fileno())
     status, report = os.pipe()
-    request = {"code": code, "arguments": arguments, "cwd": str(cwd), "env": env, "new_session": new_session}
+    request = {
+        "code": code, "arguments": arguments, "cwd": str(cwd), "env": env, "new_session": new_session,
+        "zygote": fork_children,
+    }  # fmt: skip
     server = _connection()
     socket.send_fds(server, [json.dumps(request).encode()], [*descriptors, report])
     for descriptor in [*temporary, report]:
         os.close(descriptor)
     return ForkedProcess(int(server.recv(64)), status, streams)
+
+
+def fork_children_of_tests() -> None:
+    """Let the servers that tests start begin as forks, and what multiprocessing starts, once there is a fork server."""
+    zygote.install(_zygote, only_servers=lambda: _server is None)
+
+
+@functools.cache
+def _zygote() -> socket.socket:
+    """The connection to the process that forks children of this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = "import os, socket, zygote\nzygote.serve(socket.socket(fileno=os.dup(0)))"
+    _start(code, [], Path.cwd(), {**os.environ}, theirs, None, None, fork_children=False)
+    theirs.close()
+    return ours
 
 
 def _connection() -> socket.socket:
@@ -280,25 +304,16 @@ def _reap(reports: dict[int, int]) -> None:
 def run_command(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Become `slimectl ARGUMENTS`, as `python -m slimectl` would run it, or `python -c CODE ARGUMENTS`, and exit."""
     _take_over(request, descriptors)
-    code = 1
-    try:
-        if request["code"] is None:
-            runpy.run_module("slimectl", run_name="__main__", alter_sys=True)
-        else:
-            sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(request["code"], "<string>", "exec"), main.__dict__)
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    # What an interpreter does at its end, but for freeing every object: that would copy all of the server's memory.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    arguments = ["-m", "slimectl"] if request["code"] is None else ["-c", request["code"]]
+    arguments += request["arguments"]
+    if request["zygote"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            zygote.serve(theirs)
+        theirs.close()
+        zygote.install(lambda: ours)
+    zygote.become(arguments)
 
 
 def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -315,10 +330,6 @@ def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    random.seed()
-    sys.argv = ["slimectl" if request["code"] is None else "-c", *request["arguments"]]
-    paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = [request["cwd"], *paths]  # as `python -m` and `python -c` have it
 
 
 if __name__ == "__main__":

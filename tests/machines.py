@@ -13,7 +13,9 @@ CONFIG = {
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_initial_delay_ms": "0",
 }
-STORE = {"object_store_memory": 80_000_000}
+STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False}
+"""What workers print reaches a driver in tests/executors/test_ray.py, on a cluster of its own: the monitor of logs
+reads all files of all machines again and again."""
 MACHINE = {"num_cpus": 2, "num_gpus": 4, **STORE}
 COUNT = 2
 

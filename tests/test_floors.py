@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ def unit_of(module: str) -> str | None:
     return unit(module) if module.startswith("slimectl.") else None
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether it happens when the file is imported) for every import outside TYPE_CHECKING."""
 
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
@@ -68,7 +70,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             else:
                 yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+    return list(walk(ast.parse(path.read_text(encoding="utf-8")), True))
 
 
 def files() -> list[tuple[str, Path]]:

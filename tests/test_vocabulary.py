@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "slimectl"
 BARE = {
     "made", "given", "found", "told", "asked", "taken", "chosen", "seen", "said", "left", "kept", "begun",
@@ -20,12 +22,18 @@ NOUN_CLAUSE = re.compile(r"(What|Where|Who|Whose|How|Which|Whether|As what|That 
 MAX_BARE, MAX_NOUN_CLAUSES, MAX_FRAGMENTS = 0.005, 0.02, 25
 FRAGMENT_LINES = 70
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+Trees = dict[Path, ast.Module]
 
 
-def names() -> Iterator[tuple[str, str]]:
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Parse every file; for as long as they are needed, since they have 135 MiB."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def names(trees: Trees) -> Iterator[tuple[str, str]]:
     """(name, place) of every stored variable and parameter."""
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id, f"{path}:{node.lineno}"
@@ -33,9 +41,9 @@ def names() -> Iterator[tuple[str, str]]:
                 yield node.arg, f"{path}:{node.lineno}"
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+def docstrings(trees: Trees) -> Iterator[tuple[str, str]]:
     """(docstring, place) of every module, class and function."""
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
@@ -44,21 +52,21 @@ def docstrings() -> Iterator[tuple[str, str]]:
                     yield text, f"{path}:{getattr(node, 'lineno', 1)}"
 
 
-def test_few_names_are_bare_participles_or_function_words():
-    every = list(names())
+def test_few_names_are_bare_participles_or_function_words(trees: Trees):
+    every = list(names(trees))
     bare = [f"{place} {name}" for name, place in every if name in BARE]
     assert len(bare) <= MAX_BARE * len(every), "\n".join(bare)
 
 
-def test_few_docstrings_open_with_a_noun_clause():
-    every = list(docstrings())
+def test_few_docstrings_open_with_a_noun_clause(trees: Trees):
+    every = list(docstrings(trees))
     riddles = [f"{place} {text.splitlines()[0]}" for text, place in every if NOUN_CLAUSE.match(text)]
     assert len(riddles) <= MAX_NOUN_CLAUSES * len(every), "\n".join(riddles)
 
 
-def test_few_short_files_have_a_single_importer():
+def test_few_short_files_have_a_single_importer(trees: Trees):
     importers: dict[str, set[Path]] = defaultdict(set)
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slimectl"):
                 importers[node.module or ""].add(path)
@@ -66,7 +74,7 @@ def test_few_short_files_have_a_single_importer():
                     importers[f"{node.module}.{alias.name}"].add(path)
     fragments = [
         str(path)
-        for path in TREES
+        for path in trees
         if path.read_text(encoding="utf-8").count("\n") <= FRAGMENT_LINES
         and len(importers[".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)]) == 1
     ]

@@ -41,7 +41,7 @@ from slimectl.weight_sync.verify import VerifiedSync
 
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 MESSAGE_BYTES = 100_000  # several messages, of the small model's 360 kB
 
 ModelDir = Callable[..., Path]
@@ -209,7 +209,7 @@ def test_an_engine_in_this_process_gets_the_weights_as_well(policy: Policy, mode
 
 
 def answers_during(url: str, model: Path, push: Callable[[], Any]) -> list[Completion]:
-    """All answers of 24 clients that ask again and again until a push in another thread is done."""
+    """All answers of eight clients that ask again and again until a push in another thread is done."""
 
     async def scene() -> list[Completion]:
         engine = serving.client([url], model)
@@ -221,7 +221,7 @@ def answers_during(url: str, model: Path, push: Callable[[], Any]) -> list[Compl
                 completions.append(await engine.generate(PROMPT, params=params))
             return completions
 
-        clients = [asyncio.create_task(ask(LONG.max_tokens - 5 * index)) for index in range(24)]
+        clients = [asyncio.create_task(ask(LONG.max_tokens - 5 * index)) for index in range(8)]
         # A short answer joins the others and ends: by then they have written something.
         await engine.generate(PROMPT, params=dataclasses.replace(LONG, max_tokens=3))
         await asyncio.to_thread(push)

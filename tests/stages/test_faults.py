@@ -50,9 +50,9 @@ def permit(workshop: Workshop, rounds: int) -> None:
     new.replace(workshop.folder / "permitted")
 
 
-def started(workshop: Workshop, *arguments: str) -> ForkedProcess:
+def started(workshop: Workshop, *arguments: str, **options: Any) -> ForkedProcess:
     log = (workshop.folder / "words.txt").open("wb")
-    return workshop.start("run", *arguments, stdout=log, stderr=log)
+    return workshop.start("run", *arguments, stdout=log, stderr=log, **options)
 
 
 def descendants(process: ForkedProcess, *words: str) -> list[psutil.Process]:
@@ -189,7 +189,8 @@ def machine_of_the_ranks(machines: Any) -> Any:
 @pytest.mark.parametrize("how", ["interrupt twice", "kill"])
 def test_nothing_is_left_running_when_the_run_is_ended(workshop: Workshop, how: str, tmp_path: Path):
     permit(workshop, 1)
-    process = started(workshop, *ROUNDS, "--name", "a", "--engines", "2")
+    # Of the tests here this one has servers that begin as for users.
+    process = started(workshop, *ROUNDS, "--name", "a", "--engines", "2", fork_children=how != "kill")
     until(lambda: rounds_done(workshop, "a") == 1, process=process)
     left = psutil.Process(process.pid).children(recursive=True)
     assert len(left) >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 from collections import defaultdict
@@ -39,7 +40,13 @@ class ObjectActor:
 
     def build(self, pickled: bytes) -> tuple[str, Any]:
         def construct() -> None:
-            self._hosted = cloudpickle.loads(pickled)()
+            # What is built imports some thousand modules; collections would look at their objects again and again.
+            gc.disable()
+            try:
+                self._hosted = cloudpickle.loads(pickled)()
+            finally:
+                gc.freeze()
+                gc.enable()
 
         return self._answer(construct)
 

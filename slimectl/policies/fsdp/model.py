@@ -73,7 +73,10 @@ def _parameters_on_meta() -> Iterator[None]:
         register(module, name, parameter)
         # A parameter that is on meta already is a tie to another module's: it must stay the same object.
         if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            # transformers (5) leaves out what has this mark; else it draws numbers for what holds none, by Python code.
+            empty._is_hf_initialized = True  # type: ignore[attr-defined]
+            module._parameters[name] = empty
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
