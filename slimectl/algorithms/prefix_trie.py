@@ -62,11 +62,18 @@ def _triangle(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def build_tries(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> list[PrefixTrie]:
+def build_tries(
+    rows: Sequence[TrainingSample],
+    *,
+    max_tokens: int,
+    share: bool = True,
+    marks: Sequence[np.ndarray] | None = None,
+) -> list[PrefixTrie]:
     """Divide the rows into tries of at most `max_tokens`; each row is in one, and a longer row in one of its own.
 
     A prefix is copied into several tries where one would be too large, and is not shared where that saves little.
-    Without `share` every row is a trie. Raises RecordError for a row without a prompt token: nothing predicts its first
+    Without `share` every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only
+    if its marks are equal, too. Raises RecordError for a row without a prompt token: nothing predicts its first
     response token.
     """
     for i, row in enumerate(rows):
@@ -79,14 +86,22 @@ def build_tries(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool 
     if not share or len(rows) < 2:
         return tries
     inputs = [np.array(row.tokens[: row.input_length], dtype=">u4") for row in rows]
-    marks = 0
+    if marks is not None:
+        inputs = [_marked(*pair) for pair in zip(inputs, marks, strict=True)]
+    width, head = 1 if marks is None else 3, 0
     if any(row.images for row in rows):
         # Tokens do not tell images apart: rows share tokens only if all their images are the same.
         keys = [np.frombuffer(row.images_digest, dtype=">u4") for row in rows]
-        inputs, marks = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
+        inputs, head = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
     order = sorted(range(len(rows)), key=lambda i: inputs[i].tobytes())
-    shared = [max(0, _common_length(inputs[i], inputs[j]) - marks) for i, j in pairwise(order)]
+    shared = [max(0, _common_length(inputs[i], inputs[j]) - head) // width for i, j in pairwise(order)]
     return sorted(_joined([tries[i] for i in order], shared, max_tokens), key=lambda trie: min(trie.rows))
+
+
+def _marked(tokens_I: np.ndarray, marks_I: np.ndarray) -> np.ndarray:
+    """Interleave tokens with both halves of their marks, [3 I]."""
+    halves_I2 = marks_I.astype(">u8").view(">u4").reshape(-1, 2)
+    return np.concatenate([tokens_I[:, None], halves_I2], axis=1).astype(">u4").reshape(-1)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
