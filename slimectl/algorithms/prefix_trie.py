@@ -7,7 +7,7 @@ turns of an episode their history, forks of a session all that came before the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -107,8 +107,11 @@ def _marked(tokens_I: np.ndarray, marks_I: np.ndarray) -> np.ndarray:
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
     """Number of equal tokens at the beginning of both."""
     length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if len(different) else length
+    if not length:
+        return 0
+    differs = first[:length] != second[:length]
+    position = int(differs.argmax())
+    return position if differs[position] else length
 
 
 def _joined(tries: Sequence[PrefixTrie], shared: Sequence[int], max_tokens: int) -> list[PrefixTrie]:
@@ -143,9 +146,11 @@ def _join(tries: list[PrefixTrie], depth: int, max_tokens: int) -> list[PrefixTr
 
 
 def _concatenate(tries: list[PrefixTrie], depth: int) -> PrefixTrie:
-    parts = [tries[0], *(replace(trie, shared=(depth, *trie.shared[1:])) for trie in tries[1:])]
-    columns = ([value for part in parts for value in getattr(part, name)] for name in ("rows", "lengths", "shared"))
-    return PrefixTrie(*map(tuple, columns))
+    return PrefixTrie(
+        tuple(row for trie in tries for row in trie.rows),
+        tuple(length for trie in tries for length in trie.lengths),
+        (*tries[0].shared, *(count for trie in tries[1:] for count in (depth, *trie.shared[1:]))),
+    )
 
 
 def first_fit(costs: Sequence[int], room: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ T input tokens · R response tokens, sample by sample · U states that predict �
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -132,6 +132,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
 def _append_span(spans: list[Span], span: Span) -> None:
     """Append a span, or lengthen the last one if it goes on from its end: there is no fork between them."""
     if len(span.context) and span.context[-1] == span.start - 1:
-        spans[-1] = replace(spans[-1], length=spans[-1].length + span.length)
+        last = spans[-1]
+        spans[-1] = Span(last.start, last.length + span.length, last.context)
     else:
         spans.append(span)

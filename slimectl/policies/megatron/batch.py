@@ -167,10 +167,12 @@ def laid_out(
     pack_layout = lay_out(rows, pack)
     if any(rows[i].images for i in pack_layout.rows):
         raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
-    spans = pack_layout.spans
+    # Attention computes neighbours of one length behind as many tokens in one call.
+    spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
     lengths = [span.length for span in spans]
-    starts = zip(accumulate(_padded_lengths(lengths, layout), initial=0), lengths, strict=False)
-    place = np.concatenate([np.arange(start, start + length) for start, length in starts])
+    place = np.empty(len(pack_layout.tokens_T), dtype=np.int64)
+    for start, span in zip(accumulate(_padded_lengths(lengths, layout), initial=0), spans, strict=False):
+        place[span.start : span.start + span.length] = np.arange(start, start + span.length)
     contexts = [place[span.context] for span in spans]
     sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts)
     tokens_S = torch.zeros(sequences.tokens, dtype=torch.long)

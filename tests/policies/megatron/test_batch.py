@@ -8,6 +8,7 @@ from policies.policy_cases import random_rows
 
 from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.megatron.attention import _calls
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.types import TrainingSample
 
@@ -61,6 +62,16 @@ def test_context_ranks_hold_chunks_of_a_prompt_and_of_the_answers_that_share_it(
     assert inner.tokens_T[inner.predictions.sources_U].tolist() == [4, 5, 6, 5, 6]
     assert inner.predictions.targets_Q.tolist() == [5, 9, 6, 7, 6, 7]
     assert outer.tokens_T[outer.predictions.sources_U].tolist() == [7, 9]
+
+
+def test_attention_computes_branches_of_one_shape_in_one_call_whichever_prompt_they_follow():
+    answers = ([5, 6, 7, 8], [9, 5, 6, 7], [8, 8, 8, 8])
+    rows = [TrainingSample([first, 2, 3, 4, *answer], 4, [1.0] * 4) for first in (1, 11) for answer in answers]
+    [[pack]] = plan_batches(rows, max_tokens=50)
+    made = laid_out(rows, pack, ParallelLayout(), rank=0, device=torch.device("cpu"))
+    # Each prompt with its first answer, seven tokens; then the other answers, three tokens behind four.
+    assert [call.count for call in _calls(made.sequences)] == [2, 4]
+    assert made.sequences.lengths == (7, 7, 3, 3, 3, 3)
 
 
 def test_tensor_ranks_can_cut_every_pack():
