@@ -3,33 +3,44 @@
     python benchmarks/training.py --model DIR                                   # 8 answers of 16..128 to 256 tokens
     python benchmarks/training.py --model DIR --prompts 64 --prompt 20 --answer 4 16
     python benchmarks/training.py --model DIR --memory                          # peak memory instead, a process a side
+    python benchmarks/training.py --model DIR --bound --dtype float32 --prompts 4 --prompt 94 --answer 48 48
 
 All sides: one thread, the same rows, the same clipped surrogate, AdamW, one forward, backward and update. The Hugging
 Face side is `model(input_ids, attention_mask)` padded to the longest row, `log_softmax` over its full logits, fused
 AdamW; in bfloat16 a model in bfloat16. It is measured in every setting of --micro-batch and --attention, and the
 fastest counts. Rounds alternate; medians are shown. The learning rate is 0, so that all gradient norms stay equal.
+
+With --bound our policies are measured beside the machine's own matrix products instead: the step's FLOPs are 6 for each
+weight of a linear layer and token that is computed (prefixes once), 6 for each weight of the head and state that
+predicts a token, 12 for each head dimension and attention pair, and the bound is what they take at the rate of these
+very products, forward and backward, in this process, just before the step. Dense models.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import random
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slimectl.algorithms.prefix_trie import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.pack_layout import lay_out
 from slimectl.types import TrainingSample
 
 Step = Callable[[], float]
@@ -154,6 +165,81 @@ def compare_times(options: argparse.Namespace, dtype: str) -> None:
         print(f"{dtype}: {name}: {seconds:.3f} s, {rate}, {fastest / seconds:.2f} of the fastest Hugging Face")
 
 
+@dataclass(frozen=True)
+class Work:
+    """Matrix products of a step: [rows, inner] by [inner, outer] for a number of layers, and FLOPs of its attention."""
+
+    products: Mapping[tuple[int, int, int], int]
+    """(rows, inner, outer) and how often."""
+    attention: int
+    tokens: int
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of forward and backward: three products of each."""
+        return self.attention + sum(6 * math.prod(shape) * count for shape, count in self.products.items())
+
+    def seconds(self) -> float:
+        """CPU seconds of all FLOPs at the rate of the products, each of which runs once in each of its three forms."""
+        taken = sum(count * _product_seconds(*shape) for shape, count in self.products.items())
+        return taken * self.flops / (self.flops - self.attention)
+
+
+def _product_seconds(rows: int, inner: int, outer: int) -> float:
+    """CPU seconds of a linear layer's three products, into memory that is there: outputs and both gradients."""
+    states, weight, grad = torch.rand(rows, inner), torch.rand(outer, inner), torch.empty(rows, outer).fill_(1.0)
+    grad_states, grad_weight = states.clone(), weight.clone()
+
+    def run() -> None:
+        torch.mm(states, weight.t(), out=grad)
+        torch.mm(grad, weight, out=grad_states)
+        torch.mm(grad.t(), states, out=grad_weight)
+
+    run()
+    return cpu_seconds(run)
+
+
+def work(model_dir: Path, rows: list[TrainingSample], max_tokens: int) -> Work:
+    """Count the products of a step that computes every prefix of the rows once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tries = build_tries(rows, max_tokens=max_tokens)
+    tokens = sum(trie.tokens for trie in tries)
+    states = len(lay_out(rows, tries).predictions().sources_U)
+    head = model.get_output_embeddings()
+    products: Counter[tuple[int, int, int]] = Counter()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            products[states if module is head else tokens, module.in_features, module.out_features] += 1
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    pairs = sum(trie.pairs for trie in tries)
+    return Work(products, 12 * pairs * width * config.num_hidden_layers, tokens)
+
+
+def compare_bound(options: argparse.Namespace, dtype: str) -> None:
+    """Print CPU seconds of our steps as multiples of those of their matrix products."""
+    rows = drawn_rows(options, vocabulary=256)
+    bound = work(options.model, rows, options.max_tokens)
+    steps = {name: own_step(name, options.model, rows, dtype, options.max_tokens) for name in options.policy}
+    norms = ", ".join(f"{step():.6g}" for step in steps.values())
+    torch.set_default_dtype(getattr(torch, dtype))
+    bounds, seconds = [], defaultdict[str, list[float]](list)
+    for _ in range(options.rounds):
+        bounds.append(bound.seconds())
+        for name, step in steps.items():
+            seconds[name].append(cpu_seconds(step))
+    read, median = sum(row.input_length for row in rows), statistics.median(bounds)
+    flops, of_attention = bound.flops / 1e9, bound.attention / 1e9
+    print(f"{dtype}: {bound.tokens} tokens of {read}, {flops:.0f} GFLOP, of attention {of_attention:.0f}")
+    print(f"{dtype}: their products: {median:.3f} s, {flops / median:.1f} GFLOP/s; gradient norms {norms}")
+    for name, taken in seconds.items():
+        ratio = statistics.median(step / least for step, least in zip(taken, bounds, strict=True))
+        print(f"{dtype}: {name}: {statistics.median(taken):.3f} s, {ratio:.2f} times their products")
+
+
 def compare_memory(options: argparse.Namespace, dtype: str) -> None:
     """Two steps of each side in a process of its own: its peak less what it held before it built anything."""
     names = list(sides(options, [], dtype))
@@ -191,10 +277,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds after one to warm up")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="float32, bfloat16")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
+    parser.add_argument("--bound", action="store_true", help="measure our steps beside their own matrix products")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    compare = compare_bound if options.bound else compare_memory if options.memory else compare_times
     for dtype in options.dtype:
-        (compare_memory if options.memory else compare_times)(options, dtype)
+        compare(options, dtype)
 
 
 if __name__ == "__main__":

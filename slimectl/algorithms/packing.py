@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries, first_fit
 from slimectl.types import TrainingSample
 
@@ -149,24 +151,28 @@ def plan_batches(
     ranks: int = 1,
     share: bool = True,
     batching: BatchingOptions = DYNAMIC,
+    marks: Sequence[np.ndarray] | None = None,
 ) -> list[list[Pack]]:
     """Return the packs of every rank; each row is in exactly one pack. Raises RecordError.
 
-    `share`: tokens that rows of a pack begin with are computed once.
+    `share`: tokens that rows of a pack begin with are computed once; `marks` are those of build_tries.
     """
     size = batching.micro_batch_size
     if size is None:
-        packs = pack(build_tries(rows, max_tokens=max_tokens, share=share), max_tokens=max_tokens)
+        packs = pack(build_tries(rows, max_tokens=max_tokens, share=share, marks=marks), max_tokens=max_tokens)
     else:
-        packs = [_micro_batch(rows, range(start, min(start + size, len(rows))), share)
+        packs = [_micro_batch(rows, range(start, min(start + size, len(rows))), share, marks)
                  for start in range(0, len(rows), size)]  # fmt: skip
     return assign_to_ranks(packs, ranks=ranks, batching=batching)
 
 
-def _micro_batch(rows: Sequence[TrainingSample], members: Sequence[int], share: bool) -> Pack:
+def _micro_batch(
+    rows: Sequence[TrainingSample], members: Sequence[int], share: bool, marks: Sequence[np.ndarray] | None
+) -> Pack:
     """Return the pack of the rows `members`, of any number of tokens."""
     tokens = sum(len(rows[i].tokens) for i in members)
-    tries = build_tries([rows[i] for i in members], max_tokens=tokens, share=share)
+    marks = None if marks is None else [marks[i] for i in members]
+    tries = build_tries([rows[i] for i in members], max_tokens=tokens, share=share, marks=marks)
     return [replace(trie, rows=tuple(members[i] for i in trie.rows)) for trie in tries]
 
 

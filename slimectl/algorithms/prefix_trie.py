@@ -7,7 +7,7 @@ turns of an episode their history, forks of a session all that came before the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -62,11 +62,18 @@ def _triangle(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def build_tries(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> list[PrefixTrie]:
+def build_tries(
+    rows: Sequence[TrainingSample],
+    *,
+    max_tokens: int,
+    share: bool = True,
+    marks: Sequence[np.ndarray] | None = None,
+) -> list[PrefixTrie]:
     """Divide the rows into tries of at most `max_tokens`; each row is in one, and a longer row in one of its own.
 
     A prefix is copied into several tries where one would be too large, and is not shared where that saves little.
-    Without `share` every row is a trie. Raises RecordError for a row without a prompt token: nothing predicts its first
+    Without `share` every row is a trie. `marks` are whole numbers for each row's input tokens: rows share a token only
+    if its marks are equal, too. Raises RecordError for a row without a prompt token: nothing predicts its first
     response token.
     """
     for i, row in enumerate(rows):
@@ -79,21 +86,32 @@ def build_tries(rows: Sequence[TrainingSample], *, max_tokens: int, share: bool 
     if not share or len(rows) < 2:
         return tries
     inputs = [np.array(row.tokens[: row.input_length], dtype=">u4") for row in rows]
-    marks = 0
+    if marks is not None:
+        inputs = [_marked(*pair) for pair in zip(inputs, marks, strict=True)]
+    width, head = 1 if marks is None else 3, 0
     if any(row.images for row in rows):
         # Tokens do not tell images apart: rows share tokens only if all their images are the same.
         keys = [np.frombuffer(row.images_digest, dtype=">u4") for row in rows]
-        inputs, marks = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
+        inputs, head = [np.concatenate(pair) for pair in zip(keys, inputs, strict=True)], len(keys[0])
     order = sorted(range(len(rows)), key=lambda i: inputs[i].tobytes())
-    shared = [max(0, _common_length(inputs[i], inputs[j]) - marks) for i, j in pairwise(order)]
+    shared = [max(0, _common_length(inputs[i], inputs[j]) - head) // width for i, j in pairwise(order)]
     return sorted(_joined([tries[i] for i in order], shared, max_tokens), key=lambda trie: min(trie.rows))
+
+
+def _marked(tokens_I: np.ndarray, marks_I: np.ndarray) -> np.ndarray:
+    """Interleave tokens with both halves of their marks, [3 I]."""
+    halves_I2 = marks_I.astype(">u8").view(">u4").reshape(-1, 2)
+    return np.concatenate([tokens_I[:, None], halves_I2], axis=1).astype(">u4").reshape(-1)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
     """Number of equal tokens at the beginning of both."""
     length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if len(different) else length
+    if not length:
+        return 0
+    differs = first[:length] != second[:length]
+    position = int(differs.argmax())
+    return position if differs[position] else length
 
 
 def _joined(tries: Sequence[PrefixTrie], shared: Sequence[int], max_tokens: int) -> list[PrefixTrie]:
@@ -128,9 +146,11 @@ def _join(tries: list[PrefixTrie], depth: int, max_tokens: int) -> list[PrefixTr
 
 
 def _concatenate(tries: list[PrefixTrie], depth: int) -> PrefixTrie:
-    parts = [tries[0], *(replace(trie, shared=(depth, *trie.shared[1:])) for trie in tries[1:])]
-    columns = ([value for part in parts for value in getattr(part, name)] for name in ("rows", "lengths", "shared"))
-    return PrefixTrie(*map(tuple, columns))
+    return PrefixTrie(
+        tuple(row for trie in tries for row in trie.rows),
+        tuple(length for trie in tries for length in trie.lengths),
+        (*tries[0].shared, *(count for trie in tries[1:] for count in (depth, *trie.shared[1:]))),
+    )
 
 
 def first_fit(costs: Sequence[int], room: int) -> list[list[int]]:

@@ -86,20 +86,14 @@ def problems(layout: ParallelLayout, transformer: Mapping[str, Any], world: int)
     yield from _check_world(layout, world)
 
 
-def prefix_obstacle(
-    layout: ParallelLayout, transformer: Mapping[str, Any], args: Mapping[str, Any], *, replays_routing: bool
-) -> str:
+def prefix_obstacle(transformer: Mapping[str, Any], args: Mapping[str, Any]) -> str:
     """Return why rows cannot share the tokens that they begin with; "" if they can.
 
     Sharing must leave loss and gradient as they are. `args` are fields of mcore's configurations that replace those of
     `transformer`.
     """
-    if layout.context > 1:
-        return "context parallelism divides whole sequences over ranks"
     if transformer.get("linear_attention_freq"):
         return "linear attention has one state for each sequence"
-    if replays_routing:
-        return "the same token may have another routing to replay in every sample"
     fields = {**transformer, **args}
     return next((f"{name} {reason}" for name, reason in COUNTS_TOKENS.items() if fields.get(name)), "")
 

@@ -183,18 +183,16 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
 def _packer(settings: Settings, folder: Path) -> Packer | None:
     """Return the function that packs rows as the policy does; None for a trainer that does not say how it packs."""
     from slimectl.algorithms.packing import plan_batches
+    from slimectl.data.routed_experts import routing_marks
 
     packing = policy_backend(settings).packing(settings, folder)
     if packing is None:
         return None
-    batching = _batching(settings, folder)
-    return partial(
-        plan_batches,
-        max_tokens=packing.max_tokens,
-        ranks=packing.ranks,
-        share=packing.shares_prefixes,
-        batching=batching,
-    )
+    options: dict[str, Any] = {"max_tokens": packing.max_tokens, "ranks": packing.ranks}
+    options |= {"share": packing.shares_prefixes, "batching": _batching(settings, folder)}
+    if settings.train.use_rollout_routing_replay:
+        return lambda rows: plan_batches(rows, marks=routing_marks(rows), **options)
+    return partial(plan_batches, **options)
 
 
 def _lora(settings: Settings) -> LoraOptions | None:

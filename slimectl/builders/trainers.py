@@ -67,8 +67,7 @@ class FsdpBackend(PolicyBackend):
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
-        shares = train.share_prompt_prefix and not train.use_rollout_routing_replay
-        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, shares)
+        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.share_prompt_prefix)
 
     def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
@@ -119,8 +118,7 @@ class MegatronBackend(PolicyBackend):
 
         config, parallel, megatron = read_config(folder), layout(settings), settings.megatron
         transformer = family_of(config).architecture(config).transformer
-        replays = megatron.use_routing_replay or settings.train.use_rollout_routing_replay
-        obstacle = prefix_obstacle(parallel, transformer, megatron.args, replays_routing=replays)
+        obstacle = prefix_obstacle(transformer, megatron.args)
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.share_prompt_prefix and not obstacle)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimectl.data.checks import a_mapping, shown
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from slimectl.types import TrainingSample
 
 Routing = dict[str, Any]
 """{"shape": [I, L, k], "dtype": "uint8" or "uint16", "data": base64 of the experts in this order, little-endian}."""
@@ -51,6 +54,27 @@ def decoded(routing: Routing) -> np.ndarray:
 
     data = base64.b64decode(routing["data"])
     return np.frombuffer(data, dtype=f"<u{ITEM_BYTES[routing['dtype']]}").reshape(routing["shape"])
+
+
+def routing_marks(rows: Sequence[TrainingSample]) -> list[np.ndarray]:
+    """Return a number for each input token of the rows, uint64 [I]: equal where the experts are, 0 without any.
+
+    Two different choices get the same number with a probability below 2^-48: sums of random multiples modulo 2^64
+    (Carter and Wegman 1979, doi:10.1016/0022-0000(79)90044-8).
+    """
+    import numpy as np
+
+    marks = [np.zeros(row.input_length, dtype=np.uint64) for row in rows]
+    factors_C = np.zeros(0, dtype=np.uint64)
+    for marks_I, row in zip(marks, rows, strict=True):
+        if row.routed_experts is None:
+            continue
+        experts_IC = decoded(row.routed_experts).reshape(routed_tokens(row.routed_experts), -1)
+        if len(factors_C) != experts_IC.shape[1]:
+            factors_C = np.random.default_rng(0).integers(2**64, size=experts_IC.shape[1], dtype=np.uint64)
+        experts_IC = experts_IC[: row.input_length]
+        marks_I[: len(experts_IC)] = (experts_IC.astype(np.uint64) + np.uint64(1)) @ factors_C
+    return marks
 
 
 def a_routing(value: Any) -> Routing:

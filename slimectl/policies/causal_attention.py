@@ -54,13 +54,15 @@ def gather_contexts(states_TKD: Tensor, context_BP: Tensor) -> Tensor:
 def _chunked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     attend = _dense if _prefers_dense(query, key) else _flash
     queries, keys = query.shape[2], key.shape[2]
+    if queries <= CHUNK:  # a slice of all of a tensor would cost its backward a copy
+        return attend(query, key, value, _lower_right(queries, keys, query), scale)
     chunks = []
     for start in range(0, queries, CHUNK):
         stop = min(start + CHUNK, queries)
         key_count = keys - queries + stop
         mask_LS = _lower_right(stop - start, key_count, query)
         chunks.append(attend(query[:, :, start:stop], key[:, :, :key_count], value[:, :, :key_count], mask_LS, scale))
-    return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
+    return torch.cat(chunks, dim=2)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:

@@ -6,7 +6,7 @@ T input tokens · R response tokens, sample by sample · U states that predict �
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -80,16 +80,21 @@ class PackLayout:
     sources_R: np.ndarray
     targets_R: np.ndarray
     paths: list[np.ndarray]
-    """Input position of each token of a row, for the rows of a pack with images; empty without any."""
+    """Input position of each token that a forward pass reads of a row."""
 
     def predictions(self) -> Predictions:
-        """Return what the language-model head computes: each state once, and each of its tokens once."""
-        if bool(np.all(np.diff(self.sources_R) > 0)):
-            return Predictions(torch.from_numpy(self.sources_R), torch.from_numpy(self.targets_R))
-        tokens = self.targets_R.max() + 1
-        pairs_Q, pair_R = np.unique(self.sources_R * tokens + self.targets_R, return_inverse=True)
-        sources_U, state_Q = np.unique(pairs_Q // tokens, return_inverse=True)
-        return Predictions(*map(torch.from_numpy, (sources_U, pairs_Q % tokens, state_Q, pair_R)))
+        """Return what the language-model head computes."""
+        return predicted_once(self.sources_R, self.targets_R)
+
+
+def predicted_once(sources_R: np.ndarray, targets_R: np.ndarray) -> Predictions:
+    """Return the predictions of tokens from states: each state once, and each of its tokens once."""
+    if bool(np.all(np.diff(sources_R) > 0)):
+        return Predictions(torch.from_numpy(sources_R), torch.from_numpy(targets_R))
+    tokens = targets_R.max() + 1
+    pairs_Q, pair_R = np.unique(sources_R * tokens + targets_R, return_inverse=True)
+    sources_U, state_Q = np.unique(pairs_Q // tokens, return_inverse=True)
+    return Predictions(*map(torch.from_numpy, (sources_U, pairs_Q % tokens, state_Q, pair_R)))
 
 
 def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
@@ -100,7 +105,6 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
     sources: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     members = [i for trie in pack for i in trie.rows]
     paths: list[np.ndarray] = []
-    sees = any(rows[i].images for i in members)
     for trie in pack:
         path = np.zeros(0, dtype=np.int64)
         for i, length, shared in zip(trie.rows, trie.lengths, trie.shared, strict=True):
@@ -108,8 +112,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
             start, count = len(tokens), length - shared
             path = np.concatenate([context, np.arange(start, start + count)])
             tokens += rows[i].tokens[shared:length]
-            if sees:
-                paths.append(path)
+            paths.append(path)
             positions.append(np.arange(shared, length))
             first = rows[i].prompt_length - 1
             sources.append(path[first : first + rows[i].response_length])
@@ -129,6 +132,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
 def _append_span(spans: list[Span], span: Span) -> None:
     """Append a span, or lengthen the last one if it goes on from its end: there is no fork between them."""
     if len(span.context) and span.context[-1] == span.start - 1:
-        spans[-1] = replace(spans[-1], length=spans[-1].length + span.length)
+        last = spans[-1]
+        spans[-1] = Span(last.start, last.length + span.length, last.context)
     else:
         spans.append(span)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,13 @@ def test_turns_of_an_episode_and_forks_within_an_answer_share_all_that_came_befo
 
 def test_equal_rows_are_computed_once():
     assert [trie.tokens for trie in build_tries([row(PROMPT, [1, 2])] * 3, max_tokens=100)] == [7]
+
+
+def test_tokens_with_other_marks_are_not_shared():
+    rows = [row(PROMPT, [8, 0])] * 3
+    marks = [np.array([5] * 7), np.array([5] * 4 + [2**40] * 3), np.array([5] * 4 + [2**40] * 3)]
+    [trie] = build_tries(rows, max_tokens=100, marks=[each.astype(np.uint64) for each in marks])
+    assert trie == PrefixTrie((0, 1, 2), (7, 7, 7), (0, 4, 7))
 
 
 def test_sharing_can_be_refused():

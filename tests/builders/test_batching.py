@@ -46,8 +46,8 @@ MEGATRON = ["train.backend=megatron", "train.max_tokens_per_gpu=64", "cluster.ac
         (["train.max_tokens_per_gpu=64"], Packing(64, 1, True)),
         (["train.max_tokens_per_gpu=64", "train.share_prompt_prefix=false"], Packing(64, 1, False)),
         ([*MEGATRON, "megatron.tensor_model_parallel_size=2"], Packing(64, 2, True)),
-        ([*MEGATRON, "megatron.context_parallel_size=2"], Packing(128, 2, False)),
-        ([*MEGATRON, "megatron.use_routing_replay=true"], Packing(64, 4, False)),
+        ([*MEGATRON, "megatron.context_parallel_size=2"], Packing(128, 2, True)),
+        ([*MEGATRON, "megatron.use_routing_replay=true"], Packing(64, 4, True)),
         ([*MEGATRON, "megatron.args.moe_z_loss_coeff=0.001"], Packing(64, 4, False)),
     ],
 )

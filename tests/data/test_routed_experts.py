@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from slimectl.data.records import sample_from_json, sample_to_json
-from slimectl.data.routed_experts import decoded, encoded, extended
+from slimectl.data.routed_experts import decoded, encoded, extended, routing_marks
 from slimectl.errors import RecordError
+from slimectl.types import TrainingSample
 
 SAMPLE: dict[str, Any] = {"index": 3, "prompt": "1+1=", "tokens": [5, 6, 7], "response_length": 1}
 
@@ -73,3 +74,14 @@ def test_a_token_keeps_the_experts_of_the_first_request_that_read_it():
     assert extended(None, later, tokens=0) is None
     other = encoded(np.zeros((1, 2, 1), dtype=int))
     assert extended(other, later, tokens=2) == routing(7, 7)
+
+
+def test_tokens_have_the_same_mark_where_their_experts_are_the_same():
+    first, second = np.arange(12).reshape(3, 2, 2), np.arange(12).reshape(3, 2, 2)
+    second[1, 0] = second[1, 0, ::-1]
+    rows = [TrainingSample([1, 2, 3, 4, 5], 1, [], routed_experts=encoded(each)) for each in (first, second)]
+    rows.append(TrainingSample([1, 2], 1, []))
+    one, other, free = routing_marks(rows)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, False, True, True]
+    assert one[:3].all()
+    assert (one[3], free.tolist()) == (0, [0])

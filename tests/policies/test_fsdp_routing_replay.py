@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from policies.policy_cases import Clipped, flat_log_probs, new_policy, random_rows
-from policies.routing_cases import routed
+from policies.routing_cases import computed_once, routed
+from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, unique_tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slimectl.algorithms import prefix_trie
 from slimectl.data.routed_experts import decoded, encoded
 from slimectl.errors import RecordError, SettingsError
 from slimectl.policies.recompute import Recompute
@@ -94,6 +96,25 @@ def test_loss_and_gradient_do_not_depend_on_packing_and_recomputation(model_dir:
     other = new_policy(model_dir("glm4_moe"), rollout_routing_replay=True, **options)
     assert other.forward_backward(rows, Clipped()) == pytest.approx(whole.forward_backward(rows, Clipped()), rel=1e-5)
     assert other.optim_step()["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-5)
+
+
+def test_rows_share_tokens_of_equal_experts_and_learn_what_each_would_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    folder = calm_model(
+        tmp_path, model_type="qwen3_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    rows = routed(forked_rows(1), layers=2, experts=5, by_prefix=True)
+    shared, alone = (new_policy(folder, rollout_routing_replay=True, share_prefixes=share) for share in (True, False))
+    with counted_tokens(shared.model.hf.get_input_embeddings()) as counts:
+        shared.log_probs(rows)
+    assert unique_tokens(rows) < sum(counts) == computed_once(rows) < sum(row.input_length for row in rows)
+
+    def gradients(policy: Any) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in policy.masters.parameters.items() if p.grad is not None}
+
+    assert_same_step(shared, alone, rows, Clipped(), gradients)
 
 
 def test_rows_of_another_model_are_refused(model_dir: ModelDir):

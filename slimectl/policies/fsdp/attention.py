@@ -86,10 +86,14 @@ def recomputed_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedBatch, scaling: float | None) -> Tensor:
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
-    query_NHD, key_NKD, value_NKD = (_grid(states, layout) for states in (query_THD, key_TKD, value_TKD))
-    outputs = [_causal(query_NHD, key_NKD, value_NKD, bucket, scaling) for bucket in layout.causal]
-    for bucket in layout.branches:
-        outputs.append(_branches(query_NHD, key_NKD, value_NKD, key_TKD, value_TKD, bucket, scaling))
+    parts = (_buckets(_grid(states, layout), layout) for states in (query_THD, key_TKD, value_TKD))
+    outputs = []
+    for bucket, (q, k, v) in zip([*layout.causal, *layout.branches], zip(*parts, strict=True), strict=True):
+        if isinstance(bucket, BranchBucket):
+            outputs.append(_branches(q, k, v, key_TKD, value_TKD, bucket, scaling))
+        else:
+            # Padding follows its sequence, where the causal mask hides it.
+            outputs.append(_flat(causal_attention(q, k, v, scaling)))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
     output_THD: Tensor = output_TW.view(1, query.shape[2], query.shape[1], -1)
@@ -103,21 +107,19 @@ def _grid(states_TXD: Tensor, layout: PackedBatch) -> Tensor:
     return grid_NW.view(-1, heads, width)
 
 
-def _bucket(states_NXD: Tensor, bucket: CausalBucket | BranchBucket) -> Tensor:
-    """The rows of a bucket as [B, X, S, D]."""
-    rows = states_NXD.narrow(0, bucket.start, bucket.count * bucket.length)
-    return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
+def _buckets(states_NXD: Tensor, layout: PackedBatch) -> list[Tensor]:
+    """The rows of every bucket as [B, X, S, D], roots first; their gradients are put together at once."""
+    buckets: list[CausalBucket | BranchBucket] = [*layout.causal, *layout.branches]
+    parts = states_NXD.split([bucket.count * bucket.length for bucket in buckets])
+    return [
+        rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
+        for bucket, rows in zip(buckets, parts, strict=True)
+    ]
 
 
 def _flat(output_BHSD: Tensor) -> Tensor:
     batch, heads, length, width = output_BHSD.shape
     return output_BHSD.transpose(1, 2).reshape(batch * length, heads * width)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, scaling: float | None) -> Tensor:
-    # Padding follows its sequence, where the causal mask hides it.
-    q, k, v = (_bucket(states, bucket) for states in (query, key, value))
-    return _flat(causal_attention(q, k, v, scaling))
 
 
 def _branches(
@@ -129,14 +131,13 @@ def _branches(
     bucket: BranchBucket,
     scale: float | None,
 ) -> Tensor:
-    q = _bucket(query, bucket)
     k, v = (
-        torch.cat([gather_contexts(states_TKD, bucket.context_BP).transpose(1, 2), _bucket(states_NKD, bucket)], dim=2)
-        for states_TKD, states_NKD in ((key_TKD, key), (value_TKD, value))
+        torch.cat([gather_contexts(states_TKD, bucket.context_BP).transpose(1, 2), states_BKSD], dim=2)
+        for states_TKD, states_BKSD in ((key_TKD, key), (value_TKD, value))
     )
     if bucket.mask_BLK is None:
-        return _flat(causal_attention(q, k, v, scale))
-    return _flat(masked_attention(q, k, v, bucket.mask_BLK, scale))
+        return _flat(causal_attention(query, k, v, scale))
+    return _flat(masked_attention(query, k, v, bucket.mask_BLK, scale))
 
 
 def register() -> None:

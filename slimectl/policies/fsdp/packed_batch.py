@@ -66,6 +66,8 @@ class PackedBatch:
     """Row of the grid of each input position."""
     causal: list[CausalBucket]
     branches: list[BranchBucket]
+    paths: list[np.ndarray]
+    """Input position of each token of a row."""
     images: ImageBatch | None = None
     attention_calls: int = field(default=0)
 
@@ -93,7 +95,7 @@ def build_packed_batch(
         tokens_T=as_tensor(layout.tokens_T), positions_T=as_tensor(layout.positions_T), rows=layout.rows,
         row_R=as_tensor(layout.row_R), targets_R=as_tensor(layout.targets_R),
         predictions=layout.predictions().to(device), order_N=order_N.clamp(min=0), place_T=place_T,
-        causal=causal, branches=branches,
+        causal=causal, branches=branches, paths=layout.paths,
         images=image_batch(rows, layout, processor, dtype=dtype, device=device),
     )  # fmt: skip
 

@@ -75,9 +75,10 @@ class ExpertReplay:
             )
 
     def set(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
-        """Set the experts of a pack, whose rows stand one after the other, for its forward and recomputation."""
-        experts = [self.shape.of_row(rows[i]) for i in layout.rows]
-        experts_TLk = torch.cat(experts) if experts else torch.full((1, self.shape.layers, self.shape.choices), FREE)
+        """Set the experts of a pack for its forward and recomputation; rows share tokens of equal experts only."""
+        experts_TLk = torch.full((len(layout.tokens_T), self.shape.layers, self.shape.choices), FREE)
+        for i, path in zip(layout.rows, layout.paths, strict=True):
+            experts_TLk[torch.from_numpy(path)] = self.shape.of_row(rows[i])
         experts_TLk = experts_TLk.to(layout.tokens_T.device)
         for i, router in self.routers.items():
             router.experts_Nk, router.calls = experts_TLk[:, i], 0

@@ -21,6 +21,7 @@ from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_bat
 from slimectl.architectures.qwen_vl import TOWER
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
+from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -57,7 +58,7 @@ class FsdpTrainer:
     ranks, every rank builds one and makes the same calls. `trains` False: the model is only used for log-probabilities,
     so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and whatever modules
     a subclass adds to the model; `freeze` and `train_only` are ignored. `offload` is that of MasterWeights. With
-    `rollout_routing_replay` every row has the experts of its tokens, which no two rows share then.
+    `rollout_routing_replay` every row has the experts of its tokens, and rows share tokens of equal experts only.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ class FsdpTrainer:
     ) -> None:
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
         self.max_tokens, self.batching = max_tokens_per_pack, batching
-        # A shared token would have one routing, and the engine may have chosen another one in every sample.
-        self.share_prefixes = share_prefixes and not rollout_routing_replay
+        self.share_prefixes = share_prefixes
         self.device, self.seed, self.step = torch.device(device), seed, 0
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -332,8 +332,15 @@ class FsdpTrainer:
         return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
 
     def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
+        # A shared token has one routing, and the engine may have chosen another one in every sample.
+        marks = None if self.replay is None or not self.share_prefixes else routing_marks(rows)
         return plan_batches(
-            rows, max_tokens=self.max_tokens, ranks=self.ranks, share=self.share_prefixes, batching=self.batching
+            rows,
+            max_tokens=self.max_tokens,
+            ranks=self.ranks,
+            share=self.share_prefixes,
+            batching=self.batching,
+            marks=marks,
         )[self.rank]
 
     def _forward(

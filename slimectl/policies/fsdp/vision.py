@@ -40,7 +40,7 @@ def image_batch(
     device: torch.device,
 ) -> ImageBatch | None:
     """Return the images of a pack; None if no row has any. Raises RecordError for rows that do not fit their images."""
-    if not layout.paths or processor is None:
+    if processor is None or not any(rows[i].images for i in layout.rows):
         return None
     reader = processor()
     positions_3T = np.zeros((3, len(layout.tokens_T)), dtype=np.int64)

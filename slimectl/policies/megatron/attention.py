@@ -101,18 +101,22 @@ class _Call:
 def _calls(packed: PackedSequences) -> Iterator[_Call]:
     """Yield the calls in the order of the queries: neighbours of equal length and length of context share one.
 
-    Under context parallelism a call is one chunk of a sequence, and its keys are all up to the chunk's end.
+    Under context parallelism a call is one chunk of a sequence, and its keys are the context and all up to the chunk's
+    end.
     """
-    if packed.context == 1:
-        if "calls" not in packed.cache:
-            packed.cache["calls"] = list(_calls_of_whole_sequences(packed))
-        yield from packed.cache["calls"]
-        return
+    if "calls" not in packed.cache:
+        calls = _calls_of_whole_sequences if packed.context == 1 else _calls_of_chunks
+        packed.cache["calls"] = list(calls(packed))
+    yield from packed.cache["calls"]
+
+
+def _calls_of_chunks(packed: PackedSequences) -> Iterator[_Call]:
     offset = 0
-    for length, start in zip(packed.lengths, packed.starts, strict=True):
+    for length, start, context in zip(packed.lengths, packed.starts, packed.contexts, strict=True):
         chunk = length // (2 * packed.context)
+        context_BP = torch.from_numpy(context[None]).to(packed.index_T.device) if len(context) else None
         for part in (packed.rank, 2 * packed.context - 1 - packed.rank):
-            yield _Call(slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk))
+            yield _Call(slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk), 1, context_BP)
             offset += chunk
 
 
@@ -190,7 +194,10 @@ def _ragged_rows(packed: PackedSequences) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number of queries and the rows of the keys of every sequence, or of every chunk of one."""
     if packed.context > 1:
         for call in _calls(packed):
-            yield call.queries.stop - call.queries.start, np.arange(call.keys.start, call.keys.stop)
+            keys = np.arange(call.keys.start, call.keys.stop)
+            if call.context_BP is not None:
+                keys = np.concatenate([call.context_BP[0].cpu().numpy(), keys])
+            yield call.queries.stop - call.queries.start, keys
         return
     for length, start, context in zip(packed.lengths, packed.starts, packed.contexts, strict=True):
         yield length, np.concatenate([context, np.arange(start, start + length)])

@@ -20,7 +20,7 @@ from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_bat
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import SettingsError
 from slimectl.policies.megatron.rotary import Angles
-from slimectl.policies.pack_layout import Predictions, lay_out
+from slimectl.policies.pack_layout import Predictions, lay_out, predicted_once
 from slimectl.types import TrainingSample
 
 
@@ -68,7 +68,7 @@ def packed(
     """Pack sequences of these lengths for context-parallel rank `rank`, padded as `layout` requires.
 
     Every sequence is padded to a multiple of 2·C, and the last one further until tensor parallelism can split the row;
-    padding follows its sequence, where the causal mask hides it. Contexts are for one context-parallel rank only.
+    padding follows its sequence, where the causal mask hides it.
 
     >>> packed([5, 3], ParallelLayout(context=2), rank=0, device=torch.device("cpu")).index_T.tolist()
     [0, 1, 6, 7, 8, 11]
@@ -122,6 +122,8 @@ class Batch:
 
     members: list[int]
     sequences: PackedSequences
+    paths: list[np.ndarray]
+    """Position in the row of each token that is read of a member; members that share a token have it in common."""
     tokens_T: Tensor
     row_R: Tensor
     targets_R: Tensor
@@ -144,13 +146,14 @@ def shares(
     data: int,
     share: bool = False,
     batching: BatchingOptions = DYNAMIC,
+    marks: Sequence[np.ndarray] | None = None,
 ) -> list[list[Pack]]:
     """Packs of every data-parallel rank, the same number for each; `max_tokens` is the limit of one GPU.
 
     Interleaved pipelines need a multiple of their stages: packs without rows are added.
     """
     packs_by_rank = plan_batches(
-        rows, max_tokens=max_tokens * layout.context, ranks=data, share=share, batching=batching
+        rows, max_tokens=max_tokens * layout.context, ranks=data, share=share, batching=batching, marks=marks
     )
     multiple = layout.pipeline if layout.virtual_pipeline else 1
     count = -(-len(packs_by_rank[0]) // multiple) * multiple
@@ -160,34 +163,33 @@ def shares(
 def laid_out(
     rows: Sequence[TrainingSample], pack: Pack, layout: ParallelLayout, *, rank: int, device: torch.device
 ) -> Batch:
-    """Build the part of `pack` for context-parallel rank `rank`; rows share tokens where there is one such rank."""
+    """Build the part of `pack` for context-parallel rank `rank`."""
     pack_layout = lay_out(rows, pack)
-    if pack_layout.paths:
+    if any(rows[i].images for i in pack_layout.rows):
         raise SettingsError('train.backend: "megatron" reads no images, and rows have some; train them with "fsdp"')
-    spans = pack_layout.spans
-    sequences = packed(
-        [span.length for span in spans], layout, rank=rank, device=device, contexts=[span.context for span in spans]
-    )
-    # Contexts are positions in the row too: without context parallelism padding follows the last span.
-    starts = zip(sequences.starts, spans, strict=True)
-    place = np.concatenate([np.arange(start, start + span.length) for start, span in starts])
+    # Attention computes neighbours of one length behind as many tokens in one call.
+    spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
+    lengths = [span.length for span in spans]
+    place = np.empty(len(pack_layout.tokens_T), dtype=np.int64)
+    for start, span in zip(accumulate(_padded_lengths(lengths, layout), initial=0), spans, strict=False):
+        place[span.start : span.start + span.length] = np.arange(start, start + span.length)
+    contexts = [place[span.context] for span in spans]
+    sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts)
     tokens_S = torch.zeros(sequences.tokens, dtype=torch.long)
     tokens_S[torch.from_numpy(place)] = torch.from_numpy(pack_layout.tokens_T)
     index_T = sequences.index_T.cpu()
-    targets_R = torch.from_numpy(pack_layout.targets_R)
-    mine_M, predictions = torch.arange(len(targets_R)), pack_layout.predictions()
-    if layout.context > 1:
-        local_S = torch.full((sequences.tokens,), -1)
-        local_S[index_T] = torch.arange(len(index_T))
-        local_R = local_S[torch.from_numpy(place[pack_layout.sources_R])]
-        mine_M = (local_R >= 0).nonzero()[:, 0]
-        predictions = Predictions(local_R[mine_M], targets_R[mine_M])
+    local_S = np.full(sequences.tokens, -1)
+    local_S[index_T.numpy()] = np.arange(len(index_T))
+    local_R = local_S[place[pack_layout.sources_R]]
+    mine_M = (local_R >= 0).nonzero()[0]
+    predictions = predicted_once(local_R[mine_M], pack_layout.targets_R[mine_M])
     return Batch(
         members=pack_layout.rows,
         sequences=sequences,
+        paths=[place[path] for path in pack_layout.paths],
         tokens_T=tokens_S[index_T].to(device),
         row_R=torch.from_numpy(pack_layout.row_R).to(device),
-        targets_R=targets_R.to(device),
-        mine_M=mine_M.to(device),
+        targets_R=torch.from_numpy(pack_layout.targets_R).to(device),
+        mine_M=torch.from_numpy(mine_M).to(device),
         predictions=predictions.to(device),
     )

@@ -49,6 +49,7 @@ def install(version: str) -> None:
     _patch_random()
     _patch_token_dispatcher()
     _patch_uneven_parts()
+    _patch_lone_ranks()
 
 
 def _redirect(module: ModuleType, view: ModuleType) -> None:
@@ -182,6 +183,29 @@ def _patch_uneven_parts() -> None:
 
     gathered._slimectl = True  # type: ignore[attr-defined]
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gathered, scattered
+
+
+def _patch_lone_ranks() -> None:
+    """Leave out the exchange of gradients and weights in a group of one rank, whose parts are the whole in its place.
+
+    gloo (torch 2.13) copies them several times, where nccl sees that nothing is to do. Delete when gloo does.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        exchange = getattr(buffers, name)
+        if not hasattr(exchange, "_slimectl"):
+            setattr(buffers, name, _unless_alone(exchange))
+
+
+def _unless_alone(exchange: Any) -> Any:
+    def call(output: torch.Tensor, source: torch.Tensor, *, group: Any, **options: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == source.data_ptr() and output.shape == source.shape:
+            return None
+        return exchange(output, source, group=group, **options)
+
+    call._slimectl = True  # type: ignore[attr-defined]
+    return call
 
 
 def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:

@@ -14,17 +14,23 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from slimectl.algorithms.packing import Pack, tokens_of
+from slimectl.data.routed_experts import routing_marks
 from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.pack_layout import lay_out
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.types import TrainingSample
+
+Value = TypeVar("Value")
 
 KEPT_PASSES = 2
 """Number of recorded passes in memory: that of the round, and the one before for rollouts that waited."""
@@ -81,15 +87,39 @@ class RoutingReplay:
             self.taps.append([router.router_replay for router in routers])
         self._passes: deque[Routing] = deque(maxlen=KEPT_PASSES)
         self._current_pass: Routing = {}
+        self._computed: deque[dict[bytes, np.ndarray]] = deque(maxlen=KEPT_PASSES)
+        """Of every pass, by row: numbers of the tokens [I] that were computed for it, which other rows share."""
+        self._numbers: dict[bytes, np.ndarray] = {}
+        self._tokens = 0
+
+    def marks(self, rows: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """Return numbers for each row's input tokens, equal where the routing to replay is that of one computed token.
+
+        A layer of another pipeline stage has its routing elsewhere, so that the routing itself cannot be compared.
+        """
+        computed = [self._latest(self._computed, key(row)) for row in rows]
+        return [
+            np.zeros(row.input_length, dtype=np.uint64) if numbers is None else numbers
+            for row, numbers in zip(rows, computed, strict=True)
+        ]
+
+    def begin(self, rows: Sequence[TrainingSample], packs_by_rank: Sequence[Sequence[Pack]]) -> None:
+        """Begin a pass that is recorded: number the tokens that all data-parallel ranks compute in it."""
+        numbers: dict[bytes, np.ndarray] = {}
+        for pack in (pack for packs in packs_by_rank for pack in packs):
+            for i, path in zip((i for trie in pack for i in trie.rows), lay_out(rows, pack).paths, strict=True):
+                numbers[key(rows[i])] = (path + self._tokens + 1).astype(np.uint64)
+            self._tokens += tokens_of(pack)
+        self._numbers = numbers
 
     def record(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
         """Record the experts that the routers of a chunk selected; called after its forward."""
         if not self.taps[chunk]:
             return
         experts_SLk = _gather_pack(torch.stack([tap.recorded for tap in self.taps[chunk]], dim=1), batch).cpu()
-        for i, (start, length) in zip(batch.members, _spans(rows, batch), strict=True):
+        for i, path in zip(batch.members, batch.paths, strict=True):
             by_chunk = self._current_pass.setdefault(key(rows[i]), [torch.empty(0)] * len(self.taps))
-            by_chunk[chunk] = experts_SLk[start : start + length].to(torch.int16)
+            by_chunk[chunk] = experts_SLk[torch.from_numpy(path)].to(torch.int16)
 
     def end(self, *, recorded: bool) -> None:
         """End a run: exchange the recorded routing between all data-parallel ranks."""
@@ -100,7 +130,8 @@ class RoutingReplay:
         parts: list[Routing] = [{} for _ in range(group.size())]
         dist.all_gather_object(parts, self._current_pass, group=group)
         self._passes.append({name: routing for part in parts for name, routing in part.items()})
-        self._current_pass = {}
+        self._computed.append(self._numbers)
+        self._current_pass, self._numbers = {}, {}
 
     def replay(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
         """Set the recorded experts of these rows for the routers of a chunk; called before its forward.
@@ -116,9 +147,9 @@ class RoutingReplay:
             return
         width = next(routing for routing in routings if routing is not None)[chunk].shape[1:]
         experts_SLk = torch.full((batch.sequences.tokens, *width), -1, dtype=torch.long)
-        for routing, (start, length) in zip(routings, _spans(rows, batch), strict=True):
+        for routing, path in zip(routings, batch.paths, strict=True):
             if routing is not None:
-                experts_SLk[start : start + length] = routing[chunk]
+                experts_SLk[torch.from_numpy(path)] = routing[chunk].long()
         local_NLk = _local_tokens(experts_SLk.to(batch.tokens_T.device), batch)
         for i, tap in enumerate(self.taps[chunk]):
             tap.given = local_NLk[:, i]
@@ -128,8 +159,11 @@ class RoutingReplay:
 
     def _routing(self, row: TrainingSample) -> list[Tensor] | None:
         """Return the routing of the row in the latest pass that contains it: experts [I, L, k] for each chunk."""
-        name = key(row)
-        return next((routing[name] for routing in reversed(self._passes) if name in routing), None)
+        return self._latest(self._passes, key(row))
+
+    @staticmethod
+    def _latest(passes: Sequence[dict[bytes, Value]], name: bytes) -> Value | None:
+        return next((routing[name] for routing in reversed(passes) if name in routing), None)
 
     def _reset(self) -> None:
         for tap in (tap for taps in self.taps for tap in taps):
@@ -156,6 +190,9 @@ class RolloutRoutingReplay(RoutingReplay):
     def check(self, rows: Sequence[TrainingSample]) -> None:
         self.shape.check(rows)
 
+    def marks(self, rows: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return routing_marks(rows)
+
     def _routing(self, row: TrainingSample) -> list[Tensor] | None:
         experts_ILk = self.shape.of_row(row)
         return [experts_ILk[:, layers] for layers in self.layers]
@@ -164,12 +201,6 @@ class RolloutRoutingReplay(RoutingReplay):
 def key(row: TrainingSample) -> bytes:
     """Hash of a row's tokens, which alone determine its routing."""
     return hashlib.blake2b(array("q", row.tokens).tobytes(), digest_size=16).digest()
-
-
-def _spans(rows: Sequence[TrainingSample], batch: Batch) -> list[tuple[int, int]]:
-    """(first position, inputs) of each row in the pack."""
-    lengths = [len(rows[i].tokens) - (rows[i].response_length > 0) for i in batch.members]
-    return list(zip(batch.sequences.starts, lengths, strict=False))
 
 
 def _gather_pack(local_NLk: Tensor, batch: Batch) -> Tensor:

@@ -115,12 +115,7 @@ class MegatronTrainer:
         family = family_of(config)
         self.architecture, self.carried = family.architecture(config), family.carried
         self.share_prefixes = share_prefixes
-        self.prefix_obstacle = prefix_obstacle(
-            self.layout,
-            self.architecture.transformer,
-            args or {},
-            replays_routing=routing_replay or rollout_routing_replay,
-        )
+        self.prefix_obstacle = prefix_obstacle(self.architecture.transformer, args or {})
         self.links = [*family.links(config), *self._extra_links()]
         self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
@@ -219,10 +214,19 @@ class MegatronTrainer:
         if self.replay:
             self.replay.check(rows)
         data = self.layout.data(self.ranks)
-        share = self.share_prefixes and not self.prefix_obstacle
+        shares_prefixes = self.share_prefixes and not self.prefix_obstacle
         packs_by_rank = shares(
-            rows, self.layout, max_tokens=self.max_tokens, data=data, share=share, batching=self.batching
+            rows,
+            self.layout,
+            max_tokens=self.max_tokens,
+            data=data,
+            share=shares_prefixes,
+            batching=self.batching,
+            # A pass that is recorded routes freely: there a token has one routing, whoever shares it.
+            marks=self.replay.marks(rows) if self.replay and shares_prefixes and not records else None,
         )
+        if self.replay and records:
+            self.replay.begin(rows, packs_by_rank)
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [laid_out(rows, pack, self.layout, rank=rank, device=self.device) for pack in packs]

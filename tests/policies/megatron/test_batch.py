@@ -8,6 +8,7 @@ from policies.policy_cases import random_rows
 
 from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.megatron.attention import _calls
 from slimectl.policies.megatron.batch import Batch, laid_out, shares
 from slimectl.types import TrainingSample
 
@@ -43,6 +44,34 @@ def test_two_context_ranks_hold_the_outer_and_the_inner_chunks_and_predict_what_
     assert inner.tokens_T[inner.predictions.sources_U].tolist() == [3, 7]
     assert sorted([*outer.mine_M.tolist(), *inner.mine_M.tolist()]) == [0, 1, 2]
     assert outer.targets_R.tolist() == inner.targets_R.tolist() == [4, 5, 8]
+
+
+def test_context_ranks_hold_chunks_of_a_prompt_and_of_the_answers_that_share_it():
+    rows = [TrainingSample([1, 2, 3, 4, *answer], 4, [1.0] * 4) for answer in ([5, 6, 7, 8], [9, 5, 6, 7])]
+    [[pack]] = plan_batches(rows, max_tokens=50)
+    outer, inner = (
+        laid_out(rows, pack, ParallelLayout(context=2), rank=rank, device=torch.device("cpu")) for rank in (0, 1)
+    )
+    # 1 2 3 4 5 6 7 . | 9 5 6 . : the second answer begins at position 8, behind the tokens at 0 to 3.
+    assert outer.tokens_T.tolist() == [1, 2, 7, 0, 9, 0]
+    assert inner.tokens_T.tolist() == [3, 4, 5, 6, 5, 6]
+    assert outer.sequences.positions_T.tolist() == [0, 1, 6, 7, 4, 7]
+    assert [context.tolist() for context in inner.sequences.contexts] == [[], [0, 1, 2, 3]]
+    assert [path.tolist() for path in outer.paths] == [[*range(7)], [0, 1, 2, 3, 8, 9, 10]]
+    # The prompt's last state predicts both first tokens, and is computed once.
+    assert inner.tokens_T[inner.predictions.sources_U].tolist() == [4, 5, 6, 5, 6]
+    assert inner.predictions.targets_Q.tolist() == [5, 9, 6, 7, 6, 7]
+    assert outer.tokens_T[outer.predictions.sources_U].tolist() == [7, 9]
+
+
+def test_attention_computes_branches_of_one_shape_in_one_call_whichever_prompt_they_follow():
+    answers = ([5, 6, 7, 8], [9, 5, 6, 7], [8, 8, 8, 8])
+    rows = [TrainingSample([first, 2, 3, 4, *answer], 4, [1.0] * 4) for first in (1, 11) for answer in answers]
+    [[pack]] = plan_batches(rows, max_tokens=50)
+    made = laid_out(rows, pack, ParallelLayout(), rank=0, device=torch.device("cpu"))
+    # Each prompt with its first answer, seven tokens; then the other answers, three tokens behind four.
+    assert [call.count for call in _calls(made.sequences)] == [2, 4]
+    assert made.sequences.lengths == (7, 7, 3, 3, 3, 3)
 
 
 def test_tensor_ranks_can_cut_every_pack():

@@ -10,12 +10,13 @@ import pytest
 import torch
 from conftest import MODELS
 from policies.policy_cases import Clipped, WeightedNegativeLogProb
+from policies.routing_cases import computed_once, routed
 from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, unique_tokens
 from rank_cases import Ranks, megatron
 from torch import Tensor
 
 from slimectl.algorithms import prefix_trie
-from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
+from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.critic import MegatronActorCritic
 from slimectl.policies.optimizer import OptimizerOptions
 
@@ -69,9 +70,7 @@ def test_a_forward_pass_computes_every_prefix_once(folder: Callable[..., Path], 
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)])
-def test_layouts_share_what_they_can_and_change_nothing(
-    two: Ranks, folder: Callable[..., Path], layout: ParallelLayout
-):
+def test_layouts_share_prefixes_and_change_nothing(two: Ranks, folder: Callable[..., Path], layout: ParallelLayout):
     rows, alone = forked_rows(4), trainer(folder(), share_prefixes=False)
     two.build(folder(), layout=layout, optimizer=STILL)
     for log_probs, expected in zip(two.log_probs(rows), alone.log_probs(rows), strict=True):
@@ -84,7 +83,6 @@ def test_what_cannot_be_shared_is_computed_alone(folder: Callable[..., Path]):
     rows = forked_rows(5)
     for kind, options in (
         ("delta", {}),
-        ("experts", {"routing_replay": True}),
         ("experts", {"args": {"moe_z_loss_coeff": 1e-3}}),
     ):
         each = trainer(folder(kind), **options)
@@ -92,5 +90,32 @@ def test_what_cannot_be_shared_is_computed_alone(folder: Callable[..., Path]):
             each.log_probs(rows)
         assert each.prefix_obstacle
         assert counts == [sum(row.input_length for row in rows)]
-    assert prefix_obstacle(ParallelLayout(context=2), {}, {}, replays_routing=False)
-    assert not prefix_obstacle(ParallelLayout(tensor=2, pipeline=2), {"num_layers": 2}, {}, replays_routing=False)
+
+
+def test_rows_share_tokens_that_the_engine_routed_alike(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    rows = routed(forked_rows(6), layers=2, experts=4, by_prefix=True)
+    shared, alone = (
+        trainer(folder("experts"), rollout_routing_replay=True, share_prefixes=share) for share in (True, False)
+    )
+    with counted_tokens(shared.chunks[0].module.embedding) as counts:
+        shared.log_probs(rows)
+    assert unique_tokens(rows) < sum(counts) == computed_once(rows) < sum(row.input_length for row in rows)
+    assert_same_step(shared, alone, rows, Clipped(), gradients)
+
+
+def test_rows_share_tokens_whose_recorded_routing_is_that_of_one_computed_token(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    rows = list({tuple(row.tokens): row for row in forked_rows(7)}.values())
+    policy = trainer(folder("experts"), routing_replay=True)
+    halves = rows[:6], rows[6:]
+    for half in halves:
+        policy.log_probs(half)
+    with counted_tokens(policy.chunks[0].module.embedding) as counts:
+        policy.forward_backward(halves[0], Clipped())
+        policy.forward_backward(rows, Clipped())
+    # Two passes computed a prefix of rows in both halves twice, and may have routed it in two ways.
+    assert counts == [unique_tokens(halves[0]), sum(map(unique_tokens, halves))]
+    assert unique_tokens(rows) < counts[1]

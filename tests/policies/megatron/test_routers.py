@@ -64,6 +64,7 @@ def test_replay_keeps_the_recorded_experts_after_the_router_has_moved(four_layer
     "options",
     [
         {"max_tokens_per_pack": 25},
+        {"share_prefixes": False},
         {"recompute": Recompute("full")},
         {"recompute": Recompute("selective", ("moe",)), "max_tokens_per_pack": 25},
     ],

@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import CommDebugMode
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import BackendError, MissingExtraError
@@ -98,3 +100,16 @@ def test_the_routers_product_needs_no_transformer_engine():
     rows, matrix = torch.randn(3, 4), torch.randn(2, 4)
     product = moe_utils.router_gating_linear(rows, matrix, None, torch.float32)
     assert torch.allclose(product, rows @ matrix.T)
+
+
+@on_cpu
+def test_a_group_of_one_rank_exchanges_nothing_that_is_in_its_place(alone):
+    group = parallel_state.get_data_parallel_group()
+    values, copy = torch.arange(3.0), torch.zeros(3)
+    for exchange in (param_and_grad_buffer.dist_reduce_scatter_func, param_and_grad_buffer.dist_all_gather_func):
+        with CommDebugMode() as calls:
+            exchange(values, values[:], group=group, async_op=False)
+        assert (calls.get_total_counts(), values.tolist()) == (0, [0.0, 1.0, 2.0])
+        with CommDebugMode() as calls:
+            exchange(copy.zero_(), values, group=group, async_op=False)
+        assert (calls.get_total_counts(), copy.tolist()) == (1, [0.0, 1.0, 2.0])
