@@ -98,3 +98,17 @@ def test_the_routers_product_needs_no_transformer_engine():
     rows, matrix = torch.randn(3, 4), torch.randn(2, 4)
     product = moe_utils.router_gating_linear(rows, matrix, None, torch.float32)
     assert torch.allclose(product, rows @ matrix.T)
+
+
+def test_gradients_are_measured_and_clipped_as_mcore_does_it():
+    from megatron.core.utils import local_multi_tensor_scale
+
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [12.0]])]
+    norm_1, _ = patches._l2_norm(65536, torch.zeros(1), [gradients], False)
+    assert norm_1.tolist() == [13.0]  # by hand: sqrt(9 + 16 + 144)
+    expected, copies = [[g.clone() for g in gradients] for _ in range(2)]
+    local_multi_tensor_scale(65536, torch.zeros(1), [expected, expected], 0.5)
+    patches._scale(65536, torch.zeros(1), [gradients, copies], 0.5)
+    patches._scale(65536, torch.zeros(1), [gradients, gradients], 0.5)
+    for tensors in (gradients, copies):
+        assert all(map(torch.equal, tensors, expected))
