@@ -73,15 +73,22 @@ def tasks(
     """Yield the task of every representative rank."""
     layout = run.layout
     settings = resolve([Layer("simulation", nested(_settings(run, lora)))]).settings.model_dump(mode="json")
-    sequences = max(1, run.pack // run.seq_len)
-    tokens = sequences * run.seq_len // layout.context
     for rank in representatives(run):
         yield {
             "rank": rank, "ranks": run.world, "data": run.data, "config": dict(config), "settings": settings,
             "seq_len": run.seq_len, "response_len": response or run.responses * run.seq_len // run.tokens,
             "pack": run.pack, "packs": max(2, layout.pipeline if run.policy == "megatron" else 1),
-            "message": [tokens // layout.tensor, 1, int(config["hidden_size"])],
+            "message": [_stage_rows(run), 1, int(config["hidden_size"])],
         }  # fmt: skip
+
+
+def _stage_rows(run: Run) -> int:
+    """Return the rows of hidden states that a rank sends to the next pipeline stage: its tokens of a padded pack."""
+    tensor, context = run.layout.tensor, run.layout.context
+    unit = 2 * context if context > 1 else 1
+    padded = max(1, run.pack // run.seq_len) * (-(-run.seq_len // unit) * unit)
+    padded += -padded % (unit * tensor)
+    return padded // context // tensor
 
 
 def representatives(run: Run) -> list[int]:
