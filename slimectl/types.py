@@ -420,6 +420,9 @@ class TokenBatch:
     targets_T: Tensor | None = None
     """Token ids of the response."""
 
+    has_weight: bool | None = None
+    """Whether a weight is not 0, as the host knows it; None if it does not."""
+
 
 class Loss(Protocol):
     """A pure function of one pack: the weighted sum to minimise and named weighted sums to report.

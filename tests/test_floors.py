@@ -24,7 +24,7 @@ FLOORS = [
     ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks", "agents", "environments"],
     ["conversions"],
     ["builders", "recipes"],
-    ["runtime"],
+    ["runtime", "simulation"],
     ["api"],
     ["viewer"],
     ["cli", "__main__"],

@@ -85,13 +85,17 @@ class PolicyLoss:
         values_T |= _imitation(pack)
         metrics = {name: self._weighted_sum(pack, name, value_T.detach()) for name, value_T in values_T.items()}
         metrics = {name: value * (1.0 if name in PARTS else self.report_scale) for name, value in metrics.items()}
-        if (weights_T != 0).any():
-            ratio_T = values_T["ois"][weights_T != 0]
-            metrics |= {"ratio_max": ratio_T.max(), "ratio_min": ratio_T.min()}
+        mask_T = weights_T != 0
+        if bool(mask_T.any()) if pack.has_weight is None else pack.has_weight:
+            # No token is selected: on a GPU the program would wait for their number.
+            metrics |= {
+                "ratio_max": _largest(values_T["ois"], mask_T),
+                "ratio_min": -_largest(-values_T["ois"], mask_T),
+            }
             if entropy_T is not None:
-                metrics["token_entropy"] = entropy_T.detach()[weights_T != 0].sum()
+                metrics["token_entropy"] = torch.where(mask_T, entropy_T.detach(), 0.0).sum()
             if "tis" in values_T:
-                metrics["tis_max"] = values_T["tis"][weights_T != 0].max()
+                metrics["tis_max"] = _largest(values_T["tis"], mask_T)
         return self._total(pack, pg_T, loss_T), metrics
 
     def _weighted_sum(self, pack: TokenBatch, name: str, values_T: Tensor) -> Tensor:
@@ -176,6 +180,11 @@ class SftLoss:
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(pack.weights_T * pack.logprobs_T).sum()
         return loss, {"sft_loss": loss.detach()}
+
+
+def _largest(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return the largest value of the tokens in the mask."""
+    return values_T.masked_fill(~mask_T, -torch.inf).max()
 
 
 def _imitation(pack: TokenBatch) -> dict[str, Tensor]:

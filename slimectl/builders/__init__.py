@@ -43,7 +43,7 @@ _NAMES = {
         "tokenizer",
         "version_of",
     ),
-    "policies": ("check_policy", "critic", "frozen", "policy", "round_timer", "total_steps"),
+    "policies": ("check_policy", "critic", "frozen", "policy", "rank_policy", "round_timer", "total_steps"),
     "servers": ("auxiliary_servers", "check_engine", "client", "engine_gpus", "server_pool", "start_engines"),
     "shared_run": ("tracked_executor",),
     "streaming": ("stream_answer",),

@@ -38,6 +38,7 @@ from slimectl.builders.policies import check_policy as check_policy
 from slimectl.builders.policies import critic as critic
 from slimectl.builders.policies import frozen as frozen
 from slimectl.builders.policies import policy as policy
+from slimectl.builders.policies import rank_policy as rank_policy
 from slimectl.builders.policies import round_timer as round_timer
 from slimectl.builders.policies import total_steps as total_steps
 from slimectl.builders.servers import auxiliary_servers as auxiliary_servers

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
     from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
-    from slimectl.protocols import Critic, Executor, Policy
+    from slimectl.protocols import CheckpointFormat, Critic, Executor, Policy
     from slimectl.stages.round_timer import Packer, RoundTimer
 
 
@@ -44,6 +44,12 @@ def policy(
         from slimectl.policies.locked import LockedPolicy
 
         return LockedPolicy(trainer)
+    return trainer
+
+
+def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) -> Policy:
+    """Build the policy of this rank, in a process that has joined the group; `checkpoint` reads the weights."""
+    trainer: Policy = _build(settings, folder, None, None, True, False, "", checkpoint=checkpoint)
     return trainer
 
 
@@ -111,8 +117,9 @@ def _build(
     trains: bool,
     values: bool,
     store_prefix: str,
+    **source: Any,
 ) -> Any:
-    """Build the model of one rank: a policy, or with `values` a critic."""
+    """Build the model of one rank: a policy, or with `values` a critic; `source` may have a checkpoint's reader."""
     train = settings.train
     shared: dict[str, Any] = {
         "optimizer": _optimizer(settings, total_steps, lr),
@@ -131,7 +138,7 @@ def _build(
     if not values:
         shared["temperature"] = settings.policy_temperature
     role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
-    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared)
+    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared, **source)
 
 
 def _batching(settings: Settings, folder: Path) -> BatchingOptions:

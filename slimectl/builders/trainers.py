@@ -22,6 +22,7 @@ from slimectl.settings import Settings
 if TYPE_CHECKING:
     from slimectl.policies.megatron.hooks import UserFunctions
     from slimectl.policies.recompute import Recompute
+    from slimectl.protocols import CheckpointFormat
 
 Role = Literal["policy", "critic", "actor_critic"]
 """What a model is: a policy, a critic of its own, or a policy that is its own critic."""
@@ -69,7 +70,16 @@ class FsdpBackend(PolicyBackend):
         train = settings.train
         return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.share_prompt_prefix)
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+    def build(
+        self,
+        settings: Settings,
+        folder: Path,
+        *,
+        role: Role,
+        store_prefix: str,
+        checkpoint: CheckpointFormat | None = None,
+        **options: Any,
+    ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.policies.fsdp.critic import FsdpActorCritic, FsdpCritic
         from slimectl.policies.fsdp.policy import FsdpPolicy
@@ -77,7 +87,7 @@ class FsdpBackend(PolicyBackend):
         cls: Any = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}[role]
         return cls(
             folder,
-            ModelCheckpoint(),
+            checkpoint or ModelCheckpoint(),
             recompute=_recompute(settings),
             offload=settings.train.offload,
             share_prefixes=settings.train.share_prompt_prefix,
@@ -122,7 +132,16 @@ class MegatronBackend(PolicyBackend):
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.share_prompt_prefix and not obstacle)
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+    def build(
+        self,
+        settings: Settings,
+        folder: Path,
+        *,
+        role: Role,
+        store_prefix: str,
+        checkpoint: CheckpointFormat | None = None,
+        **options: Any,
+    ) -> Any:
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.policies.megatron.critic import MegatronActorCritic, MegatronCritic
         from slimectl.policies.megatron.policy import MegatronPolicy
@@ -131,7 +150,7 @@ class MegatronBackend(PolicyBackend):
         cls: Any = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}[role]
         return cls(
             folder,
-            ModelCheckpoint(),
+            checkpoint or ModelCheckpoint(),
             layout=layout(settings),
             share_prefixes=settings.train.share_prompt_prefix,
             recompute=_recompute(settings),

@@ -29,6 +29,7 @@ def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -
 
 LAYOUT, TRAINING, ENGINE = "Layout of the ranks; where none is given, one that fits is looked for", "Training", "Engine"
 BESIDE, PLACEMENT = "What learns, and what stands beside it on the same ranks", "Placement"
+CHECK = "Check"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -101,6 +102,10 @@ class PlanOptions:
     )
     reference: Annotated[bool, option("--reference", "With a frozen reference", BESIDE)] = False
     teacher: Annotated[str | None, option("--teacher", "With a frozen teacher: a card or a directory", BESIDE)] = None
+    simulate: Annotated[
+        bool,
+        option("--simulate", "Run a step's program on fake tensors, on some of the ranks; takes minutes", CHECK),
+    ] = False
     placement: Annotated[
         bool,
         option("--placement", "Show who works on which GPU of which machine, from the settings of a run", PLACEMENT),
@@ -112,7 +117,8 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
     """Say what it takes to train and to sample a model: memory, FLOPs and time, each with its formula.
 
     Loads no model and needs no GPU. Exit code 1 if the layout that was given does not fit. `--placement -c run.toml`
-    says instead who works on which GPU in that run.
+    says instead who works on which GPU in that run. `--simulate` compares the plan with the trainer's own program, run
+    without a GPU: memory, collectives and devices; exit code 1 if they do not agree.
 
     Example:
 
@@ -154,12 +160,33 @@ def plan(options: PlanOptions, common: CommonOptions) -> None:
         engine_fp8=options.engine_fp8,
         colocate=options.colocate,
     )
+    problems = _simulate(options, result) if options.simulate else []
     print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"
     say = stdio.note if result.fits else stdio.say
     say(f"{estimates.describe(run)}; {verdict} {USABLE:.0%} of {options.gpu_memory:g} GiB a GPU")
-    if not result.fits:
+    for problem in problems:
+        stdio.say(problem)
+    if problems or not result.fits:
         raise typer.Exit(1)
+
+
+def _simulate(options: PlanOptions, result: Plan) -> list[str]:
+    """Add the figures of a simulated step to the plan; returns what is wrong, a line each."""
+    from slimectl.planner import memory
+    from slimectl.simulation.report import simulation
+
+    if options.critic or options.reference or options.teacher:
+        raise SettingsError("--simulate: simulates the policy alone; drop --critic, --reference and --teacher")
+    targets = options.lora_target or _default_lora_targets()
+    report = simulation(
+        configuration(options.card, options.model),
+        result.run,
+        memory.peak(result.sections["training memory"]),
+        lora=(options.lora_rank, targets) if options.lora_rank else None,
+    )
+    result.sections["simulation"] = report.figures
+    return report.problems
 
 
 def _default_lora_targets() -> list[str]:

@@ -57,8 +57,9 @@ def response_tokens(
         columns["rewards_T"] = torch.tensor(rewards, dtype=torch.float32, device=logprobs_R.device)[row_R]
     lengths = [len(rows[i].tokens) for i in members]
     return TokenBatch(
-        logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R
-    )
+        logprobs_R, entropy_R, row_R, len(members), **columns, total_lengths=lengths, predicted_T=predicted_R,
+        has_weight=any(any(rows[i].loss_weights) for i in members),
+    )  # fmt: skip
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -69,7 +70,22 @@ def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if name not in merged:
                 merged[name] = value
             elif name.endswith(("_max", "_min")):
-                merged[name] = (max if name.endswith("_max") else min)(merged[name], value)
+                merged[name] = _extreme(name, merged[name], value)
             else:
                 merged[name] = merged[name] + value
     return merged
+
+
+def _extreme(name: str, *values: Any) -> Any:
+    """Return the larger value, or the smaller one by the name; tensors are compared where they are."""
+    largest = name.endswith("_max")
+    if all(isinstance(value, Tensor) for value in values):
+        return (torch.maximum if largest else torch.minimum)(*values)
+    return (max if largest else min)(values)
+
+
+def read_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the numbers of scalar tensors of one device, for which a GPU is waited for once."""
+    if not sums:
+        return {}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

@@ -108,7 +108,8 @@ def test_tokens_without_weight_have_no_say_in_the_extremes():
     masked = pack(logprobs_T=tensor(5.0, 1.1, 0.1).log(), weights_T=tensor(0.0, 1.0, 0.0))
     metrics = PolicyLoss()(masked)[1]
     assert (metrics["ratio_max"].item(), metrics["ratio_min"].item()) == pytest.approx((1.1, 1.1))
-    assert "ratio_max" not in PolicyLoss()(pack(weights_T=tensor(0, 0, 0)))[1]
+    for known in (None, False):
+        assert "ratio_max" not in PolicyLoss()(pack(weights_T=tensor(0, 0, 0), has_weight=known))[1]
 
 
 def test_divergence_enters_the_loss_with_its_coefficient():

@@ -83,10 +83,10 @@ def build_packed_batch(
     """Build the layout of `pack`; attention masks and patches have `dtype`. `processor` reads images."""
     layout = lay_out(rows, pack)
     order, causal, branches = _grid(layout.spans, dtype=dtype, device=device)
-    order_N = torch.from_numpy(order).to(device)
-    real_N = (order_N >= 0).nonzero()[:, 0]
-    place_T = torch.empty(len(layout.tokens_T), dtype=torch.long, device=device)
-    place_T[order_N[real_N]] = real_N
+    # On the host: on a GPU the number of real rows would be waited for.
+    (real_N,) = np.nonzero(order >= 0)
+    place = np.empty(len(layout.tokens_T), dtype=np.int64)
+    place[order[real_N]] = real_N
 
     def as_tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -94,8 +94,8 @@ def build_packed_batch(
     return PackedBatch(
         tokens_T=as_tensor(layout.tokens_T), positions_T=as_tensor(layout.positions_T), rows=layout.rows,
         row_R=as_tensor(layout.row_R), targets_R=as_tensor(layout.targets_R),
-        predictions=layout.predictions().to(device), order_N=order_N.clamp(min=0), place_T=place_T,
-        causal=causal, branches=branches, paths=layout.paths,
+        predictions=layout.predictions().to(device), order_N=as_tensor(order.clip(min=0)),
+        place_T=as_tensor(place), causal=causal, branches=branches, paths=layout.paths,
         images=image_batch(rows, layout, processor, dtype=dtype, device=device),
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
 from slimectl.policies.recompute import Recompute
-from slimectl.policies.token_batch import available_columns, merge_metrics, response_tokens
+from slimectl.policies.token_batch import available_columns, merge_metrics, read_metrics, response_tokens
 from slimectl.protocols import CheckpointFormat, NamedTensors
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
@@ -190,7 +190,7 @@ class FsdpTrainer:
             pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
             sums = merge_metrics([sums, pack_sums])
         self.model.gives_logits = False
-        return merge_metrics(self._gather_ranks({name: value.item() for name, value in sums.items()}))
+        return merge_metrics(self._gather_ranks(read_metrics(sums)))
 
     def optim_step(self) -> Metrics:
         """Update the weights; skips an update whose gradient is zero or not finite, which grad_norm shows.

@@ -76,24 +76,28 @@ def packed(
     padded = _padded_lengths(lengths, layout)
     contexts = contexts or [np.zeros(0, dtype=np.int64)] * len(padded)
     starts = tuple(accumulate(padded, initial=0))[:-1]
-    index = [_local_positions(padded, starts, r, layout.context) for r in range(layout.context)]
-    index_T = index[rank].to(device)
-    start_S = torch.repeat_interleave(torch.tensor(starts), torch.tensor(padded)).to(device)
-    real_S = torch.repeat_interleave(torch.tensor(starts) + torch.tensor(lengths), torch.tensor(padded)).to(device)
-    order_S = None
+    # On the host: on a GPU each of these would be a launch, and what is read back would be waited for.
+    index = _local_positions(padded, starts, rank, layout.context)
+    start_S, real_S = np.repeat(starts, padded), np.repeat(np.add(starts, lengths), padded)
+    depth_S = np.repeat([len(context) for context in contexts], padded)
+    positions = index - start_S[index] + depth_S[index]
+    order = None
     if layout.context > 1:
-        gathered_S = torch.cat(index)
-        order_S = torch.empty_like(gathered_S)
-        order_S[gathered_S] = torch.arange(len(gathered_S))
-        order_S = order_S.to(device)
-    depth_S = torch.repeat_interleave(torch.tensor([len(context) for context in contexts]), torch.tensor(padded))
-    positions_T = index_T - start_S[index_T] + depth_S.to(device)[index_T]
+        gathered_S = np.concatenate(
+            [_local_positions(padded, starts, r, layout.context) for r in range(layout.context)]
+        )
+        order = np.empty_like(gathered_S)
+        order[gathered_S] = np.arange(len(gathered_S))
+    index_T, positions_T, padding_T, order_S = (
+        None if values is None else torch.from_numpy(values).to(device)
+        for values in (index, positions, index >= real_S[index], order)
+    )
     ends_B = torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=device)
     return PackedSequences(
         qkv_format="thd", cu_seqlens_q=ends_B, cu_seqlens_kv=ends_B, max_seqlen_q=max(padded),
         max_seqlen_kv=max(padded), lengths=tuple(padded), starts=starts, contexts=tuple(contexts),
-        context=layout.context, rank=rank, index_T=index_T, positions_T=positions_T,
-        padding_T=index_T >= real_S[index_T], order_S=order_S,
+        context=layout.context, rank=rank, index_T=index_T, positions_T=positions_T, padding_T=padding_T,
+        order_S=order_S,
     )  # fmt: skip
 
 
@@ -104,16 +108,16 @@ def _padded_lengths(lengths: Sequence[int], layout: ParallelLayout) -> list[int]
     return padded
 
 
-def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, context: int) -> Tensor:
+def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, context: int) -> np.ndarray:
     """Positions in the row of context-parallel rank `rank`."""
     if context == 1:
-        return torch.arange(sum(lengths))
+        return np.arange(sum(lengths))
     parts = []
     for length, start in zip(lengths, starts, strict=True):
         chunk = length // (2 * context)
         for part in (rank, 2 * context - 1 - rank):
-            parts.append(torch.arange(start + part * chunk, start + (part + 1) * chunk))
-    return torch.cat(parts)
+            parts.append(np.arange(start + part * chunk, start + (part + 1) * chunk))
+    return np.concatenate(parts)
 
 
 @dataclass
@@ -175,19 +179,19 @@ def laid_out(
         place[span.start : span.start + span.length] = np.arange(start, start + span.length)
     contexts = [place[span.context] for span in spans]
     sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts)
-    tokens_S = torch.zeros(sequences.tokens, dtype=torch.long)
-    tokens_S[torch.from_numpy(place)] = torch.from_numpy(pack_layout.tokens_T)
-    index_T = sequences.index_T.cpu()
+    tokens_S = np.zeros(sequences.tokens, dtype=np.int64)
+    tokens_S[place] = pack_layout.tokens_T
+    index_T = _local_positions(sequences.lengths, sequences.starts, rank, layout.context)
     local_S = np.full(sequences.tokens, -1)
-    local_S[index_T.numpy()] = np.arange(len(index_T))
+    local_S[index_T] = np.arange(len(index_T))
     local_R = local_S[place[pack_layout.sources_R]]
-    mine_M = (local_R >= 0).nonzero()[0]
+    (mine_M,) = np.nonzero(local_R >= 0)
     predictions = predicted_once(local_R[mine_M], pack_layout.targets_R[mine_M])
     return Batch(
         members=pack_layout.rows,
         sequences=sequences,
         paths=[place[path] for path in pack_layout.paths],
-        tokens_T=tokens_S[index_T].to(device),
+        tokens_T=torch.from_numpy(tokens_S[index_T]).to(device),
         row_R=torch.from_numpy(pack_layout.row_R).to(device),
         targets_R=torch.from_numpy(pack_layout.targets_R).to(device),
         mine_M=torch.from_numpy(mine_M).to(device),

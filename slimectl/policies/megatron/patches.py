@@ -10,6 +10,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from slimectl.errors import BackendError, MissingExtraError
 
@@ -18,6 +23,7 @@ def install() -> None:
     """Patch the loaded modules; idempotent."""
     _patch_router_gate()
     _patch_delta_net()
+    _patch_gradient_norm()
 
 
 def _patch_router_gate() -> None:
@@ -41,6 +47,35 @@ def _patch_delta_net() -> None:
     from megatron.core.ssm import gated_delta_net
 
     gated_delta_net.HAVE_FLA = True
+
+
+def _patch_gradient_norm() -> None:
+    """Compute the norm of gradients, and clip them, without waiting for the GPU at every parameter.
+
+    megatron-core (0.16.1) without TransformerEngine and apex reads the norm of each gradient on the host, and scales
+    each by a copy. Delete when its local implementations are torch's _foreach functions.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _l2_norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """Norm [1] of all tensors of the lists."""
+    norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors])
+    return torch.stack(norms).float().norm()[None], None
+
+
+def _scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Multiply the tensors of the first list into those of the second, which are the same ones where it clips."""
+    sources, targets = map(list, lists)
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
 
 
 OLDEST, NEWER = (0, 16), (0, 20)

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from slimectl.policies.megatron.batch import Batch
-from slimectl.policies.token_batch import merge_metrics
+from slimectl.policies.token_batch import merge_metrics, read_metrics
 from slimectl.types import Metrics
 
 
@@ -25,8 +25,7 @@ def per_row(outputs: Sequence[dict[int, list[float]]], rows: int) -> list[list[f
 
 def totals(outputs: Sequence[dict[str, Tensor]]) -> Metrics:
     """Sum metrics by name over micro-batches and ranks, in order: bitwise equal on every rank."""
-    sums = merge_metrics(outputs)
-    return {"loss": 0.0} | merge_metrics(_gather_replicas({name: value.item() for name, value in sums.items()}))
+    return {"loss": 0.0} | merge_metrics(_gather_replicas(read_metrics(merge_metrics(outputs))))
 
 
 def _gather_replicas(part: dict[Any, Any]) -> list[dict[Any, Any]]:

@@ -113,3 +113,17 @@ def test_a_group_of_one_rank_exchanges_nothing_that_is_in_its_place(alone):
         with CommDebugMode() as calls:
             exchange(copy.zero_(), values, group=group, async_op=False)
         assert (calls.get_total_counts(), copy.tolist()) == (1, [0.0, 1.0, 2.0])
+
+
+def test_gradients_are_measured_and_clipped_as_mcore_does_it():
+    from megatron.core.utils import local_multi_tensor_scale
+
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [12.0]])]
+    norm_1, _ = patches._l2_norm(65536, torch.zeros(1), [gradients], False)
+    assert norm_1.tolist() == [13.0]  # by hand: sqrt(9 + 16 + 144)
+    expected, copies = [[g.clone() for g in gradients] for _ in range(2)]
+    local_multi_tensor_scale(65536, torch.zeros(1), [expected, expected], 0.5)
+    patches._scale(65536, torch.zeros(1), [gradients, copies], 0.5)
+    patches._scale(65536, torch.zeros(1), [gradients, gradients], 0.5)
+    for tensors in (gradients, copies):
+        assert all(map(torch.equal, tensors, expected))

@@ -1,0 +1,1 @@
+"""One rank's training step with fake tensors and a fake process group: its memory, collectives and devices."""
