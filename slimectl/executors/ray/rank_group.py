@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hmac
 import secrets
 import select
@@ -43,20 +42,8 @@ class RankActor:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(token + struct.pack("!I", seat.rank))
-        # Building imports some thousand modules; collections would look at their objects again and again.
-        gc.disable()
         # Unpickled in there: what cannot be imported here is reported like any other failure to build.
-        run_rank(_serve_pickled, lambda: pickled, _BuilderPipe(Connection(connection.detach()), seat.rank), seat)
-
-
-class _BuilderPipe(ConnectionPipe):
-    """Pipe of a rank that collects garbage from its first result on, which is that of building."""
-
-    def done(self, value: Any) -> None:
-        if not gc.isenabled():
-            gc.freeze()
-            gc.enable()
-        super().done(value)
+        run_rank(_serve_pickled, lambda: pickled, ConnectionPipe(Connection(connection.detach()), seat.rank), seat)
 
 
 def _serve_pickled(get_pickled: Callable[[], bytes], pipe: RankPipe) -> None:
