@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import slimectl
 from slimectl import errors
@@ -37,7 +37,7 @@ START = (
 LOADING_S = 600.0
 """Seconds in which an environment must be loaded; it may fetch its data set."""
 LAST_WORDS = 4000
-"""Characters of what a host printed that are kept for a message."""
+"""Bytes of what a host printed that are kept for a message."""
 
 
 class EpisodeError(Exception):
@@ -71,7 +71,7 @@ class EnvironmentHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._description: dict[str, Any] = {}
-        self._printed = bytearray()
+        self._output: OutputTail | None = None
 
     def description(self) -> dict[str, Any]:
         """Start the host where it does not run, and return what it says: tasks, counts and whether it rewards.
@@ -102,8 +102,9 @@ class EnvironmentHost:
             raise BackendError(f"rollout.env_python: {python} cannot be started: {error.strerror}") from None
         self._process = process
         weakref.finalize(self, _stop, process, self._folder, os.getpid())
-        threading.Thread(target=_keep_last, args=(process.stderr, self._printed), daemon=True).start()
         assert process.stdin is not None
+        assert process.stderr is not None
+        self._output = OutputTail(process.stderr)
         values = {"kind": specification.kind, "target": specification.target}
         values["arguments"] = json.loads(specification.arguments)
         with suppress(BrokenPipeError):
@@ -130,7 +131,7 @@ class EnvironmentHost:
 
     def last_words(self) -> str:
         """Return the last line that the environment printed, after a colon."""
-        lines = bytes(self._printed).decode(errors="replace").strip().splitlines()
+        lines = self._output.text().strip().splitlines() if self._output else []
         return f": {redact_text(lines[-1])[:300]}" if lines else ""
 
     @asynccontextmanager
@@ -221,12 +222,35 @@ class Episode:
         return values
 
 
-def _keep_last(stream: Any, printed: bytearray) -> None:
-    """Read a pipe to its end, so that its writer never waits, and keep the last words."""
-    with suppress(OSError, ValueError):
-        while chunk := os.read(stream.fileno(), 1 << 16):
-            printed += chunk
-            del printed[:-LAST_WORDS]
+class OutputTail:
+    """Reads a pipe in a thread, so that its writer never waits, and keeps the end of what was written."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._tail = bytearray()
+        self._lock = threading.Lock()
+        os.set_blocking(stream.fileno(), False)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def text(self) -> str:
+        """Return the last LAST_WORDS bytes that have been written by now, read by the thread or not."""
+        self._read()
+        return bytes(self._tail).decode(errors="replace")
+
+    def _follow(self) -> None:
+        with suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
+            selector.register(self._stream, selectors.EVENT_READ)
+            while self._read():
+                selector.select()
+
+    def _read(self) -> bool:
+        """Read what is there; return whether more can come."""
+        with self._lock, suppress(BlockingIOError):
+            while chunk := os.read(self._stream.fileno(), 1 << 16):
+                self._tail += chunk
+                del self._tail[:-LAST_WORDS]
+            return False
+        return True
 
 
 def _stop(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:

@@ -18,7 +18,7 @@ from agents.sessions import ScriptedEngine, call_text, merging_tokenizer
 from slimectl.api.stages import load_settings
 from slimectl.builders.data import prompts
 from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
-from slimectl.environments.episode import EnvironmentHost
+from slimectl.environments.episode import EnvironmentHost, OutputTail
 from slimectl.environments.port import EVALUATION_SEEDS
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 from slimectl.types import Sample, SamplingParams, Status
@@ -150,6 +150,18 @@ def test_an_episode_that_its_environment_breaks_off_is_played_again_and_its_proc
     assert len(pids) == 3
     gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert psutil.wait_procs(gone, timeout=300)[1] == []
+
+
+def test_the_end_of_an_output_is_all_that_was_written_by_now():
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as stream:
+        output = OutputTail(stream)
+        for i in range(500):
+            os.write(writing, f"line {i}\n".encode())
+            assert output.text().endswith(f"line {i}\n")
+        os.write(writing, b"x" * 10_000)  # more than is kept; no writer waits
+        assert output.text() == "x" * 4000
+        os.close(writing)
 
 
 def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: Path):
