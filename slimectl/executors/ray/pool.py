@@ -182,11 +182,14 @@ class Mapping:
         self._free.append(task.worker)
 
     def _overrun(self, task: Task) -> TimeoutError | None:
-        """Return the error of a task whose worker probably ended at a limit: Ray does not tell the signal."""
+        """Return the error of a task whose worker probably ended at a limit: Ray does not tell the signal.
+
+        All threads of the worker use up its CPU time, Ray's as well, so that half of the time may have passed.
+        """
         elapsed_s, cpu_s, wall_s = time.monotonic() - task.started, self._limited.cpu_s, self._limited.wall_s
         if wall_s is not None and elapsed_s >= wall_s:
             return overrun(WALL_SIGNAL, cpu_s, wall_s)
-        return overrun(CPU_SIGNAL, cpu_s, wall_s) if cpu_s is not None and elapsed_s >= cpu_s else None
+        return overrun(CPU_SIGNAL, cpu_s, wall_s) if cpu_s is not None and elapsed_s >= cpu_s / 2 else None
 
     def _replace(self, task: Task, result: BaseException) -> None:
         """Set the item's result to its worker's failure, and replace the worker."""
