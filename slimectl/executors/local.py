@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait
-from contextlib import ExitStack, suppress
-from multiprocessing.context import SpawnContext, SpawnProcess
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slimectl.data.streams import prefetch
-from slimectl.executors.child_signals import blocked_in_helpers, leave_to_parent
-from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, reset_signals, wall_limit
+from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
 from slimectl.protocols import Serve
-from slimectl.stdio import log_to_stderr
 
 if TYPE_CHECKING:
     from slimectl.executors.rank_group import LocalRanks
+    from slimectl.executors.worker_pool import WorkerPool
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,7 +36,7 @@ class LocalExecutor:
         self._abandoned = threading.Event()
         self._groups: list[LocalRanks] = []
         self._hosted = ExitStack()
-        self._pool: Any = None
+        self._pool: WorkerPool | None = None
         self._workers = 0
 
     def group(self, serve: Serve, build: Callable[[], Any], *, ranks: int) -> LocalRanks:
@@ -84,11 +80,11 @@ class LocalExecutor:
             return
         pool, wall_s = self._pool_of(workers), wall_limit(timeout_s, wall_timeout_s)
         limited = Limited(fn, prepare, timeout_s, wall_s)
-        window: deque[tuple[Item, Any]] = deque()
+        window: deque[tuple[Item, Future[Any]]] = deque()
 
-        def submit(item: Item) -> Any:
-            # The pool's own limit is for a worker that is stuck in preparing, or blocked without letting threads run.
-            return pool.schedule(limited, args=[item], timeout=None if wall_s is None else wall_s + WARM_UP_S)
+        def submit(item: Item) -> Future[Any]:
+            # This limit is for a worker that is stuck in preparing, or blocked without letting threads run.
+            return pool.submit(limited, item, timeout_s=None if wall_s is None else wall_s + WARM_UP_S)
 
         def next_result() -> Result | BaseException:
             item, future = window.popleft()
@@ -107,17 +103,14 @@ class LocalExecutor:
                 yield next_result()
         finally:
             for _, future in window:
-                future.cancel()
+                pool.cancel(future)
 
-    def _pool_of(self, workers: int) -> Any:
+    def _pool_of(self, workers: int) -> WorkerPool:
         if self._pool is None or self._workers != workers:
-            from pebble import ProcessPool
+            from slimectl.executors.worker_pool import WorkerPool
 
             self._end_pool()
-            # spawn: forking a process that holds torch's threads can deadlock.
-            with blocked_in_helpers():
-                self._pool = ProcessPool(workers, context=_WorkerContext(), initializer=_set_up_worker)
-            self._workers = workers
+            self._pool, self._workers = WorkerPool(workers), workers
         return self._pool
 
     def close(self) -> None:
@@ -131,37 +124,8 @@ class LocalExecutor:
 
     def _end_pool(self) -> None:
         if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+            self._pool.close()
             self._pool = None
-
-
-STOP_SIGNAL = signal.SIGUSR2
-"""Signal by which the parent ends a worker."""
-
-
-class _WorkerProcess(SpawnProcess):
-    """A worker that `terminate` ends by a signal of its own."""
-
-    def terminate(self) -> None:
-        if self.pid is not None and self.exitcode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, STOP_SIGNAL)
-
-
-class _WorkerContext(SpawnContext):
-    Process = _WorkerProcess
-
-
-def _set_up_worker() -> None:
-    """Send messages to stderr, and leave to the parent what ends a command.
-
-    Ctrl-C and a closed terminal reach the whole process group, and a scheduler's SIGTERM all processes of a job.
-    """
-    log_to_stderr()
-    reset_signals()
-    signal.signal(STOP_SIGNAL, signal.getsignal(signal.SIGTERM))  # the pool's own handler, which cleans up
-    leave_to_parent()
 
 
 def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:
@@ -174,15 +138,15 @@ def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Re
         yield result
 
 
-def _outcome(future: Any, limited: Limited) -> Any | BaseException:
-    from pebble import ProcessExpired
+def _outcome(future: Future[Any], limited: Limited) -> Any | BaseException:
+    from slimectl.executors.worker_pool import WorkerDiedError, WorkerStuckError
 
     try:
         return future.result()
-    except FutureTimeout as error:
-        return error if limited.wall_s is None else TimeoutError(f"took longer than {limited.wall_s:g} s")
-    except ProcessExpired as error:
-        code = error.exitcode or 0
+    except WorkerStuckError:
+        return TimeoutError(f"took longer than {limited.wall_s:g} s")
+    except WorkerDiedError as error:
+        code = error.exit_code
         if code < 0 and (late := overrun(-code, limited.cpu_s, limited.wall_s)):
             return late
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
