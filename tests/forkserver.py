@@ -19,10 +19,12 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -218,6 +220,22 @@ def _zygote() -> socket.socket:
     _start(code, [], Path.cwd(), {**os.environ}, theirs, None, None, fork_children=False)
     theirs.close()
     return ours
+
+
+@functools.cache
+def ray_workers() -> str:
+    """Return the address of the process that forks the workers of Ray (tests/ray_worker.py); it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    address = f"{tempfile.mkdtemp()}/ray_workers"
+    atexit.register(shutil.rmtree, os.path.dirname(address))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        code = "import os, socket, zygote\nzygote.listen(*(socket.socket(fileno=os.dup(number)) for number in (1, 0)))"
+        _start(code, [], Path.cwd(), {**os.environ}, theirs, listener, None, fork_children=False)
+    theirs.close()
+    atexit.register(ours.close)
+    return address
 
 
 def _connection() -> socket.socket:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+import forkserver
+import psutil
+import ray_worker
 
 CONFIG = {
     "RAY_memory_monitor_refresh_ms": "0",  # off: how full this machine is, is not what is tested
@@ -13,7 +19,7 @@ CONFIG = {
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_initial_delay_ms": "0",
 }
-STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False}
+STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False, "setup_worker_path": ray_worker.__file__}
 """What workers print reaches a driver in tests/executors/test_ray.py, on a cluster of its own: the monitor of logs
 reads all files of all machines again and again."""
 MACHINE = {"num_cpus": 2, "num_gpus": 4, **STORE}
@@ -28,7 +34,7 @@ def shared() -> Any:
     if not _running:
         from ray.cluster_utils import Cluster
 
-        os.environ.update(CONFIG)
+        os.environ.update(CONFIG | {ray_worker.ADDRESS: forkserver.ray_workers()})
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **STORE}
         _running.append(Cluster(initialize_head=True, head_node_args=head))
         complete(_running[0])
@@ -42,7 +48,7 @@ def stop() -> None:
         session = machines.head_node.get_session_dir_path()
         machines.shutdown()
         shutil.rmtree(session, ignore_errors=True)
-        for name in CONFIG:
+        for name in (*CONFIG, ray_worker.ADDRESS):
             del os.environ[name]
 
 
@@ -50,6 +56,23 @@ def complete(machines: Any) -> None:
     """Replace the machines that a test has removed."""
     while len(machines.worker_nodes) < COUNT:
         machines.add_node(**MACHINE)
+
+
+def processes(machine: Any) -> list[psutil.Process]:
+    """Return the workers of a machine and their descendants; for each worker a child of its raylet waits."""
+    left: list[psutil.Process] = []
+    for child in psutil.Process(machine.all_processes["raylet"][0].process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            for pid in _awaited(child.pid):
+                worker = psutil.Process(pid)
+                left += [worker, *worker.children(recursive=True)]
+    return left
+
+
+def _awaited(pid: int) -> list[int]:
+    """Return the processes that a process has pidfds of, by proc(5)."""
+    texts = [file.read_text() for file in Path(f"/proc/{pid}/fdinfo").iterdir()]
+    return [int(number) for text in texts for number in re.findall(r"^Pid:\t(\d+)$", text, re.MULTILINE)]
 
 
 def is_gone(session: str) -> bool:

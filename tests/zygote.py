@@ -19,6 +19,7 @@ import os
 import random
 import resource
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -57,28 +58,36 @@ class Zygote:
         """
         if os.getpid() != self._owner:
             return None
-        request = {
-            "arguments": [*arguments],
-            "targets": [*descriptors],
-            "env": dict(env),
-            "cwd": os.getcwd(),
-            "session": session,
-            "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
-            "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-            "limits": [(number, *resource.getrlimit(number)) for number in LIMITS],
-        }
+        request = describe(arguments, descriptors, env, session=session)
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans below become children of this process
             try:
                 control = self._connect()
-                socket.send_fds(control, [json.dumps(request).encode()], [*descriptors.values()])
+                socket.send_fds(control, [request], [*descriptors.values()])
                 reply = control.recv(64)
             except OSError:
                 return None
             finally:
                 prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return int(reply) if reply else None
+
+
+def describe(
+    arguments: Sequence[str], descriptors: Mapping[int, int], env: Mapping[str, str], *, session: bool = False
+) -> bytes:
+    """Return the request for `python ARGUMENTS` with all that it would inherit from this process."""
+    request = {
+        "arguments": [*arguments],
+        "targets": [*descriptors],
+        "env": dict(env),
+        "cwd": os.getcwd(),
+        "session": session,
+        "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "limits": [(number, *resource.getrlimit(number)) for number in LIMITS],
+    }
+    return json.dumps(request).encode()
 
 
 class Child:
@@ -138,13 +147,39 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
 # --- the process that forks -------------------------------------------------------------------------------------------
 
 
-def serve(control: socket.socket) -> NoReturn:
-    """Fork a process for every request until the connection ends."""
+def detach() -> None:
+    """Keep no stream of the process that started this one, and ignore the signals to all processes of a command."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a signal to all processes of a command is the command's
+        signal.signal(number, signal.SIG_IGN)
     with open(os.devnull, "r+b") as nothing:
         for stream in (0, 1, 2):
-            os.dup2(nothing.fileno(), stream)  # whoever reads the command's output need not wait for this process
+            os.dup2(nothing.fileno(), stream)
+
+
+def listen(listener: socket.socket, control: socket.socket) -> NoReturn:
+    """Fork a process for every connection to `listener` until `control` ends; it stays a child of this process."""
+    detach()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that have ended
+    while listener in select.select([listener, control], [], [])[0]:
+        connection = listener.accept()[0]
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 64)
+        if message and (pid := os.fork()) == 0:
+            for held in (listener, control, connection):
+                held.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            request: dict[str, Any] = json.loads(message)
+            take_over(request, dict(zip(request["targets"], descriptors, strict=True)))
+            become(request["arguments"])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with connection, contextlib.suppress(BrokenPipeError):
+            connection.send(str(pid).encode())
+    os._exit(0)
+
+
+def serve(control: socket.socket) -> NoReturn:
+    """Fork a process for every request until the connection ends."""
+    detach()
     while True:
         try:
             message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 64)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from forkserver import ForkedProcess
+from machines import processes
 from workshop import Workshop, alike, set_up
 
 ROUNDS = ["-s", "run.num_rollout=4", "-s", "rollout.max_response_len=20", "-s", "rollout.ignore_eos=true"]
@@ -163,7 +164,7 @@ def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undis
     process = started(workshop, *ROUNDS, *TWO_RANKS, "--name", "shot-at", "--ray-address", ray_machines.address)
     until(lambda: rounds_done(workshop, "shot-at") == 3, process=process)
     machine = machine_of_the_ranks(ray_machines)
-    workers = raylet(machine).children(recursive=True)
+    workers = processes(machine)
     ray_machines.remove_node(machine, allow_graceful=False)
     for worker in workers:  # they outlive their raylet by up to a second, in which the run could end
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -174,14 +175,10 @@ def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undis
     alike(undisturbed, workshop.metrics("shot-at"))
 
 
-def raylet(machine: Any) -> psutil.Process:
-    return psutil.Process(machine.all_processes["raylet"][0].process.pid)
-
-
 def machine_of_the_ranks(machines: Any) -> Any:
-    """The one below whose raylet two actors hold a rank each."""
+    """The one on which two actors hold a rank each."""
     for machine in machines.worker_nodes:
-        if sum("RankActor" in " ".join(child.cmdline()) for child in raylet(machine).children(recursive=True)) >= 2:
+        if sum("RankActor" in " ".join(process.cmdline()) for process in processes(machine)) >= 2:
             return machine
     raise AssertionError("no machine has two ranks")
 
