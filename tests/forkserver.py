@@ -144,13 +144,19 @@ def start_python(
 
 
 def run_python(
-    code: str, arguments: Sequence[str] = (), *, cwd: Path, env: dict[str, str] | None = None, timeout_s: float = 300
+    code: str,
+    arguments: Sequence[str] = (),
+    *,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    stdin: str = "",
+    timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -c CODE ARGUMENTS` to its end."""
+    """Run `python -c CODE ARGUMENTS`, which reads the text `stdin`, to its end."""
     pipe = subprocess.PIPE
-    with start_python(code, arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+    with start_python(code, arguments, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout_s)
+            stdout, stderr = process.communicate(stdin.encode(), timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

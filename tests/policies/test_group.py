@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 from policy_cases import Clipped, Failing, WeightedNegativeLogProb, new_policy, random_rows
@@ -192,7 +193,7 @@ group = DistributedPolicy(LocalExecutor(), partial(new_policy, Path({str(model_d
 print(*[process.pid for process in group._ranks._processes], flush=True)
 time.sleep(60)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = forkserver.start_python(code, cwd=Path.cwd(), stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2

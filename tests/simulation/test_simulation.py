@@ -1,6 +1,6 @@
 """A training step's program on fake tensors: what it reports of a rank, and the faults that it must find.
 
-Every simulation is a process of its own, as it patches torch.
+Every simulation is a process of its own, as it patches torch; Megatron-core must not be imported before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 from typer.testing import CliRunner
 
@@ -46,14 +47,17 @@ def run_of(**fields: Any) -> Run:
     return Run(**{"policy": "fsdp", "seq_len": 256, "max_tokens_per_gpu": 256, **fields})
 
 
-def simulated(run: Run, ranks: list[int], *program: str) -> list[dict[str, Any]]:
-    """Results of ranks of the card `tiny`."""
+def simulated(run: Run, ranks: list[int], program: str | None = None) -> list[dict[str, Any]]:
+    """Results of ranks of the card `tiny`; of `program`, in a forked process, where it stands in for slimectl's."""
     config = with_defaults(cards.load("tiny")["config"])
     every = {task["rank"]: task for task in tasks(config, run)}
     results = []
     for rank in ranks:
-        command = [sys.executable, *(program or ("-m", "slimectl.simulation.rank"))]
-        done = subprocess.run(command, input=json.dumps(every[rank]), capture_output=True, text=True, check=False)
+        if program is not None:
+            done = forkserver.run_python(program, cwd=Path.cwd(), stdin=json.dumps(every[rank]))
+        else:
+            command = [sys.executable, "-m", "slimectl.simulation.rank"]
+            done = subprocess.run(command, input=json.dumps(every[rank]), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         results.append(json.loads(done.stdout))
     return results
@@ -68,9 +72,7 @@ def test_representatives_have_a_neighbour_of_the_first_rank_in_every_kind_of_gro
     assert representatives(Run(64, layout)) == [0, 1, 2, 4, 16, 63]
 
 
-def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch):
     clean: list[dict[str, Any]] = []
     run_rank = report._simulated
     monkeypatch.setattr(report, "_simulated", lambda task: clean.append(run_rank(task)) or clean[-1])
@@ -85,9 +87,7 @@ def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_f
     run = run_of(world=2)
     assert [line for rank in clean for line in wrong_devices(rank, run)] == []
 
-    program = tmp_path / "faulty.py"
-    program.write_text(FAULTS)
-    (faulty,) = simulated(run, [1], str(program))
+    (faulty,) = simulated(run, [1], FAULTS)
     (line,) = mismatches(calls([clean[0], faulty]))
     assert "ranks 0 and 1, group 0-1" in line
     assert "allreduce_(float32 []) on rank 1" in line

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import forkserver
 import pytest
 import torch
 
@@ -127,8 +127,8 @@ def test_from_shared_memory_in_several_calls(server: Any, tensors: Tensors, want
 @pytest.mark.parametrize("way", ["one_by_one", "flattened_bucket"])
 def test_from_a_broadcast(way: str, server: Any, other: Path, tensors: Tensors, wanted: list[int]) -> None:
     with SharedPort() as port:
-        command = [sys.executable, "-c", TRAINER, str(port), str(other), way]
-        trainer = subprocess.Popen(command, stdin=subprocess.PIPE)
+        words = [str(port), str(other), way]
+        trainer = forkserver.start_python(TRAINER, words, cwd=other, stdin=subprocess.PIPE)
     try:
         place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         server.good("/init_weights_update_group", {**place, "group_name": "g", "backend": "gloo"})
@@ -166,8 +166,8 @@ class SharedPort:
 
 def test_a_trainer_that_dies_is_an_error_and_the_group_can_be_left(server: Any, other: Path, tensors: Tensors) -> None:
     with SharedPort() as port:
-        command = [sys.executable, "-c", TRAINER, str(port), str(other), "one_by_one"]
-        trainer = subprocess.Popen(command, stdin=subprocess.PIPE)
+        words = [str(port), str(other), "one_by_one"]
+        trainer = forkserver.start_python(TRAINER, words, cwd=other, stdin=subprocess.PIPE)
     place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     server.good("/init_weights_update_group", {**place, "group_name": "g", "backend": "gloo"})
     trainer.kill()
