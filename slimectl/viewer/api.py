@@ -137,12 +137,12 @@ class ViewApi:
 
     def _images(self, parameters: Parameters) -> list[dict[str, str]]:
         """Return the images of a sample, small, as addresses that hold them; in place of one that is gone, why."""
-        record = self._index(parameters).record(_integer(parameters, "row"))
-        answers = []
-        for source in record_images(record, self._file(parameters).path.parent):
+        file, record = self._file(parameters), self._index(parameters).record(_integer(parameters, "row"))
+        folders, answers = self.library.image_folders(file), []
+        for source in record_images(record, file.path.parent):
             name = source if isinstance(source, str) else "in the record"
             try:
-                data = base64.b64encode(thumbnail(source)).decode()
+                data = base64.b64encode(thumbnail(source, folders=folders)).decode()
                 answers.append({"name": name, "address": f"data:image/png;base64,{data}"})
             except SlimectlError as error:
                 answers.append({"name": name, "error": str(error)})

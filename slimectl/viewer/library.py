@@ -16,10 +16,13 @@ from slimectl.data.locks import holder_of
 from slimectl.data.manifest import manifest_path
 from slimectl.data.ownership import LOCK
 from slimectl.data.sample_index import SampleIndex, TrainedSampleIndex
+from slimectl.data.sources import source_folders
 from slimectl.errors import SettingsError
 
 ROUND = re.compile(r"step_(\d{6,})")
 EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
+DATA = re.compile(r"(rollout|sft_warmup)\.data|eval\.data\.[^.]+(\.path)?")
+"""Settings that name prompts."""
 MAX_METRICS_BYTES = 8 << 20
 """Most bytes of a metrics file in one answer; the page asks for the rest at once."""
 
@@ -188,6 +191,15 @@ class Library:
         folder = Path(path) if isinstance(path, str) else None
         return folder if folder is not None and (folder / "tokenizer_config.json").exists() else None
 
+    def image_folders(self, file: SamplesFile) -> list[Path]:
+        """Return the folders below which the images of a file's samples are read: its own or its run's, and those of
+        the data that run.toml or, of a file of no run, the manifest names."""
+        if file.run is not None:
+            run = self.run(file.run)
+            return [run.path, *_data_folders(run.settings)]
+        settings = _manifest(file.path).get("settings")
+        return [file.path.parent, *_data_folders(dict(_flat(settings)) if isinstance(settings, dict) else {})]
+
     def catalogue(self) -> dict[str, Any]:
         """Return runs and files as the page lists them."""
         runs = [
@@ -247,6 +259,15 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         name = f"{prefix}{key}"
         pairs += _flat(value, f"{name}.") if isinstance(value, dict) else [(name, value)]
     return pairs
+
+
+def _data_folders(settings: dict[str, Any]) -> Iterator[Path]:
+    """Yield the folders of the prompts that settings name, by dotted key."""
+    for key, value in settings.items():
+        if DATA.fullmatch(key):
+            for source in value if isinstance(value, list) else [value]:
+                with suppress(OSError, ValueError):
+                    yield from source_folders(str(source))
 
 
 def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:

@@ -192,3 +192,43 @@ def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
     data = base64.b64decode(first["address"].removeprefix("data:image/png;base64,"))
     assert struct.unpack(">II", data[16:24]) == (256, 85)
     assert second["error"].endswith("secret.txt: is no image of PNG, JPEG, WEBP, GIF, BMP; convert it")
+
+
+def test_images_come_from_files_of_the_samples_their_run_and_its_data_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A samples file in a folder of its own, and a run whose data lie elsewhere, name everything around them."""
+    secret, data = tmp_path / "private" / "secret.png", tmp_path / "data"
+    run, named = tmp_path / "runs" / "a", tmp_path / "some" / "named" / "folder" / "samples.jsonl"
+    for folder in (secret.parent, data, run / "step_000001", named.parent):
+        folder.mkdir(parents=True)
+    image_file(secret, width=30, height=20)
+    image_file(data / "prompt.png", width=30, height=20)
+    (data / "prompts.jsonl").write_text("{}\n")
+    (run / "run.toml").write_text(f"[rollout]\ndata = ['{data}/prompts.jsonl@[0:1]', 'no/such/file']\n")
+    refused: dict[str, str] = {
+        str(secret): "lies outside", "../../../private/secret.png": "lies outside",
+        "link.png": "lies outside", "folder/secret.png": "lies outside",
+        "/dev/zero": "lies outside", "zero": "lies outside", "fifo": "no regular file", ".": "no regular file",
+        "a\0b": "cannot be read", "half \ud800": "cannot be read", "loop": "cannot be read", "gone.png": "No such file",
+        "large": "more than 0 MiB", str(data / "prompt.png"): "lies outside",
+    }  # fmt: skip
+    for samples in (run / "step_000001" / "samples.jsonl", named):
+        folder = samples.parent
+        (folder / "link.png").symlink_to(secret)
+        (folder / "folder").symlink_to(secret.parent)
+        (folder / "zero").symlink_to("/dev/zero")
+        (folder / "loop").symlink_to("loop")
+        os.mkfifo(folder / "fifo")
+        image_file(folder / "own.png", width=30, height=20)
+        (folder / "large").write_bytes(b"\x89PNG" + b" " * 9000)
+        samples.write_text(json.dumps({"multimodal_inputs": {"images": [*refused, "own.png"]}}) + "\n")
+    monkeypatch.setattr("slimectl.data.images.MAX_BYTES", 9000)
+    for path in (run, named):
+        with viewing(path) as view:
+            *answers, last = view.ask(f"images?file={'n0.r1' if path == run else 'f0'}&row=0")
+        reasons = [reason in answer.get("error", "") for reason, answer in zip(refused.values(), answers, strict=True)]
+        assert reasons == [True] * (len(refused) - 1) + [path == named], answers
+        assert "address" in last
+        assert ("address" in answers[-1]) == (path == run)  # the data of its run
+        assert not any("\n" in answer.get("error", "") for answer in answers)
