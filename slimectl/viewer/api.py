@@ -29,6 +29,8 @@ from slimectl.viewer.token_view import Decoders, sample_view
 INDEX_S = 0.5
 """Seconds that a question waits for an index to grow; the page asks again until it is complete."""
 PAGE = 50
+MAX_UNTRAINED = 100
+"""Most samples in the list of those that no step trained on."""
 CLOCKS = ("perf/total_time", "perf/eval_time")
 """Metrics that the page sums to the time axis, which ROLL does not have."""
 
@@ -47,6 +49,7 @@ class ViewApi:
             "settings": lambda parameters: self.library.settings_table(),
             "metrics": self._metrics,
             "histograms": self._histograms,
+            "dropped": self._dropped,
             "groups": self._groups,
             "group": lambda parameters: queries.group(self._index(parameters), _integer(parameters, "group")),
             "sample": self._sample,
@@ -94,6 +97,15 @@ class ViewApi:
         # The samples of round n are trained by the weights of version n - 1; an evaluation trains nothing.
         version = file.round - 1 if file.kind == "round" and file.round is not None else None
         return queries.histograms(self._index(parameters), version=version)
+
+    def _dropped(self, parameters: Parameters) -> dict[str, Any]:
+        """Return what a round counted as dropped or marked, and the samples, if known, that no step trained on."""
+        file = self._file(parameters)
+        if file.run is None or file.round is None or file.kind != "round":
+            raise SettingsError(f"file {file.id!r}: is of no round")
+        counts = self.library.run(file.run).dropped(file.round, _integer(parameters, "offset", 0))
+        rows = self._index(parameters).rows_without_training()
+        return counts | {"untrained": rows and rows[:MAX_UNTRAINED], "untrained_total": rows and len(rows)}
 
     def _groups(self, parameters: Parameters) -> dict[str, Any]:
         return queries.list_groups(

@@ -66,6 +66,8 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     for file in files:
         yield "histograms", {"file": file.id}
         yield "groups", {"file": file.id}
+        if file.kind == "round":
+            yield "dropped", {"file": file.id}
     prompts: set[tuple[str, str]] = set()
     for file in files:
         for line in api.answer("groups", {"file": file.id, "limit": str(PAGE)})["groups"][:MAX_GROUPS]:

@@ -21,6 +21,8 @@ from slimectl.errors import SettingsError
 
 ROUND = re.compile(r"step_(\d{6,})")
 EVALUATION = re.compile(r"(.+)-(\d{6,})\.jsonl")
+DROPPED = re.compile(r"drop|filter|truncat|abort|fail|too_long|stale|no_signal|zero_std")
+"""Metrics that count what a round dropped or marked."""
 DATA = re.compile(r"(rollout|sft_warmup)\.data|eval\.data\.[^.]+(\.path)?")
 """Settings that name prompts."""
 MAX_METRICS_BYTES = 8 << 20
@@ -108,6 +110,28 @@ class RunSource:
             answer[name], answer["offsets"][name] = lines, end
             answer["more"] |= more
         return answer
+
+    def dropped(self, number: int, offset: int = 0) -> dict[str, Any]:
+        """Return what each step of a round counted as dropped or marked: metric to its value in each step.
+
+        `offset` is where the lines of the round begin, as an earlier answer said: a long run is not read again.
+        """
+        mark, path = re.compile(rb'"rollout_id": ?%d\b' % number), self.path / "metrics.jsonl"
+        first, steps, more = None, list[dict[str, Any]](), True
+        while more:
+            text, start, more = _whole_lines(path, offset)
+            offset = start + len(text)
+            for match in mark.finditer(text):
+                begin = text.rfind(b"\n", 0, match.start()) + 1
+                line = _json_line(text[begin : text.find(b"\n", match.end())])
+                metrics = line.get("metrics") if line.get("rollout_id") == number else None
+                if isinstance(metrics, dict) and any(not name.startswith("eval/") for name in metrics):
+                    first = start + begin if first is None else first
+                    steps.append(metrics)
+        names = dict.fromkeys(name for metrics in steps for name in metrics if DROPPED.search(name))
+        counts = {name: [metrics.get(name) for metrics in steps] for name in names if not name.startswith("eval/")}
+        return {"steps": len(steps), "offset": offset if first is None else first,
+                "counts": {name: values for name, values in counts.items() if any(values)}}  # fmt: skip
 
     def all_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield every line of metrics.jsonl and perf.jsonl, a part of the files in memory at a time."""
@@ -275,19 +299,37 @@ def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
 
     A file that became shorter, as a resume makes it, is read from its start: offset 0 comes back with its lines.
     """
-    if not _is_file(path):
-        return [], 0, False
-    with path.open("rb") as file:
-        if offset > _size(path):
-            return [], 0, True
-        file.seek(offset)
-        text = file.read(MAX_METRICS_BYTES)
-    whole = text[: text.rfind(b"\n") + 1]
+    if offset > _size(path):
+        return [], 0, _is_file(path)
+    text, start, more = _whole_lines(path, offset)
     lines = []
-    for line in whole.splitlines():
+    for line in text.splitlines():
         with suppress(ValueError):
             lines.append(json.loads(line))
-    return lines, offset + len(whole), len(text) == MAX_METRICS_BYTES and bool(whole)
+    return lines, start + len(text), more
+
+
+def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:
+    """Return the next complete lines of a file, where they begin, and whether more follow.
+
+    They begin at 0 where the file became shorter than the offset.
+    """
+    if not _is_file(path):
+        return b"", 0, False
+    with path.open("rb") as file:
+        start = offset if offset <= _size(path) else 0
+        file.seek(start)
+        text = file.read(MAX_METRICS_BYTES)
+    whole = text[: text.rfind(b"\n") + 1]
+    return whole, start, len(text) == MAX_METRICS_BYTES and bool(whole)
+
+
+def _json_line(line: bytes) -> dict[str, Any]:
+    """Return the object in a line; an empty one if it has none."""
+    with suppress(ValueError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -164,6 +164,23 @@ def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     assert "order=down" in page.evaluate("location.hash")
 
 
+def test_a_round_says_what_its_own_steps_dropped(page: Any, view: View, workshop: Workshop):
+    texts = []
+    for number in (1, 2):
+        (metrics,) = (
+            line["metrics"]
+            for line in workshop.metrics("b")
+            if line["rollout_id"] == number and "rollout/step" in line["metrics"]
+        )
+        open_page(page, view, f"round/n1.r{number}")
+        page.locator(".dropped summary").click()
+        shown = dict(zip(*(page.locator(f".dropped {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+        assert shown["rollout/truncated_ratio"] == f"{metrics['rollout/truncated_ratio']:.4g}"
+        assert all(float(text) == pytest.approx(metrics[name], rel=1e-3) for name, text in shown.items()), shown
+        texts.append(shown)
+    assert texts[0] != texts[1]
+
+
 def test_keys_lead_through_a_round_to_a_group_and_back(page: Any, view: View):
     file = file_of(view, "round 1", "a")
     open_page(page, view, f"round/{file['id']}")

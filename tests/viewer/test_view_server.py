@@ -137,6 +137,44 @@ def test_links_are_not_followed_and_an_unfinished_line_waits(view: View):
     assert rest["metrics"] == []
 
 
+def test_a_round_counts_what_its_own_steps_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three rounds of two steps, an evaluation before and after each, read in parts of 1 kB."""
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "run.toml").touch()
+    lines = [{"step": 0, "rollout_id": 0, "metrics": {"eval/x-truncated_ratio": 0.9, "eval/step": 0.0}}]
+    for number in (1, 2, 3):
+        (run / f"step_{number:06d}").mkdir()
+        hostile_samples(run / f"step_{number:06d}" / "samples.jsonl")
+        drops = {f"rollout/dynamic_filter/drop_{number}": float(number), "rollout/no_signal": 0.0, "x" * 600: 1.0}
+        lines += [
+            {"step": 2 * number - 1, "rollout_id": number, "metrics": drops},
+            {"step": 2 * number, "rollout_id": number, "metrics": {"rollout/truncated_ratio": number / 8}},
+            {"step": 2 * number, "rollout_id": number, "metrics": {"eval/x-truncated_ratio": 0.8}},
+        ]
+    metrics = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(metrics.rsplit("\n", 3)[0] + '\n{"rollout_id": 3')
+    samples = (run / "step_000001" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (run / "step_000001" / "train_data.jsonl").write_text("".join(samples[:3] + samples[4:]))
+    monkeypatch.setattr("slimectl.viewer.library.MAX_METRICS_BYTES", 1000)
+    with viewing(run) as view:
+        assert view.ask("dropped?file=n0.r1")["untrained"] == [3]
+        for number in (1, 2):
+            answer = view.ask(f"dropped?file=n0.r{number}")
+            again = view.ask(f"dropped?file=n0.r{number}&offset={answer['offset']}")
+            assert answer == again
+            assert answer["steps"] == 2
+            assert answer["counts"] == {
+                f"rollout/dynamic_filter/drop_{number}": [number, None], "rollout/truncated_ratio": [None, number / 8],
+            }  # fmt: skip
+            assert metrics[answer["offset"] :].startswith(json.dumps(lines[3 * number - 2]))
+        growing = view.ask("dropped?file=n0.r3")
+        (run / "metrics.jsonl").write_text(metrics)
+        complete = view.ask(f"dropped?file=n0.r3&offset={growing['offset']}")
+        assert (growing["steps"], complete["steps"], complete["untrained"]) == (1, 2, None)
+        assert complete["counts"]["rollout/truncated_ratio"] == [None, 0.375]
+
+
 def test_a_file_that_a_resume_made_shorter_is_read_again(view: View):
     answer = view.ask("metrics?run=n0&metrics=99999")
     assert (answer["offsets"]["metrics"], answer["more"]) == (0, True)
