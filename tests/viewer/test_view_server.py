@@ -19,6 +19,8 @@ from views import TOKEN, View, hostile_samples, viewing
 from vision_models import image_file
 
 from slimectl.errors import SettingsError
+from slimectl.viewer.api import ViewApi
+from slimectl.viewer.export import write_page
 from slimectl.viewer.library import Library
 
 
@@ -270,3 +272,35 @@ def test_images_come_from_files_of_the_samples_their_run_and_its_data_alone(
         assert "address" in last
         assert ("address" in answers[-1]) == (path == run)  # the data of its run
         assert not any("\n" in answer.get("error", "") for answer in answers)
+
+
+def test_a_self_contained_page_that_is_full_has_the_newest_with_their_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of nine rounds with an evaluation after each, with sixteen groups of a sample, a part fits."""
+    image_file(tmp_path / "a.png", width=20, height=10)
+    encoded = {"bytes": base64.b64encode((tmp_path / "a.png").read_bytes()).decode()}
+    run = tmp_path / "a"
+    (run / "eval").mkdir(parents=True)
+    (run / "run.toml").touch()
+    for number in range(1, 10):
+        (run / f"step_{number:06d}").mkdir()
+        lines = [{"group_index": group, "index": group, "prompt": f"{number} {group}", "response": "x" * 5000}
+                 for group in range(16)]  # fmt: skip
+        lines[0]["multimodal_inputs"] = {"images": [encoded]}
+        for file in (run / f"step_{number:06d}" / "samples.jsonl", run / "eval" / f"small-{number:06d}.jsonl"):
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("slimectl.viewer.export.MAX_BYTES", 1_200_000)
+    summary = write_page(ViewApi(Library([run]), lambda folder: None), tmp_path / "view.html")
+    text = (tmp_path / "view.html").read_text()
+    answers = json.loads(text.partition('id="answers">')[2].partition("</script>")[0])
+    assert "pages are left out" in summary
+    assert len(text) < 2_000_000
+    overviews = {f"groups?file=n0.r{n}" for n in range(1, 10)} | {f"groups?file=n0.e{n}.small" for n in range(1, 10)}
+    assert overviews <= answers.keys()
+    for file in ("n0.e9.small", "n0.r9", "n0.e8.small"):
+        assert {f"group?file={file}&group=7", f"sample?file={file}&row=7", f"raw?file={file}&row=7"} <= answers.keys()
+        assert answers[f"images?file={file}&row=0"][0]["address"].startswith("data:image/png;base64,")
+        number = next(line["hash"] for line in answers[f"groups?file={file}"]["groups"] if line["group"] == 7)
+        assert f"prompt?hash={number}&run=n0" in answers
+    assert "group?file=n0.r1&group=7" not in answers
