@@ -23,6 +23,7 @@ from slimectl.settings.loading import resolve
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.types import Sample
 from slimectl.viewer import queries
+from slimectl.viewer.commands import commands
 from slimectl.viewer.library import Library, SamplesFile
 from slimectl.viewer.token_view import Decoders, sample_view
 
@@ -125,24 +126,9 @@ class ViewApi:
         view = sample_view(index, row, start=_integer(parameters, "start", 0), decode=decode)
         columns = index.columns()
         group = int(columns["group"][row])
-        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": self._commands(file, view, row)}
-
-    def _commands(self, file: SamplesFile, view: dict[str, Any], row: int) -> list[dict[str, str]]:
-        """Return the commands that sample a prompt again and that explain its reward."""
-        one = f"'{file.path}@[{row}:{row + 1}]'"
-        if file.run is None:
-            return [{"title": "sample this prompt again", "command": f"slimectl rollout --model DIR --data {one} -n 1"}]
-        run = self.library.run(file.run)
-        weights = run.path / f"step_{(file.round or 0) - (file.kind == 'round'):06d}"
-        model = weights if (weights / "policy").is_dir() else run.path / "latest"
-        again = f"slimectl rollout -c {run.path / 'run.toml'} --model {model} --data {one} -n 1"
-        return [
-            {"title": "sample this prompt again", "command": again},
-            {
-                "title": "sample and grade it",
-                "command": f"{again} | slimectl score - -c {run.path / 'run.toml'} --explain",
-            },
-        ]
+        run = None if file.run is None else self.library.run(file.run)
+        again = commands(run, file, view["record"], row)
+        return view | {"group": group, "hash": int(columns["prompt"][row]), "commands": again}
 
     def _raw(self, parameters: Parameters) -> Any:
         return self._index(parameters).record(_integer(parameters, "row"))

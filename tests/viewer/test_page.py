@@ -56,7 +56,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[..., 
     workshop.slimectl("run", "-s", "run.num_rollout=4", "-s", "run.keep_samples=train", *agent)
     assert "  slimectl view runs/a\n" in workshop.stderr
     exact = ("-s", "score.custom_rm_path=none", "-s", "score.rm_type=f1", "-s", "train.lr=5e-4")
-    workshop.slimectl("run", "--name", "b", "-s", "run.num_rollout=2", *exact)
+    evaluation = ("-s", "eval.temperature=0", "-s", "eval.max_response_len=9")
+    workshop.slimectl("run", "--name", "b", "-s", "run.num_rollout=2", *exact, *evaluation)
     return workshop
 
 
@@ -239,6 +240,34 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     page.wait_for_selector("text=rollout_log_probs")
     page.locator(".commands button").first.click()
     page.wait_for_selector("text=copied")
+
+
+def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
+    """The initial model wrote round 1, the checkpoint after it round 2; the evaluation is greedy and short."""
+    run = workshop.folder / "runs" / "b"
+    state = json.loads((run / "step_000002" / "state.json").read_text())
+
+    def sample_of(title: str, row: int) -> tuple[dict, list[dict]]:
+        file = file_of(view, title, "b")
+        return view.ask(f"raw?file={file['id']}&row={row}"), view.ask(f"sample?file={file['id']}&row={row}")["commands"]
+
+    for title, row in (("round 1", 5), ("round 2", 9), ("small after round 2", 2)):
+        record, (replay, graded) = sample_of(title, row)
+        assert replay["title"] == "replay it with the same weights and seed"
+        again = json.loads(workshop.slimectl(*shlex.split(replay["command"])[1:]))
+        assert (again["tokens"], again["index"]) == (record["tokens"], record["index"])
+        assert again["weight_versions"] == ([{"round 1": "0", "round 2": "1"}.get(title, state["weight_version"])])
+        assert graded["command"].startswith(replay["command"] + " | slimectl score - -c ")
+    shutil.move(run / "step_000001", run / "moved")
+    try:
+        _, (command, _) = sample_of("round 2", 0)
+    finally:
+        shutil.move(run / "moved", run / "step_000001")
+    assert command["title"] == (
+        "sample this prompt again (by the newest weights; the checkpoint of version 1, which wrote it, is gone)"
+    )
+    file = file_of(view, "round 1", "a")
+    assert "its agent runs anew" in view.ask(f"sample?file={file['id']}&row=0")["commands"][0]["title"]
 
 
 def test_a_prompt_is_followed_over_rounds_and_two_evaluations_are_compared(page: Any, view: View):
