@@ -147,7 +147,9 @@ class RunSource:
 class Library:
     """The runs and files of one view, with an index of each samples file, made when it is first asked for."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], *, model: Path | None = None) -> None:
+        """`model` is the folder of the tokenizer of all tokens; without it, runs and manifests name theirs."""
+        self._model = model
         self.runs: dict[str, RunSource] = {}
         self.named_files: dict[str, SamplesFile] = {}
         self._indexes: dict[Path, SampleIndex] = {}
@@ -209,6 +211,8 @@ class Library:
 
     def model_folder(self, file: SamplesFile) -> Path | None:
         """Return a folder with the tokenizer of a file's tokens; None if neither run nor manifest name one."""
+        if self._model is not None:
+            return self._model
         if file.run is not None:
             return self.run(file.run).model_folder()
         path = _manifest(file.path).get("settings", {}).get("model", {}).get("path")

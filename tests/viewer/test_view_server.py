@@ -215,6 +215,20 @@ def test_the_command_prints_an_address_and_ends_by_a_signal(folder: Path, number
     assert b"Traceback" not in words
 
 
+def test_a_model_can_be_named_whose_tokens_they_are(
+    tmp_path: Path, model_dir: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+):
+    samples, page = tmp_path / "samples.jsonl", tmp_path / "view.html"
+    samples.write_text(json.dumps({"prompt": "", "tokens": [*b"hello"], "response": "", "response_length": 0}) + "\n")
+    words = ["view", str(samples), "--html", str(page), "--force", "--model"]
+    environment = dict(os.environ)
+    assert forkserver.start([*words, str(tmp_path)], cwd=tmp_path, env=environment).wait() == 2
+    assert "has no tokenizer_config.json" in capfd.readouterr().err
+    assert forkserver.start([*words, str(model_dir("llama"))], cwd=tmp_path, env=environment).wait() == 0
+    answers = json.loads(page.read_text().partition('id="answers">')[2].partition("</script>")[0])
+    assert answers["sample?file=f0&row=0"]["texts"] == [*"hello"]
+
+
 def test_the_images_of_a_sample_are_small_pictures_or_one_line(tmp_path: Path):
     image_file(tmp_path / "a.png", width=900, height=300)
     (tmp_path / "secret.txt").write_text("the secret")
