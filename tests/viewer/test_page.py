@@ -242,6 +242,39 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     page.wait_for_selector("text=copied")
 
 
+def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Workshop, tmp_path: Path):
+    """A fork: its first answer, a tool call, is taught by another branch."""
+    texts = ["<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n", '<tool_call>{"name": "add"}</tool_call>',
+             "<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n", "It is 3."]  # fmt: skip
+    prompt, *response = [text.encode() for text in texts]
+    ends = [sum(map(len, response[: at + 1])) for at in range(3)]
+    turns = [[0, ends[0]], [ends[1], ends[2]]]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    record = {
+        "prompt": [{"role": "user", "content": "Add."}], "tokens": [*prompt, *b"".join(response)],
+        "response": b"".join(response).decode(), "response_length": ends[2],
+        "loss_mask": [0] * ends[1] + [1] * len(response[2]), "rollout_log_probs": [0.0] * ends[2],
+        "metadata": {"agent": {"turns": turns}, "tools": tools},
+    }  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text(json.dumps(record) + "\n")
+    manifest = {"settings": {"model": {"path": str(workshop.model)}}}
+    (tmp_path / "samples.jsonl.manifest.json").write_text(json.dumps(manifest))
+    with viewing(tmp_path / "samples.jsonl") as view:
+        open_page(page, view, "sample/f0/0")
+        assert page.locator(".author").all_inner_texts() == [
+            "prompt", "policy (taught elsewhere or not at all)", "environment", "policy",
+        ]  # fmt: skip
+        assert page.locator(".role").all_inner_texts() == ["user", "assistant", "tool"]
+        assert page.locator(".block").count() == 5
+        calls = page.locator(".block.policy .tool-call[aria-label='tool call']").all_inner_texts()
+        assert [text.removeprefix("tool call").strip() for text in calls] == [texts[1]]
+        assert page.locator(".block.environment .tool-call[aria-label='result of a tool']").count() == 1
+        page.get_by_text("1 tool: add").click()
+        assert page.locator(".tools .text").is_visible()
+        open_page(page, view, "group/f0/0")
+        assert page.get_by_text("1 tool: add").count() == 1
+
+
 def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
     """The initial model wrote round 1, the checkpoint after it round 2; the evaluation is greedy and short."""
     run = workshop.folder / "runs" / "b"
